@@ -1,0 +1,51 @@
+# Floe. `make help` lists the targets; everything is installed into .venv from requirements.lock, hashes checked.
+SHELL       := /bin/bash
+PYTHON      ?= python3
+VENV        := .venv
+BIN         := $(VENV)/bin
+INSTALLED   := $(VENV)/installed
+ONLY        ?=
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test soak check bench clean java python
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+java:
+	@bash infra/require_java.sh
+
+python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Floe needs Python 3.11 or newer; found $$($(PYTHON) --version). Say which: make PYTHON=python3.11 …" >&2; exit 1; }
+
+setup: $(INSTALLED)  ## install Floe and all it needs into .venv
+
+$(INSTALLED): requirements.lock pyproject.toml | java python
+	@echo "installing into $(VENV) (450 MB of Spark among it) …"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; kills, compaction, and a comparison
+	@$(BIN)/python -m floe demo
+
+test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores)
+	@$(BIN)/python -m pytest -m "not soak"
+
+soak: java $(INSTALLED)  ## the fault runs at full length; writes docs/evidence/soak.json
+	@$(BIN)/python -m tests.soak $(if $(ONLY),--only $(ONLY))
+
+check: $(INSTALLED)  ## style, types and the direction of imports
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+bench: java $(INSTALLED)  ## speed and memory beside their floors; ONLY=name runs one; writes bench/results.json
+	@$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
+
+clean:  ## remove what these targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/results.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""The chain: what is kept in order (`docs/architecture.md`, words)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+SITE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+# What nats-server takes as a stream name, less what no key, header or log line should carry.
+FEED_PATTERN = re.compile(r"[^\s.*>/\\\x00-\x1f\x7f]{1,255}")
+
+MAX_INCARNATION = 9999
+MAX_PARTITION = 65535
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Chain:
+    """One ordered history: a site, one of its feeds, an incarnation (0..9999) and a partition (0..65535).
+
+    Raises ValueError where a part is outside its range.
+    """
+
+    site: str
+    feed: str
+    incarnation: int = 0
+    partition: int = 0
+
+    def __post_init__(self) -> None:
+        if not SITE_PATTERN.fullmatch(self.site):
+            raise ValueError(f"site {self.site!r}: expected 1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -")
+        if not FEED_PATTERN.fullmatch(self.feed):
+            raise ValueError(f"feed {self.feed!r}: expected 1 to 255 characters without space . * > / \\")
+        if not 0 <= self.incarnation <= MAX_INCARNATION:
+            raise ValueError(f"incarnation {self.incarnation}: expected 0 to {MAX_INCARNATION}")
+        if not 0 <= self.partition <= MAX_PARTITION:
+            raise ValueError(f"partition {self.partition}: expected 0 to {MAX_PARTITION}")
+
+    def __str__(self) -> str:
+        return f"{self.site}/{self.feed}/{self.incarnation:04d}/{self.partition}"
+
+    @classmethod
+    def parse(cls, text: str) -> Chain:
+        """The chain that `str` wrote; `site/feed` alone means incarnation 0, partition 0. Raises ValueError."""
+        parts = text.split("/")
+        if not 2 <= len(parts) <= 4:
+            raise ValueError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")
+        return cls(parts[0], parts[1], *(int(part) for part in parts[2:]))
+
+    def next_incarnation(self) -> Chain:
+        """The same partition of the history that follows this one."""
+        return replace(self, incarnation=self.incarnation + 1)
+
+    def log_context(self) -> dict[str, object]:
+        """The fields that every log line about this chain carries."""
+        return {
+            "site": self.site,
+            "feed": self.feed,
+            "incarnation": self.incarnation,
+            "partition": self.partition,
+        }

@@ -1,0 +1,124 @@
+"""Errors, by what the operator does about them (`docs/operations.md` lists the codes).
+
+    FloeError
+    ├── ConfigError          78  fix the configuration
+    ├── UsageError            2  call it differently
+    ├── Refused              77  a credential or a permission is missing
+    ├── Unavailable          75  wait: retried with backoff, then given up
+    │   └── LeaseLost        75  another instance holds the work
+    ├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
+    ├── AnotherWriter         4  somebody else writes where only this program may
+    ├── Stopped               1  a verdict that needs an operator; names the choices
+    └── DataError             3  the data is not what it must be
+        ├── SegmentCorrupt    3
+        └── CoverageGap       3
+"""
+
+from __future__ import annotations
+
+
+class FloeError(Exception):
+    """Something Floe explains in one line.
+
+    `message` is lower case without a full stop and says both sides ("expected 1, found 2"); `hint` is what to
+    do next, or empty; `code` is the stable name of the cause, such as `E-SEG-CORRUPT`.
+    """
+
+    exit_code = 1
+    default_code = "E-FAILED"
+
+    def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.code = code or self.default_code
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+    def line(self) -> str:
+        """The one line printed to stderr, control characters escaped so that data cannot forge lines."""
+        text = f"error[{self.code}]: {self}"
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+class ConfigError(FloeError):
+    """The configuration is wrong. `problems` holds a line for each fault found, all at once."""
+
+    exit_code = 78
+    default_code = "E-CONFIG"
+
+    def __init__(self, *problems: str, hint: str = "", code: str = "") -> None:
+        super().__init__("\n".join(problems), hint=hint, code=code)
+        self.problems = problems
+
+    def line(self) -> str:
+        return "\n".join(FloeError(problem, code=self.code).line() for problem in self.problems) + (
+            f"\n{self.hint}" if self.hint else ""
+        )
+
+
+class UsageError(FloeError):
+    """The command line is wrong."""
+
+    exit_code = 2
+    default_code = "E-USAGE"
+
+
+class Refused(FloeError):
+    """A server refused the credential, or the credential lacks a right."""
+
+    exit_code = 77
+    default_code = "E-REFUSED"
+
+
+class Unavailable(FloeError):
+    """A server cannot be reached or cannot serve now; nothing was done."""
+
+    exit_code = 75
+    default_code = "E-UNAVAILABLE"
+
+
+class LeaseLost(Unavailable):
+    """The lease is held by another owner, or could not be renewed before its deadline."""
+
+    default_code = "E-LEASE"
+
+
+class OutcomeUnknown(FloeError):
+    """A request was sent and its answer lost: it is neither done nor not done."""
+
+    exit_code = 75
+    default_code = "E-UNKNOWN"
+
+
+class AnotherWriter(FloeError):
+    """Another writer changes what only this program may change."""
+
+    exit_code = 4
+    default_code = "E-WRITER"
+
+
+class Stopped(FloeError):
+    """A verdict that stops a chain until an operator decides; the hint is the command to paste."""
+
+    default_code = "E-STOPPED"
+
+
+class DataError(FloeError):
+    """Stored data is not what its name or its footer promises."""
+
+    exit_code = 3
+    default_code = "E-DATA"
+
+
+class SegmentCorrupt(DataError):
+    """A segment's bytes, schema, footer or rows are wrong; it is left out of covers and reported."""
+
+    default_code = "E-SEG-CORRUPT"
+
+
+class CoverageGap(DataError):
+    """Sequences that no segment covers."""
+
+    default_code = "E-GAP"

@@ -1,0 +1,54 @@
+"""Named places where a test may kill, stop, fail or delay the program.
+
+Enabled only by the environment: `FLOE_FAILPOINTS="egress.after_put=kill,ingress.mid_batch=stop@3"`. Actions:
+`kill` (SIGKILL to itself), `stop` (SIGSTOP to itself), `raise` (FailpointRaised), `sleep:SECONDS` (blocks the
+calling thread). `@N` acts on the N-th pass only (1 is the first and the default); `@*` acts on every pass.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+from common.clock import SystemClock
+
+
+class FailpointRaised(RuntimeError):
+    """What the action `raise` raises."""
+
+
+def _parse(text: str) -> dict[str, tuple[str, str]]:
+    points = {}
+    for part in filter(None, text.split(",")):
+        name, _, action = part.partition("=")
+        what, _, nth = action.partition("@")
+        points[name.strip()] = (what, nth or "1")
+    return points
+
+
+_points = _parse(os.environ.get("FLOE_FAILPOINTS", ""))
+_passes: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Act as `FLOE_FAILPOINTS` says for `name`; nothing where it says nothing."""
+    if name not in _points:
+        return
+    action, nth = _points[name]
+    _passes[name] += 1
+    if nth == "*" or _passes[name] == int(nth):
+        _act(name, action)
+
+
+def _act(name: str, action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif action == "raise":
+        raise FailpointRaised(name)
+    elif action.startswith("sleep:"):
+        SystemClock().pause(float(action.removeprefix("sleep:")))
+    else:
+        raise ValueError(f"unknown failpoint action {action!r} for {name}")

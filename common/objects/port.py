@@ -1,0 +1,83 @@
+"""The object store port: seven verbs, synchronous, safe to call from several threads.
+
+Services call it in threads (`common.service.threads`); Spark tasks call it directly. One contract suite
+(`tests/contract/test_objects.py`) runs over every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+Body = bytes | Path
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a listing or a HEAD says of an object.
+
+    `modified`: seconds since 1970 UTC by the store's clock. `etag`: opaque, only for `put_if_match`, never for
+    integrity. `sha256`: 64 hex digits that the *server* computed and keeps, None where it does not (and always
+    None in a listing). `metadata`: lower-case names; empty in a listing.
+    """
+
+    key: str
+    size: int
+    modified: float
+    etag: str
+    sha256: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+class ObjectStore(Protocol):
+    """A flat store of immutable-by-convention objects.
+
+    Every verb raises `Unavailable` when the store cannot be reached or asks to come back later (after its own
+    bounded retries), `Refused` for credentials and permissions, `ConfigError` where the bucket does not exist,
+    `OutcomeUnknown` only from the four writing verbs when the answer was lost.
+    """
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        """All objects whose key begins with `prefix` and sorts after `start_after`, in key order (UTF-8 bytes).
+
+        At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
+        E-LIST-INVALID): never a part that looks like the whole.
+        """
+        ...
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        """The bytes from offset `first`, `length` of them or to the end; None if there is no such object.
+
+        Fewer bytes than the server announced are retried, then Unavailable; never returned.
+        """
+        ...
+
+    def download(self, key: str, path: Path) -> bool:
+        """Write the whole object to the new file `path` in bounded memory; False if there is no such object."""
+        ...
+
+    def put(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write the object, replacing any; the server checks `sha256` (64 hex digits) where it can."""
+        ...
+
+    def put_if_absent(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        """Write the object unless one is there; False if one is. A second line only: some servers ignore it."""
+        ...
+
+    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        """Replace the object if its etag is still `etag`; False if it is not, or the object is gone."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the object; no error if it is not there."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """What the store keeps of the object, the server's own checksum included; None if there is none."""
+        ...

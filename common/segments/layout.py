@@ -1,0 +1,180 @@
+"""Keys of the objects in a bucket, both directions: what is formatted here is parsed here.
+
+    {prefix}/site={site}/feed={feed}/incarnation={k:04d}/partition={n}/level={l}/{last:020d}-{first:020d}-{digest}.parquet
+    {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/{stream.json, partition={n}/{chain.json, floor.json, …}}
+    {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
+
+The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields exactly
+the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from common.chain import Chain
+from common.sequences import MAX_SEQUENCE, SequenceRange
+
+MAX_LEVEL = 9
+DIGEST_LENGTH = 16
+
+_ENCODED = r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+"
+_CHAIN = rf"site=(?P<site>{_ENCODED})/feed=(?P<feed>{_ENCODED})/incarnation=(?P<incarnation>\d{{4}})"
+_SEGMENT = re.compile(
+    rf"{_CHAIN}/partition=(?P<partition>\d{{1,5}})/level=(?P<level>\d)"
+    rf"/(?P<last>\d{{20}})-(?P<first>\d{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})\.parquet"
+)
+_CHAIN_DOCUMENT = re.compile(rf"{_CHAIN}/partition=(?P<partition>\d{{1,5}})/chain\.json")
+_TAIL = re.compile(
+    rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>\d{{4}})/(?P<partition>\d{{1,5}})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What a segment's key says. `digest`: the first 16 hex digits of the SHA-256 of its bytes."""
+
+    chain: Chain
+    level: int
+    coverage: SequenceRange
+    digest: str
+
+
+def encode(part: str) -> str:
+    """`part` with all but `A-Z a-z 0-9 _ -` as `%XX` of its UTF-8."""
+    return "".join(
+        chr(byte) if chr(byte).isascii() and (chr(byte).isalnum() or chr(byte) in "_-") else f"%{byte:02X}"
+        for byte in part.encode()
+    )
+
+
+def decode(part: str) -> str | None:
+    """The text that `encode` wrote as `part`; None if it did not."""
+    try:
+        text = unquote_to_bytes(part).decode()
+    except UnicodeDecodeError:
+        return None
+    return text if encode(text) == part else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every key under one `prefix`, which may be empty and has no slash at either end."""
+
+    prefix: str = ""
+
+    def _under(self, path: str) -> str:
+        return f"{self.prefix}/{path}" if self.prefix else path
+
+    def _relative(self, key: str) -> str | None:
+        root = self._under("")
+        return key[len(root) :] if key.startswith(root) else None
+
+    # Segments
+
+    def segments_prefix(self, chain: Chain, level: int) -> str:
+        """What every key of one chain's level begins with; ends in a slash."""
+        return self._under(f"{_chain_path(chain)}/level={level}/")
+
+    def segment(self, name: SegmentName) -> str:
+        """The key of a segment. Raises ValueError where a part is outside its range."""
+        if not 0 <= name.level <= MAX_LEVEL:
+            raise ValueError(f"level {name.level}: expected 0 to {MAX_LEVEL}")
+        if not re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", name.digest):
+            raise ValueError(f"digest {name.digest!r}: expected {DIGEST_LENGTH} hex digits")
+        bounds = f"{name.coverage.last:020d}-{name.coverage.first:020d}"
+        return f"{self.segments_prefix(name.chain, name.level)}{bounds}-{name.digest}.parquet"
+
+    def parse_segment(self, key: str) -> SegmentName | None:
+        """What `segment` formatted as `key`; None for a foreign key."""
+        match = _SEGMENT.fullmatch(self._relative(key) or "")
+        chain = match and _chain(match)
+        if not match or not chain:
+            return None
+        first, last = int(match["first"]), int(match["last"])
+        if not 1 <= first <= last <= MAX_SEQUENCE:
+            return None
+        return SegmentName(chain, int(match["level"]), SequenceRange(first, last), match["digest"])
+
+    def start_after(self, chain: Chain, level: int, position: int) -> str:
+        """A key that sorts after all segments that end before `position` and before all others."""
+        return f"{self.segments_prefix(chain, level)}{position:020d}"
+
+    # Documents about a chain
+
+    def documents_prefix(self, site: str | None = None, feed: str | None = None) -> str:
+        """What the keys of all documents begin with: of all sites, of a site, or of one feed of it."""
+        path = "_floe/site="
+        if site is not None:
+            path += f"{encode(site)}/"
+            if feed is not None:
+                path += f"feed={encode(feed)}/"
+        return self._under(path)
+
+    def stream_document(self, chain: Chain) -> str:
+        """The key of `stream.json`, one for each incarnation."""
+        return self._under(f"_floe/{_incarnation_path(chain)}/stream.json")
+
+    def chain_document(self, chain: Chain) -> str:
+        """The key of `chain.json`."""
+        return self._under(f"_floe/{_chain_path(chain)}/chain.json")
+
+    def parse_chain_document(self, key: str) -> Chain | None:
+        """The chain whose `chain.json` has `key`; None for any other key."""
+        relative = self._relative(key) or ""
+        match = _CHAIN_DOCUMENT.fullmatch(relative.removeprefix("_floe/"))
+        return _chain(match) if match and relative.startswith("_floe/") else None
+
+    def floor_document(self, chain: Chain) -> str:
+        """The key of `floor.json`: the first sequence that retention has left."""
+        return self._under(f"_floe/{_chain_path(chain)}/floor.json")
+
+    def gaps_prefix(self, chain: Chain) -> str:
+        """What the keys of the accepted gaps of a chain begin with."""
+        return self._under(f"_floe/{_chain_path(chain)}/gaps/")
+
+    # Tails and tombstones
+
+    def tails_prefix(self) -> str:
+        """What the keys of all tails begin with."""
+        return self._under("_floe/tails/")
+
+    def tail(self, chain: Chain) -> str:
+        """The key of a chain's tail."""
+        parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
+        return self.tails_prefix() + parts
+
+    def parse_tail(self, key: str) -> Chain | None:
+        """The chain whose tail has `key`; None for any other key."""
+        if not key.startswith(self.tails_prefix()):
+            return None
+        match = _TAIL.fullmatch(key[len(self.tails_prefix()) :])
+        return _chain(match) if match else None
+
+    def tombstones_prefix(self, chain: Chain) -> str:
+        """What the keys of a chain's tombstones begin with; ends in a slash."""
+        return self._under(f"_floe/tombstones/{_chain_path(chain)}/")
+
+    def ingress_prefix(self, target: str) -> str:
+        """What the keys of one target's objects begin with; ends in a slash."""
+        return self._under(f"_floe/ingress/{encode(target)}/")
+
+
+def _incarnation_path(chain: Chain) -> str:
+    return f"site={encode(chain.site)}/feed={encode(chain.feed)}/incarnation={chain.incarnation:04d}"
+
+
+def _chain_path(chain: Chain) -> str:
+    return f"{_incarnation_path(chain)}/partition={chain.partition}"
+
+
+def _chain(match: re.Match[str]) -> Chain | None:
+    site, feed = decode(match["site"]), decode(match["feed"])
+    if site is None or feed is None or str(int(match["partition"])) != match["partition"]:
+        return None
+    try:
+        return Chain(site, feed, int(match["incarnation"]), int(match["partition"]))
+    except ValueError:
+        return None

@@ -1,0 +1,282 @@
+"""The values of a segment: a message as it was read, the ledger, the tip, the footer, the reference.
+
+The footer is JSON in the Parquet key-value metadata under `floe.segment`; every reader treats it as untrusted.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from common.chain import Chain
+from common.errors import SegmentCorrupt
+from common.sequences import SequenceRange
+from common.segments.layout import SegmentName
+
+FORMAT_VERSION = 1
+FOOTER_KEY = b"floe.segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One JetStream message, byte for byte (I6).
+
+    `timestamp_ns`: nanoseconds since 1970 UTC. `headers`: the raw header block (`NATS/1.0\\r\\n…\\r\\n\\r\\n`), or
+    None where the message has none. `payload`: may be empty, never None.
+    """
+
+    sequence: int
+    timestamp_ns: int
+    subject: bytes
+    headers: bytes | None
+    payload: bytes
+
+
+class Reason(StrEnum):
+    """Why a covered sequence has no row (I7)."""
+
+    SAMPLED_OUT = "sampled_out"
+    TOO_OLD = "too_old"
+    LOOPED = "looped"
+    NOT_MATCHED = "not_matched"
+    DELETED = "deleted"
+    GONE_BEFORE_READ = "gone_before_read"
+    LOST = "lost"
+    UNATTRIBUTED = "unattributed"
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """How many covered sequences have no row, by reason; reasons with 0 are left out."""
+
+    counts: Mapping[Reason, int] = field(default_factory=dict)
+
+    def total(self) -> int:
+        """The covered sequences without a row."""
+        return sum(self.counts.values())
+
+    def plus(self, other: Ledger) -> Ledger:
+        """The sums by reason."""
+        reasons = {*self.counts, *other.counts}
+        return Ledger({r: self.counts.get(r, 0) + other.counts.get(r, 0) for r in sorted(reasons)})
+
+    def to_json(self) -> dict[str, int]:
+        return {reason.value: count for reason, count in sorted(self.counts.items()) if count}
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """The last message examined for a segment: what tells one history of a stream from another.
+
+    `digest`: 32 hex digits of a SHA-256 over subject, headers and payload.
+    """
+
+    sequence: int
+    timestamp_ns: int
+    digest: str
+
+    @classmethod
+    def of(cls, message: Message) -> Tip:
+        return cls(message.sequence, message.timestamp_ns, message_digest(message))
+
+    def to_text(self) -> str:
+        """`sequence:timestamp_ns:digest`, as object metadata holds it (under 80 bytes whatever the subject)."""
+        return f"{self.sequence}:{self.timestamp_ns}:{self.digest}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Tip:
+        """What `to_text` wrote. Raises ValueError."""
+        sequence, timestamp_ns, digest = text.split(":")
+        if len(digest) != 32:
+            raise ValueError(f"tip {text!r}: expected 32 hex digits, found {len(digest)}")
+        return cls(int(sequence), int(timestamp_ns), digest)
+
+
+def message_digest(message: Message) -> str:
+    """32 hex digits over subject, headers and payload, each with its length so that none runs into the next."""
+    digest = hashlib.sha256()
+    for part in (message.subject, message.headers, message.payload):
+        digest.update(b"-" if part is None else len(part).to_bytes(8, "big"))
+        digest.update(part or b"")
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Which segments a merge read: their number, and one SHA-256 over their sorted names."""
+
+    count: int
+    digest: str
+
+    @classmethod
+    def of(cls, names: list[str]) -> Inputs:
+        return cls(len(names), hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What a segment says of itself.
+
+    `first_timestamp_ns`, `last_timestamp_ns`: of the first and the last row, None without rows. `tip`: None where
+    no message was examined. `sampling`: the settings by which messages were left out, None for a whole copy;
+    `sampling_digest`: a SHA-256 over them, empty for a whole copy. `inputs`: None at level 0.
+    """
+
+    chain: Chain
+    level: int
+    coverage: SequenceRange
+    rows: int
+    ledger: Ledger
+    raw_bytes: int
+    first_timestamp_ns: int | None
+    last_timestamp_ns: int | None
+    tip: Tip | None
+    writer: str
+    sampling: Mapping[str, Any] | None = None
+    sampling_digest: str = ""
+    inputs: Inputs | None = None
+    format_version: int = FORMAT_VERSION
+
+    def is_balanced(self) -> bool:
+        """I7: rows and ledger together account for the coverage."""
+        return self.rows + self.ledger.total() == len(self.coverage)
+
+    def to_json(self) -> bytes:
+        return json.dumps(
+            {
+                "format_version": self.format_version,
+                "site": self.chain.site,
+                "feed": self.chain.feed,
+                "incarnation": self.chain.incarnation,
+                "partition": self.chain.partition,
+                "level": self.level,
+                "first": self.coverage.first,
+                "last": self.coverage.last,
+                "rows": self.rows,
+                "ledger": self.ledger.to_json(),
+                "raw_bytes": self.raw_bytes,
+                "first_timestamp_ns": self.first_timestamp_ns,
+                "last_timestamp_ns": self.last_timestamp_ns,
+                "tip": self.tip and self.tip.to_text(),
+                "sampling": self.sampling,
+                "sampling_digest": self.sampling_digest,
+                "writer": self.writer,
+                "inputs": self.inputs and {"count": self.inputs.count, "digest": self.inputs.digest},
+            },
+            separators=(",", ":"),
+            sort_keys=True,
+        ).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Footer:
+        """Raises SegmentCorrupt, naming the field, where `raw` is not a footer this version reads."""
+        return _FooterReader(raw).footer()
+
+
+class _FooterReader:
+    """Reads one untrusted footer field by field, so that the message names what is wrong."""
+
+    def __init__(self, raw: bytes) -> None:
+        try:
+            document = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise SegmentCorrupt(f"footer floe.segment: expected JSON, found {raw[:40]!r}") from error
+        if not isinstance(document, dict):
+            raise SegmentCorrupt(f"footer floe.segment: expected an object, found {type(document).__name__}")
+        self._document = document
+
+    def _get(self, name: str, kind: type, *, optional: bool = False) -> Any:
+        value = self._document.get(name)
+        if value is None and optional:
+            return None
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise SegmentCorrupt(f"footer {name}: expected {kind.__name__}, found {value!r:.60}")
+        return value
+
+    def footer(self) -> Footer:
+        version = self._get("format_version", int)
+        if version != FORMAT_VERSION:
+            raise SegmentCorrupt(
+                f"footer format_version: expected {FORMAT_VERSION}, found {version}",
+                hint="read it with a newer Floe",
+                code="E-SEG-VERSION",
+            )
+        try:
+            return self._footer()
+        except (ValueError, KeyError, TypeError) as error:
+            raise SegmentCorrupt(f"footer floe.segment: {error}") from error
+
+    def _footer(self) -> Footer:
+        get = self._get
+        tip, inputs = get("tip", str, optional=True), get("inputs", dict, optional=True)
+        return Footer(
+            chain=Chain(get("site", str), get("feed", str), get("incarnation", int), get("partition", int)),
+            level=get("level", int),
+            coverage=SequenceRange(get("first", int), get("last", int)),
+            rows=get("rows", int),
+            ledger=_ledger(get("ledger", dict)),
+            raw_bytes=get("raw_bytes", int),
+            first_timestamp_ns=get("first_timestamp_ns", int, optional=True),
+            last_timestamp_ns=get("last_timestamp_ns", int, optional=True),
+            tip=None if tip is None else Tip.from_text(tip),
+            sampling=get("sampling", dict, optional=True),
+            sampling_digest=get("sampling_digest", str),
+            writer=get("writer", str),
+            inputs=None if inputs is None else Inputs(int(inputs["count"]), str(inputs["digest"])),
+        )
+
+
+def _ledger(counts: Mapping[str, Any]) -> Ledger:
+    for reason, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"ledger {reason}: expected a count, found {count!r:.60}")
+    return Ledger({Reason(reason): count for reason, count in counts.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """A segment that a listing shows.
+
+    `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock; the age of an object comes
+    from here and never from a footer.
+    """
+
+    segment: SegmentName
+    key: str
+    size: int
+    modified: float
+
+    @property
+    def chain(self) -> Chain:
+        return self.segment.chain
+
+    @property
+    def level(self) -> int:
+        return self.segment.level
+
+    @property
+    def coverage(self) -> SequenceRange:
+        return self.segment.coverage
+
+    @property
+    def name(self) -> str:
+        """The last part of the key: `{last}-{first}-{digest}.parquet`."""
+        return self.key.rpartition("/")[2]
+
+    def log_context(self) -> dict[str, object]:
+        return {**self.chain.log_context(), "level": self.level, "segment": self.name}
+
+
+def decode_subject(subject: bytes) -> str:
+    """`subject` for people: UTF-8, other bytes as `\\xNN`."""
+    return subject.decode("utf-8", "backslashreplace")
+
+
+def encode_bytes(raw: bytes) -> str:
+    """Base64, for JSON output of bytes that need not be text."""
+    return base64.b64encode(raw).decode()

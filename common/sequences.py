@@ -1,0 +1,163 @@
+"""Ranges of stream sequences, and the one rule by which segments are chosen to account for them.
+
+A *sequence* is a JetStream stream sequence, 1 .. 2^63-1. *Coverage* is not rows: a segment that covers 1..1000
+may hold 37 messages or none, and everything here speaks of coverage.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+MAX_SEQUENCE = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SequenceRange:
+    """Sequences `first` to `last`, both included. Raises ValueError unless 1 <= first <= last <= 2^63-1."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first <= self.last <= MAX_SEQUENCE:
+            raise ValueError(f"range {self.first}..{self.last}: expected 1 <= first <= last <= {MAX_SEQUENCE}")
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __contains__(self, sequence: object) -> bool:
+        return isinstance(sequence, int) and self.first <= sequence <= self.last
+
+    def __str__(self) -> str:
+        return f"{self.first}..{self.last}"
+
+    def follows(self, other: SequenceRange) -> bool:
+        """Whether this range begins exactly where `other` ends."""
+        return self.first == other.last + 1
+
+    def overlaps(self, other: SequenceRange) -> bool:
+        """Whether any sequence is in both."""
+        return self.first <= other.last and other.first <= self.last
+
+    def encloses(self, other: SequenceRange) -> bool:
+        """Whether every sequence of `other` is in this range."""
+        return self.first <= other.first and other.last <= self.last
+
+    def intersection(self, other: SequenceRange) -> SequenceRange | None:
+        """The sequences in both; None if there are none."""
+        first, last = max(self.first, other.first), min(self.last, other.last)
+        return SequenceRange(first, last) if first <= last else None
+
+
+class Covering(Protocol):
+    """What the cover rule needs to know of a segment."""
+
+    @property
+    def coverage(self) -> SequenceRange: ...
+    @property
+    def level(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+
+
+S = TypeVar("S", bound=Covering)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch(Generic[S]):
+    """The rows `rows` of `segment` that a cover takes; never more than the segment covers."""
+
+    segment: S
+    rows: SequenceRange
+
+
+def extends(coverage: SequenceRange, position: int) -> bool:
+    """Whether `coverage` accounts for `position`; overlap below it is fine. For reading across levels."""
+    return position in coverage
+
+
+def is_gapless(ranges: Iterable[SequenceRange]) -> bool:
+    """Whether each range, in the order given, begins exactly where the one before ends. For verification."""
+    previous = None
+    for current in ranges:
+        if previous is not None and not current.follows(previous):
+            return False
+        previous = current
+    return True
+
+
+def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[SequenceRange]:
+    """The parts of `within` that no range accounts for, ascending; empty if all is covered."""
+    found, position = [], within.first
+    for current in sorted(ranges):
+        if current.first > within.last:
+            break
+        if current.first > position:
+            found.append(SequenceRange(position, current.first - 1))
+        position = max(position, current.last + 1)
+    if position <= within.last:
+        found.append(SequenceRange(position, within.last))
+    return found
+
+
+def preference(segment: Covering) -> tuple[int, int, str]:
+    """Orders segments that contain one position: furthest end, then higher level, then larger name."""
+    return (segment.coverage.last, segment.level, segment.name)
+
+
+def choose(segments: Iterable[S], position: int) -> S | None:
+    """The segment that the cover rule takes at `position`; None if none contains it (a hole)."""
+    containing = [s for s in segments if extends(s.coverage, position)]
+    return max(containing, key=preference, default=None)
+
+
+def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
+    """The stretches that account once for each covered sequence of first..last, ascending.
+
+    At each position: among the segments that contain it, the one that reaches furthest; ties go to the higher
+    level, then to the larger name; rows before the position are skipped. A hole is stepped over: the next
+    stretch then does not begin where the one before ends (`holes` names it, `until_hole` stops there).
+    """
+    return list(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last))
+
+
+def _sweep(ascending: Sequence[S], first: int, last: int) -> Iterator[Stretch[S]]:
+    reach: list[tuple[_Descending, int]] = []
+    position, index = first, 0
+    while position <= last:
+        while index < len(ascending) and ascending[index].coverage.first <= position:
+            heapq.heappush(reach, (_Descending(preference(ascending[index])), index))
+            index += 1
+        while reach and ascending[reach[0][1]].coverage.last < position:
+            heapq.heappop(reach)
+        if reach:
+            segment = ascending[reach[0][1]]
+            rows = SequenceRange(position, min(segment.coverage.last, last))
+            yield Stretch(segment, rows)
+            position = rows.last + 1
+        elif index < len(ascending):
+            position = ascending[index].coverage.first
+        else:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Descending:
+    key: tuple[int, int, str]
+
+    def __lt__(self, other: _Descending) -> bool:
+        return self.key > other.key
+
+
+def until_hole(stretches: Sequence[Stretch[S]], position: int) -> list[Stretch[S]]:
+    """The leading stretches that continue from `position` without a hole; empty if it begins with one."""
+    taken: list[Stretch[S]] = []
+    for stretch in stretches:
+        if stretch.rows.first != position:
+            break
+        taken.append(stretch)
+        position = stretch.rows.last + 1
+    return taken

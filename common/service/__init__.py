@@ -1,0 +1,1 @@
+"""What makes a program a service: configuration, logs, metrics, health, shutdown."""

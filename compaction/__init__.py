@@ -1,0 +1,1 @@
+"""Merges levels of segments, proves the merge, deletes what it replaces."""

@@ -1,0 +1,1 @@
+"""What surrounds Floe: local servers, the demo, a fleet emulator."""

@@ -1,0 +1,1 @@
+"""Melts segments back, in sequence and once, into target streams."""

@@ -1,0 +1,50 @@
+"""Helpers shared by tests: polling, builders, unique names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def eventually(check: Callable[[], T], seconds: float = 10.0, every: float = 0.05) -> T:
+    """Call `check` until it returns something true and return that; fail with its last answer after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := check()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
+        time.sleep(every)
+    return answer
+
+
+async def soon(
+    check: Callable[[], T | Awaitable[T]], seconds: float = 10.0, every: float = 0.02
+) -> T:
+    """`eventually` for the event loop; `check` may be a coroutine function."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = check()
+        if isawaitable(answer):
+            answer = await answer
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
+        await asyncio.sleep(every)
+
+
+def unique(prefix: str) -> str:
+    """A name that no other test uses."""
+    return f"{prefix}_{secrets.token_hex(4)}"
+
+
+def seeded(seed: int | None = None) -> random.Random:
+    """A random source whose seed is printed, and taken from FLOE_SEED where that is set."""
+    chosen = seed if seed is not None else int(os.environ.get("FLOE_SEED", secrets.randbits(32)))
+    print(f"FLOE_SEED={chosen}")
+    return random.Random(chosen)
