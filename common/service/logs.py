@@ -1,0 +1,150 @@
+"""Logs: structlog over the standard library, one line for each event, to stderr.
+
+JSON or text, the same keys in both: `ts` (RFC 3339 UTC, milliseconds), `level`, `logger`, `event` (a short
+constant text), then the fields of the event, among them `action` to search by. Libraries (nats, boto3) take
+the same road, at warning and above whatever the level of Floe: below it botocore prints what it signs with.
+Payloads, headers and secrets are never logged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Mapping, MutableMapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import structlog
+from structlog.stdlib import BoundLogger, ProcessorFormatter
+
+from common.errors import FloeError
+from common.service.log_writer import LineHandler
+from common.service.text import escaped
+
+LEVELS = ("debug", "info", "warning", "error")
+MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
+
+Event = MutableMapping[str, Any]
+
+_names: set[str] = set()
+_level = logging.NOTSET
+_handler: LineHandler | None = None
+
+# Set at import: before `configure`, and where nobody calls it, structlog alone would print to stdout.
+structlog.configure(
+    processors=[
+        structlog.stdlib.filter_by_level,
+        structlog.contextvars.merge_contextvars,
+        ProcessorFormatter.wrap_for_formatter,
+    ],
+    logger_factory=structlog.stdlib.LoggerFactory(),
+    wrapper_class=BoundLogger,
+    cache_logger_on_first_use=True,
+)
+
+
+def get_logger(name: str) -> BoundLogger:
+    """The logger of one part, such as `egress.worker`."""
+    _names.add(name)
+    logging.getLogger(name).setLevel(_level)
+    logger: BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def configure(
+    level: str = "info", format: str = "auto", *, instance: str = "", stream: TextIO | None = None
+) -> None:
+    """Log from `level` up, as `format` (`json`, `text`, `auto`: text on a terminal) to `stream` (stderr).
+
+    `instance`, if given, stands in every line. May be called again: the last call wins.
+    """
+    global _handler, _level
+    stream = stream or sys.stderr
+    if format == "auto":
+        format = "text" if stream.isatty() else "json"
+    root = logging.getLogger()
+    if _handler is not None:
+        root.removeHandler(_handler)
+        _handler.close()
+    _handler = LineHandler(stream)
+    _handler.setFormatter(_formatter(format, instance))
+    root.addHandler(_handler)
+    _level = getattr(logging, level.upper())
+    root.setLevel(max(_level, logging.WARNING))
+    for name in _names:
+        logging.getLogger(name).setLevel(_level)
+
+
+def flush() -> None:
+    """Wait, for a second at most, until the lines so far are written."""
+    if _handler is not None:
+        _handler.flush()
+
+
+def _formatter(format: str, instance: str) -> ProcessorFormatter:
+    render = _as_text if format == "text" else _as_json
+
+    def arranged(_logger: Any, _method: str, event: Event) -> str:
+        return render(_arrange(event, instance))
+
+    return ProcessorFormatter(processors=[arranged])
+
+
+def _arrange(event: Event, instance: str) -> dict[str, Any]:
+    record: logging.LogRecord = event.pop("_record")
+    event.pop("_from_structlog", None)
+    at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    line = {
+        "ts": at.replace("+00:00", "Z"),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "event": _plain(event.pop("event", "")),
+    }
+    if instance:
+        line["instance"] = instance
+    _explain(event)
+    return line | {key: _plain(value) for key, value in event.items()}
+
+
+def _explain(event: Event) -> None:
+    """Replace `exc_info` by error and error_type; an error nobody foresaw keeps its traceback."""
+    info = event.pop("exc_info", None)
+    if info is True:
+        info = sys.exc_info()
+    error = info[1] if isinstance(info, tuple) else info
+    if not isinstance(error, BaseException):
+        return
+    event.setdefault("error", str(error))
+    event.setdefault("error_type", type(error).__name__)
+    if not isinstance(error, FloeError):
+        event["traceback"] = "".join(traceback.format_exception(error))
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON holds it, cut to a bounded length."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}… ({len(text)} characters)"
+
+
+def _as_json(line: dict[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":"))  # ASCII: every control character is escaped
+
+
+def _as_text(line: dict[str, Any]) -> str:
+    at, level, name, event = (line.pop(key) for key in ("ts", "level", "logger", "event"))
+    fields = "".join(f"  {key}={_as_word(value)}" for key, value in line.items())
+    return escaped(f"{at} {level.upper():7} {name}: {event}{fields}")
+
+
+def _as_word(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    is_word = text and text.isprintable() and not set(text) & set(' ="')
+    return text if is_word or not isinstance(value, str) else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,197 @@
+"""Health of the process, and the pages that show it.
+
+They are answered from threads, so also when the event loop hangs; no request reads NATS or the object store,
+and no page shows the configuration.
+"""
+
+from __future__ import annotations
+
+import errno
+import html
+import json
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from common.clock import Clock
+from common.errors import ConfigError
+from common.service.metrics import REGISTRY
+from common.service.monitor_http import Answer, HttpServer
+from common.service.text import escaped
+from common.service.version import version
+from common.settings.units import parse_listen
+
+MAX_BEAT_AGE = 30.0  # seconds without a heartbeat of the event loop before /healthz says so
+
+
+class Health:
+    """What the process knows of itself. The event loop writes, the monitor's threads read."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._beat = clock.monotonic()
+        self._not_ready: dict[str, str] = {}
+        self._parts: set[str] = set()
+        self._status: dict[str, Mapping[str, Any]] = {}
+
+    def beat(self) -> None:
+        """The event loop turns; to be called every few seconds."""
+        self._beat = self._clock.monotonic()
+
+    def beat_age(self) -> float:
+        """Seconds since the last beat, or since the start."""
+        return self._clock.monotonic() - self._beat
+
+    def is_alive(self) -> bool:
+        """Whether the event loop has turned in the last MAX_BEAT_AGE seconds."""
+        return self.beat_age() <= MAX_BEAT_AGE
+
+    def set_ready(self, part: str, ready: bool, why: str = "") -> None:
+        """Whether `part` ("nats", "objects", a chain) works, and `why` not."""
+        with self._lock:
+            self._parts.add(part)
+            self._not_ready.pop(part, None)
+            if not ready:
+                self._not_ready[part] = why or "not ready"
+
+    def forget(self, part: str) -> None:
+        """`part` is no longer this process's: it is neither ready nor not, and has no status."""
+        with self._lock:
+            self._parts.discard(part)
+            self._not_ready.pop(part, None)
+            self._status.pop(part, None)
+
+    def is_ready(self) -> bool:
+        """Whether every part that has reported is ready, and at least one has."""
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """`part: why` for each part that is not ready, by name; empty when all are."""
+        with self._lock:
+            if not self._parts:
+                return ["starting: nothing has reported yet"]
+            return [f"{part}: {why}" for part, why in sorted(self._not_ready.items())]
+
+    def set_status(self, part: str, status: Mapping[str, Any]) -> None:
+        """What /status shows for `part`: values that JSON holds, no secrets, no payloads."""
+        with self._lock:
+            self._status[part] = dict(status)
+
+    def status(self) -> dict[str, Any]:
+        """What /status answers."""
+        problems = self.problems()
+        with self._lock:
+            parts = dict(sorted(self._status.items()))
+        return {
+            "version": version(),
+            "ready": not problems,
+            "problems": problems,
+            "heartbeat_age_seconds": round(self.beat_age(), 3),
+            "parts": parts,
+        }
+
+
+class Monitor:
+    """Serves /metrics /healthz /readyz /status and a status page on `listen`, such as `127.0.0.1:9464`.
+
+    An empty `listen` serves nothing. Port 0 takes a free one; `port` tells which (0 while nothing is served).
+    """
+
+    def __init__(self, listen: str, health: Health, registry: CollectorRegistry = REGISTRY) -> None:
+        self._listen = listen
+        self._pages = Pages(health, registry)
+        self._server: HttpServer | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        return 0 if self._server is None else int(self._server.server_address[1])
+
+    def start(self) -> None:
+        """Bind and serve. Raises ConfigError where the address cannot be bound."""
+        address = parse_listen(self._listen)
+        if address is None:
+            return
+        try:
+            self._server = HttpServer(address, self._pages.answer)
+        except OSError as error:
+            raise _cannot_listen(self._listen, error) from error
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="monitor", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; no error if nothing is served."""
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = self._thread = None
+
+
+def _cannot_listen(listen: str, error: OSError) -> ConfigError:
+    reason = {
+        errno.EADDRINUSE: "another process listens there",
+        errno.EADDRNOTAVAIL: "this host has no such address",
+        errno.EACCES: "this user may not listen there",
+    }.get(error.errno or 0, error.strerror or str(error))
+    return ConfigError(
+        f"monitor.listen: cannot listen on {listen}: {reason}",
+        hint='choose another address, or "" for none',
+        code="E-LISTEN",
+    )
+
+
+class Pages:
+    """The pages, by path; each is made from memory."""
+
+    def __init__(self, health: Health, registry: CollectorRegistry) -> None:
+        self._health = health
+        self._registry = registry
+        self._pages: dict[str, Callable[[str], Answer]] = {
+            "/": self._page,
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/status": self._status,
+        }
+
+    def answer(self, path: str, accept: str) -> Answer:
+        """The answer to a GET of `path` by a client that takes `accept`."""
+        page = self._pages.get(path.partition("?")[0])
+        return page(accept) if page else _text(404, f"expected one of {' '.join(self._pages)}")
+
+    def _metrics(self, accept: str) -> Answer:
+        encode, content_type = choose_encoder(accept)
+        return 200, content_type, encode(self._registry)
+
+    def _healthz(self, _accept: str) -> Answer:
+        age = f"the event loop turned {self._health.beat_age():.1f} s ago"
+        return _text(200, f"ok: {age}") if self._health.is_alive() else _text(503, f"hangs: {age}")
+
+    def _readyz(self, _accept: str) -> Answer:
+        problems = [escaped(problem) for problem in self._health.problems()]
+        return _text(503, "\n".join(problems)) if problems else _text(200, "ready")
+
+    def _status(self, _accept: str) -> Answer:
+        return 200, "application/json", _json(self._health.status())
+
+    def _page(self, _accept: str) -> Answer:
+        status = html.escape(_json(self._health.status()).decode())
+        links = " ".join(f'<a href="{path}">{path}</a>' for path in self._pages)
+        page = f"<!doctype html><meta charset=utf-8><title>Floe</title><p>{links}</p><pre>{status}</pre>\n"
+        return 200, "text/html; charset=utf-8", page.encode()
+
+
+def _text(status: int, text: str) -> Answer:
+    return status, "text/plain; charset=utf-8", f"{text}\n".encode()
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, default=str) + "\n").encode()

@@ -1,0 +1,47 @@
+"""SIGTERM and SIGINT: the first asks the service to drain, the second ends the process at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import FrameType
+
+from common.service.logs import get_logger
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+log = get_logger("common.shutdown")
+
+
+@asynccontextmanager
+async def stop_on_signals() -> AsyncIterator[asyncio.Event]:
+    """An event that the first SIGTERM or SIGINT sets. The second exits at once, with 143 or 130.
+
+    To be entered in the main thread. On leaving, the former handlers are back.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        # A plain handler, not the loop's own: the second signal must work while the loop is blocked. And not
+        # the default action, which process 1 of a container does not have.
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)
+        loop.call_soon_threadsafe(_ask, stop, number)
+
+    former = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _ask(stop: asyncio.Event, number: int) -> None:
+    log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
+    stop.set()

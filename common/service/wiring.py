@@ -1,0 +1,44 @@
+"""Makes components from settings, for the command modules; imports what is heavy only when asked for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.objects.port import ObjectStore
+    from common.segments.documents import ChainStore
+    from common.segments.store import SegmentStore
+    from common.settings.root import Settings
+
+
+def load_settings(path: str) -> Settings:
+    """The configuration at `path`, with logs set up as it says. Raises ConfigError."""
+    from common.service import config, logs
+
+    document = config.load_document(path)
+    settings = document.settings
+    logs.configure(settings.log.level, settings.log.format, instance=settings.instance)
+    for warning in document.warnings:
+        logs.get_logger("common.config").warning(warning, action="config_warning")
+    return settings
+
+
+def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
+    """The segments of the configured store; `objects`, if given, is used instead of opening it again."""
+    from common.objects.open import layout_of, open_objects
+    from common.segments.store import SegmentStore
+
+    return SegmentStore(
+        objects or open_objects(settings.store),
+        layout_of(settings.store),
+        spool_dir=Path(settings.spool_dir) if settings.spool_dir else None,
+    )
+
+
+def open_chains(settings: Settings, objects: ObjectStore | None = None) -> ChainStore:
+    """The documents of the configured store's chains; `objects` as in `open_store`."""
+    from common.objects.open import layout_of, open_objects
+    from common.segments.documents import ChainStore
+
+    return ChainStore(objects or open_objects(settings.store), layout_of(settings.store))

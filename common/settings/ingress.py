@@ -1,0 +1,206 @@
+"""Ingress: which chains melt into which streams."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, model_validator
+
+from common.settings.base import Section, merged, needed, option
+from common.settings.service import ServiceSettings
+from common.settings.start import StartSettings
+from common.settings.types import (
+    Duration,
+    Flag,
+    Kind,
+    Listen,
+    OneOrMore,
+    Range,
+    Required,
+    SiteName,
+    Size,
+    StreamName,
+    SubjectFilter,
+    Text,
+    Whole,
+    matching,
+    refuse,
+)
+
+_AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
+_REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
+_EVENTS = re.compile(r"(nats|sqs)://[^\s@\x00-\x1f\x7f]+")
+
+# They steer how a message is stored, so one that came along would break the promises of the publishers.
+_NEVER_CONTROL = ("nats-expected-", "nats-batch-", "nats-msg-id", "nats-required-api-level")
+
+
+def _check_control_header(name: str) -> str:
+    if not re.fullmatch(r"Nats-[A-Za-z0-9-]+", name, re.IGNORECASE):
+        raise refuse("a header of NATS such as Nats-TTL")
+    if name.lower().startswith(_NEVER_CONTROL):
+        raise refuse("a header that ingress does not set itself, such as Nats-TTL")
+    return name
+
+
+class IngressMonitorSettings(Section):
+    """The monitor of ingress."""
+
+    listen: Listen = option(
+        "127.0.0.1:9465", "address and port of /metrics /healthz /readyz /status; empty: off"
+    )
+
+
+class CreateSettings(Section):
+    """How a target stream that does not exist is created."""
+
+    replicas: Annotated[Whole, Range(1, 5)] = option(1, "copies in the cluster")
+    storage: Literal["file", "memory"] = option("file", "where the server keeps it")
+    max_age: Annotated[Duration, Range("1s", or_zero=True)] = option(
+        "0s", "messages are kept this long; 0s: for ever"
+    )
+    max_bytes: Size = option(0, "bytes that are kept; 0: no limit")
+    subjects: tuple[Annotated[SubjectFilter, Required], ...] = option(
+        (), "the subjects of the stream; none: all below the `subject_prefix` of each source"
+    )
+
+
+class SubjectTransformSettings(Section):
+    """A subject transform as NATS writes it."""
+
+    source: SubjectFilter = option("", "subjects it applies to; with `destination`")
+    destination: Text = option("", "what becomes of them; with `source`")
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        if bool(self.source) != bool(self.destination):
+            there, missing = ("source", "destination") if self.source else ("destination", "source")
+            yield there, f"expected {missing} beside it, found none"
+
+
+class SourceSettings(StartSettings):
+    """Chains that may flow into a target: those of any of `site` with any of `feed`."""
+
+    site: Annotated[tuple[Annotated[SiteName, Required], ...], OneOrMore, Required] = needed(
+        "the site, or a list"
+    )
+    feed: Annotated[tuple[Annotated[StreamName, Required], ...], OneOrMore, Required] = needed(
+        "the feed, or a list"
+    )
+    subject_prefix: Annotated[Text, matching(_AFFIX, "the first tokens of a subject, without wildcards")] = (
+        option("", "put before each subject, with a dot")
+    )
+    subject_remove: Annotated[Text, matching(_REMOVED, "a part of a subject, without wildcards")] = option(
+        "", "removed from each subject, after the prefix was put; then `..` becomes `.`"
+    )
+    subject_transform: SubjectTransformSettings = option({}, "excludes the two above")
+    lost_segment_timeout: Annotated[Duration, Range("1s")] = option(
+        "24h", "a hole is late until the first segment behind it is this old, then lost"
+    )
+    on_lost: Literal["halt", "skip"] = option(
+        "halt", "when a segment is lost: wait for you, or go on without it"
+    )
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        yield from super().combinations()
+        if self.subject_transform.source and (self.subject_prefix or self.subject_remove):
+            yield "subject_transform", "expected it without subject_prefix and subject_remove, found both"
+        for name in ("site", "feed"):
+            values = getattr(self, name)
+            for index, value in enumerate(values):
+                if value in values[:index]:
+                    yield f"{name}.{index}", f"expected each {name} once, found {value!r} twice"
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each (site, feed) of this entry."""
+        return [(site, feed) for site in self.site for feed in self.feed]
+
+
+class TargetSettings(Section):
+    """A target stream and what flows into it."""
+
+    stream: Annotated[StreamName, Required] = needed("the target stream")
+    create: CreateSettings | None = option(
+        None, "create the stream where it does not exist; null: stop instead"
+    )
+    exclusive: Flag = option(True, "nobody else publishes to it")
+    delivery: Literal["exactly_once", "at_least_once"] = option(
+        "exactly_once", "exactly once needs `exclusive: true`"
+    )
+    publisher: Literal["auto", "fast", "atomic", "single"] = option(
+        "auto", "how messages are published; auto: the best that server and stream offer"
+    )
+    control_headers: tuple[Annotated[Text, AfterValidator(_check_control_header), Kind("header")], ...] = (
+        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
+    )
+    on_oversize: Literal["halt", "park"] = option(
+        "halt", "a message that with its headers is too large for the target: wait for you, or put it aside"
+    )
+    on_new_incarnation: Literal["continue", "halt"] = option(
+        "continue", "when a source's stream was made again: go on with it, or wait for you"
+    )
+    sources: Annotated[tuple[SourceSettings, ...], Required] = needed("the chains that may flow into it")
+
+    def subjects_to_create(self) -> tuple[str, ...]:
+        """The subjects of the stream when it is created; empty without `create`."""
+        if self.create is None:
+            return ()
+        prefixes = dict.fromkeys(source.subject_prefix.rstrip(".") for source in self.sources)
+        return self.create.subjects or tuple(f"{prefix}.>" for prefix in prefixes if prefix)
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        if self.delivery == "exactly_once" and not self.exclusive:
+            yield "delivery", "expected at_least_once where exclusive is false, found exactly_once"
+        if self.create and not self.create.subjects and not all(s.subject_prefix for s in self.sources):
+            yield "create", "expected subjects where a source has no subject_prefix, found none"
+        first: dict[tuple[str, str], int] = {}
+        for index, source in enumerate(self.sources):
+            for site, feed in source.pairs():
+                other = first.setdefault((site, feed), index)
+                if other != index:
+                    where = f"sources.{other} and sources.{index}"
+                    yield (
+                        f"sources.{index}",
+                        f"expected each feed of a site once, found {site}/{feed} in {where}",
+                    )
+
+
+class IngressSettings(ServiceSettings):
+    """What flows into which streams."""
+
+    monitor: IngressMonitorSettings = option({}, "the monitor")
+    poll_interval: Annotated[Duration, Range("1s", "1h", "each poll lists the store")] = option(
+        "10s", "between two looks for new segments; 60s where events are set"
+    )
+    events: Annotated[Text, matching(_EVENTS, "nats://SUBJECT or sqs://QUEUE")] = option(
+        "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
+    )
+    defaults: dict[str, Any] = option({}, "keys that entries of `sources` may override")
+    targets: tuple[TargetSettings, ...] = option((), "the target streams")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or not isinstance(data.get("targets"), list | tuple):
+            return data
+        defaults = data.get("defaults")
+        return {**data, "targets": [_with_source_defaults(defaults, target) for target in data["targets"]]}
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        yield from super().combinations()
+        first: dict[str, int] = {}
+        for index, target in enumerate(self.targets):
+            other = first.setdefault(target.stream, index)
+            if other != index:
+                where = f"targets.{other} and targets.{index}"
+                yield (
+                    f"targets.{index}.stream",
+                    f"expected a stream of its own, found {target.stream!r} in {where}",
+                )
+
+
+def _with_source_defaults(defaults: Any, target: Any) -> Any:
+    if not isinstance(target, Mapping) or not isinstance(target.get("sources"), list | tuple):
+        return target
+    return {**target, "sources": [merged(defaults, source) for source in target["sources"]]}

@@ -1,0 +1,140 @@
+"""The command `floe`: names the commands of all parts and loads only the one that is called."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+
+class Entry(NamedTuple):
+    """Where a command is (`module:attribute`), and its line in the help."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "egress": Entry("egress.cli:egress", "Freeze the streams of a site into segments."),
+    "ingress": Entry("ingress.cli:ingress", "Melt segments back into target streams."),
+    "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
+    "segments": Entry("common.segments.cli:segments", "List, show and verify segments."),
+    "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
+    "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
+    "config": Entry("common.service.config_cli:config", "Check a configuration."),
+    "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
+    "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
+}
+
+#: Commands that a group of one part gets from another part.
+ADDED = {"segments": {"verify": "compaction.cli:verify"}}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        command = _load(COMMANDS[cmd_name].target)
+        for name, target in ADDED.get(cmd_name, {}).items():
+            command.add_command(_load(target), name)
+        return command  # type: ignore[no-any-return]
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if not close:
+                raise
+            message = f"No such command {args[0]!r}. Did you mean {close[0]}?"
+            raise click.UsageError(message, ctx) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from common.service.version import version
+
+        click.echo(f"floe {version()} (Python {sys.version.split()[0]})")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show tracebacks (FLOE_DEBUG=1).")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version.",
+)
+def cli(debug: bool) -> None:
+    """Carry JetStream streams between sites through object storage, and restore them from it."""
+
+
+def main() -> None:
+    """The entry point of the command."""
+    _refuse_foreign_common()
+    from common.service.endings import end_with
+
+    code = 0
+    try:
+        with end_with():
+            cli(prog_name="floe")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    _leave(code)
+
+
+def _refuse_foreign_common() -> None:
+    """Exit 78 where `common` is another distribution's: the name is a common one."""
+    home = Path(__file__).resolve().parent
+    spec = importlib.util.find_spec("common")
+    found = [Path(place).resolve() for place in (spec and spec.submodule_search_locations) or ()]
+    if found != [home / "common"]:
+        where = ", ".join(map(str, found)) or "nowhere"
+        click.echo(
+            f"error[E-COMMON]: the package common: expected {home / 'common'}, found {where}; "
+            "install floe-jetstream in an environment of its own, and unset PYTHONPATH",
+            err=True,
+        )
+        sys.exit(78)
+
+
+def _leave(code: int) -> None:
+    """Exit, also where a call to a server that never answers still holds a thread."""
+    threads = sys.modules.get("common.service.threads")
+    if threads is not None and threads.busy_threads():
+        from common.service import logs
+
+        logs.flush()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

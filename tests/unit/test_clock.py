@@ -1,0 +1,62 @@
+"""Clocks: the host's, one that moves by hand, and the waits built on them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from common.clock import Clock, ManualClock, SystemClock, first_of, wait_for
+
+
+def test_the_hosts_clock_tells_the_time_and_never_goes_back():
+    clock: Clock = SystemClock()
+    assert abs(clock.now() - time.time()) < 5
+    before = clock.monotonic()
+    clock.pause(0.01)
+    assert clock.monotonic() - before >= 0.01
+
+
+async def test_a_manual_clock_moves_only_when_told_or_slept_on():
+    clock = ManualClock(now=1000.0)
+    clock.advance(5)
+    assert (clock.now(), clock.monotonic()) == (1005.0, 5.0)
+    started = time.monotonic()
+    await clock.sleep(3600)
+    clock.pause(60)
+    assert (clock.now(), clock.monotonic()) == (4665.0, 3665.0)
+    assert time.monotonic() - started < 5
+
+
+async def test_sleeping_lets_other_tasks_run():
+    ran = []
+    task = asyncio.create_task(asyncio.sleep(0, ran.append(1)))
+    await ManualClock().sleep(1)
+    await SystemClock().sleep(0)
+    await task
+    assert ran
+
+
+async def test_waiting_for_an_event_tells_whether_it_was_set():
+    event = asyncio.Event()
+    assert not await wait_for(event, 0.01)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await wait_for(event, 10)
+    assert await wait_for(event, 0)
+
+
+async def test_the_first_of_several_waits_ends_the_others():
+    event, forgotten = asyncio.Event(), []
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            forgotten.append(True)
+
+    asyncio.get_running_loop().call_soon(event.set)
+    await asyncio.wait_for(first_of(never(), event.wait()), 10)
+    assert forgotten == [True]
+
+
+async def test_the_first_of_several_waits_may_be_time():
+    await asyncio.wait_for(first_of(asyncio.Event().wait(), seconds=0.01), 10)

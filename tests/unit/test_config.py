@@ -1,0 +1,351 @@
+"""Files: read strictly, every problem told with its place, secrets never."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.service.config import load, load_document, parse, parse_documents
+from common.settings.root import Settings
+
+HEAD = "site: us-east\nstore: {url: s3://floe}\n"
+
+
+def problems(text: str | bytes, environment: dict[str, str] | None = None) -> list[str]:
+    """What is wrong with a file f.yaml that holds `text`."""
+    data = text if isinstance(text, bytes) else textwrap.dedent(text).encode()
+    with pytest.raises(ConfigError) as caught:
+        parse_documents(data, "f.yaml", environment or {})
+    assert caught.value.exit_code == 78
+    return list(caught.value.problems)
+
+
+def one(text: str, environment: dict[str, str] | None = None) -> Settings:
+    """The only document of `text`."""
+    [document] = parse_documents(textwrap.dedent(text).encode(), "f.yaml", environment or {})
+    return document.settings
+
+
+def test_a_small_file_is_read():
+    settings = one(
+        HEAD + "egress: {feeds: [{stream: NODE_DATA, segment: {max_age: 1h30m, max_size: 64K}}]}\n"
+    )
+    [feed] = settings.egress.feeds
+    assert (settings.site, feed.name, feed.segment.max_age, feed.segment.max_size) == (
+        "us-east",
+        "NODE_DATA",
+        5400.0,
+        65536,
+    )
+
+
+def test_all_problems_are_told_at_once_with_file_line_column_path_expected_and_found():
+    assert problems(
+        """\
+        site: a b
+        store:
+          url: s3://floe
+          checksum: md5
+        egress:
+          lease_ttl: 5
+          feeds:
+            - stream: NODE_DATA
+              segment: {max_sise: 1G, max_age: 100ms}
+            - name: X
+        """
+    ) == [
+        "f.yaml:1:7: site: expected 1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -, found a b",
+        "f.yaml:4:13: store.checksum: expected one of sha256 | crc32 | none, found md5",
+        "f.yaml:6:14: egress.lease_ttl: expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found 5",
+        "f.yaml:9:17: egress.feeds.0.segment.max_sise: unknown key; did you mean max_size?",
+        "f.yaml:9:40: egress.feeds.0.segment.max_age: expected 1s to 1d (each segment is an object, "
+        "and a request at every reader), found 100ms",
+        "f.yaml:10:7: egress.feeds.1.stream: expected a value (required), found nothing",
+    ]
+
+
+def test_an_unknown_key_far_from_all_others_is_told_with_those_that_exist():
+    assert problems(HEAD + "log: {colour: red}\n") == [
+        "f.yaml:3:7: log.colour: unknown key; expected one of level format"
+    ]
+
+
+def test_a_problem_in_the_defaults_is_told_once_where_it_stands():
+    text = (
+        HEAD + "egress:\n  defaults: {segment: {max_age: 7}, strem: x}\n  feeds: [{stream: A}, {stream: B}]\n"
+    )
+    assert problems(text) == [
+        "f.yaml:4:33: egress.defaults.segment.max_age: "
+        "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found 7",
+        "f.yaml:4:37: egress.defaults.strem: unknown key; did you mean stream?",
+    ]
+
+
+def test_a_problem_of_the_connection_is_told_once_though_both_roles_take_it():
+    assert problems(HEAD + "nats:\n  connect_timeout: soon\n") == [
+        "f.yaml:4:20: nats.connect_timeout: expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found soon"
+    ]
+
+
+def test_what_does_not_go_together_points_at_one_of_the_keys():
+    text = HEAD + "nats: {token: t}\ningress:\n  nats:\n    credentials_file: /c\n"
+    assert problems(text) == [
+        "f.yaml:3:15: nats.token: expected one way to authenticate, found credentials_file and token"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "site"),
+    [("no", "no"), ("on", "on"), ("012", "012"), ("1_000", "1_000"), ('"true"', "true"), ("0o7", "0o7")],
+)
+def test_text_that_only_yaml_1_1_would_change_stays_text(value: str, site: str):
+    assert one(f"site: {value}\nstore: {{url: s3://floe}}\n").site == site
+
+
+@pytest.mark.parametrize("value", ["true", "1e3", "12", "1.5"])
+def test_numbers_and_truth_values_are_no_text(value: str):
+    assert problems(f"site: {value}\nstore: {{url: s3://floe}}\n") == [
+        f"f.yaml:1:7: site: expected text; quote it, found {value}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ('"5"', '"5"'),
+        ("1.0", "1.0"),
+        ("1:30", "1:30"),
+        ("0x10", "0x10"),
+        ("yes", "yes"),
+        ("", "nothing"),
+        ("[]", "an empty list"),
+        ("{a: 1}", "a mapping"),
+    ],
+)
+def test_a_number_is_written_in_decimal_without_quotes(value: str, found: str):
+    assert (
+        problems(HEAD + f"egress: {{kv_replicas: {value}}}\n")
+        == [f"f.yaml:3:23: egress.kv_replicas: expected a whole number, found {found}"]
+        or value == ""
+    )
+
+
+def test_a_date_is_text():
+    text = HEAD + "egress: {feeds: [{stream: A, start_time: 2026-01-02T03:04:05Z}]}\n"
+    assert one(text).egress.feeds[0].start_time == "2026-01-02T03:04:05Z"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "a: !!python/object/apply:os.system ['touch /tmp/owned']\n",
+            "f.yaml:1:4: a: expected a value, found the tag",
+        ),
+        ("site: !custom x\n", "f.yaml:1:7: site: expected a value, found the tag !custom: remove it"),
+        ("site: &a x\n", "f.yaml:1:7: site: expected a value, found the anchor &a: remove it"),
+        ("site: *a\n", "f.yaml:1:7: site: expected a value, found the alias *a: write it out"),
+        ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
+        ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
+        ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
+        (
+            "a: 'x\n",
+            "f.yaml:2:1: expected YAML: while scanning a quoted scalar found unexpected end of stream",
+        ),
+        ("a: b: c\n", "f.yaml:1:5: expected YAML:  mapping values are not allowed here"),
+        (
+            "a:\n\tb: c\n",
+            "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'",
+        ),
+        ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
+        ("", "f.yaml:1:1: expected a mapping, found an empty file"),
+        ("# nothing\n", "f.yaml:1:1: expected a mapping, found an empty file"),
+        ("---\n", "f.yaml:2:1: expected a mapping at the top, found nothing"),
+        ("- a\n", "f.yaml:1:1: expected a mapping at the top, found a list"),
+        ("text\n", "f.yaml:1:1: expected a mapping at the top, found a single value"),
+        (b"\xff\xfes\x00i\x00", "f.yaml: expected UTF-8 text, found UTF-16"),
+        (b"\x89PNG\r\n", "f.yaml: expected UTF-8 text, found other bytes at offset 0"),
+        (b"#" * (1024 * 1024 + 1), "f.yaml: expected at most 1048576 bytes, found more"),
+        ("a: " + "[" * 40 + "]" * 40 + "\n", "f.yaml:1:36: expected at most 32 levels, found more"),
+    ],
+)
+def test_what_is_not_plain_yaml_is_refused_with_its_place(text: str | bytes, expected: str):
+    assert [line for line in problems(text) if line.startswith(expected)]
+
+
+def test_an_alias_bomb_does_not_explode():
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
+    assert "f.yaml:1:5: a0: expected a value, found the anchor &a0: remove it" in problems("\n".join(lines))
+
+
+def test_a_key_twice_is_told_with_both_lines():
+    text = HEAD + "log:\n  level: info\n  format: json\n  level: debug\n"
+    assert problems(text) == ["f.yaml:6:3: log.level: expected each key once, found it on line 4 too"]
+
+
+def test_a_byte_order_mark_does_no_harm():
+    [document] = parse_documents(b"\xef\xbb\xbf" + HEAD.encode(), "f.yaml", {})
+    assert document.settings.site == "us-east"
+
+
+def test_a_syntax_error_never_quotes_the_line_it_stands_in():
+    told = problems('nats: {password: "hunter2}\n')
+    assert len(told) == 1
+    assert "hunter2" not in told[0]
+
+
+def test_secrets_and_passwords_in_urls_are_never_shown():
+    told = problems(
+        """\
+        nats: {url: "nats://me:hunter2@host:4222", password: 12345678, user: [hunter2]}
+        store: {url: s3://floe, secret_access_key: [hunter2], endpoint_url: "https://k:hun/ter2@minio"}
+        compaction: {spark: {conf: {spark.hadoop.fs.s3a.secret.key: 5551234}}}
+        """
+    )
+    assert len(told) == 6
+    assert not [line for line in told if "hun" in line or "12345678" in line or "5551234" in line]
+    assert any(line.endswith("found a secret") for line in told)
+
+
+def test_control_characters_of_a_value_do_not_reach_the_terminal():
+    with pytest.raises(ConfigError) as caught:
+        parse('site: "\\e[31mred\\nerror[E-OTHER]: forged"\nstore: {url: s3://floe}\n', "f.yaml")
+    assert caught.value.line().count("\n") == 0
+    assert "\x1b" not in caught.value.line()
+
+
+# Variables and files
+
+
+def test_variables_are_put_in_after_parsing():
+    settings = one(
+        'site: "${SITE}"\nstore:\n  url: "s3://${BUCKET:-floe}-x"\n'
+        '  access_key_id: "${KEY}"\n  secret_access_key: "${SECRET}"\n'
+        'egress: {kv_replicas: "${REPLICAS}", lease_ttl: "${TTL:-20s}"}\nlog: {format: "${FORMAT:-}json"}\n'
+        'nats: {tls: {insecure: "${YES}"}}\ninstance: "$${not} $5 ${EMPTY:-default}"\n',
+        {"SITE": "012", "KEY": "a", "SECRET": "x: # ${SITE}", "REPLICAS": "3", "YES": "true", "EMPTY": ""},
+    )
+    assert (settings.site, settings.store.url, settings.egress.kv_replicas) == ("012", "s3://floe-x", 3)
+    assert (settings.egress.lease_ttl, settings.nats.tls.insecure) == (20.0, True)
+    assert settings.store.secret_access_key.get_secret_value() == "x: # ${SITE}"
+    assert settings.instance == "${not} $5 default"
+    assert type(settings.site) is str
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("${NOT_SET}", "expected the environment variable NOT_SET, found it not set"),
+        ("${A:-${B}}", "expected ${VAR} or ${VAR:-default}, found another expression; $${ stands for ${"),
+        ("${A", "expected ${VAR} or ${VAR:-default}, found another expression; $${ stands for ${"),
+        ("${A-b}", "expected ${VAR} or ${VAR:-default}, found another expression; $${ stands for ${"),
+        ("${1A}", "expected ${VAR} or ${VAR:-default}, found another expression; $${ stands for ${"),
+    ],
+)
+def test_a_variable_that_cannot_be_put_in_is_one_problem(value: str, expected: str):
+    assert problems(f'site: "{value}"\nstore: {{url: s3://floe}}\n') == [f"f.yaml:1:7: site: {expected}"]
+
+
+def test_an_empty_secret_from_a_variable_is_a_problem():
+    text = HEAD + 'nats: {user: u, password: "${PW:-}"}\n'
+    assert problems(text) == ["f.yaml:3:27: nats.password: expected a secret in ${PW:-}, found nothing"]
+
+
+def test_the_content_of_a_variable_is_never_shown():
+    assert problems('site: "${SITE}"\nstore: {url: s3://floe}\n', {"SITE": "hunter 2"}) == [
+        'f.yaml:1:7: site: expected 1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -, found "${SITE}"'
+    ]
+
+
+def test_a_secret_may_stand_in_a_file_without_its_line_end(tmp_path: Path):
+    (tmp_path / "pw").write_text("  p: #w\n\n")
+    (tmp_path / "s3").write_bytes(b"s3\r\n")
+    settings = one(
+        f"nats: {{user: u, password_file: {tmp_path}/pw}}\n"
+        f"store: {{url: s3://floe, access_key_id: a, secret_access_key_file: {tmp_path}/s3}}\n"
+        f"ingress: {{nats: {{user: '', password_file: '', token_file: {tmp_path}/s3}}}}\n"
+    )
+    assert settings.nats.password.get_secret_value() == "  p: #w\n"
+    assert settings.store.secret_access_key.get_secret_value() == "s3"
+    assert settings.nats_for("ingress").token.get_secret_value() == "s3"
+
+
+def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path: Path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "binary").write_bytes(b"\xff\xfehunter2")
+    told = problems(
+        f"""\
+        nats: {{user: u, password_file: {tmp_path}/missing}}
+        egress: {{nats: {{user: '', password: '', token_file: {tmp_path}/empty}}}}
+        ingress: {{nats: {{password: x, password_file: {tmp_path}}}}}
+        store: {{url: s3://floe, access_key_id: a, secret_access_key_file: {tmp_path}/binary}}
+        """
+    )
+    assert [line.split(": ", 1)[1] for line in told] == [
+        "nats.password_file: "
+        f"expected a file that can be read, found {tmp_path}/missing: No such file or directory",
+        f"egress.nats.token_file: expected a secret in {tmp_path}/empty, found nothing",
+        "ingress.nats.password_file: expected either password or password_file, found both",
+        f"store.secret_access_key_file: expected UTF-8 text in {tmp_path}/binary, found other bytes",
+    ]
+
+
+def test_a_misspelt_secret_file_is_recognised():
+    assert problems(HEAD + "nats: {pasword_file: /x}\n") == [
+        "f.yaml:3:8: nats.pasword_file: unknown key; did you mean password_file?"
+    ]
+
+
+# Files
+
+
+def test_load_takes_a_file_with_one_document(tmp_path: Path):
+    file = tmp_path / "site.yaml"
+    file.write_text(HEAD)
+    assert load(str(file)).site == "us-east"
+
+
+def test_load_refuses_several_documents_and_says_what_checks_them(tmp_path: Path):
+    file = tmp_path / "both.yaml"
+    file.write_text(f"{HEAD}---\n{HEAD}")
+    with pytest.raises(ConfigError) as caught:
+        load(str(file))
+    assert str(caught.value) == (
+        f"{file}: expected one document, found 2; floe config check {file} checks them all; "
+        "a command takes a file with one"
+    )
+
+
+def test_the_problems_of_all_documents_are_told_with_the_lines_of_the_file():
+    assert problems(f"{HEAD}log: {{level: loud}}\n---\n{HEAD}sites: x\n") == [
+        "f.yaml:3:14: log.level: expected one of debug | info | warning | error, found loud",
+        "f.yaml:7:1: sites: unknown key; did you mean site?",
+    ]
+
+
+@pytest.mark.parametrize("make", ["missing", "folder"])
+def test_a_file_that_cannot_be_read_is_a_problem_of_the_configuration(tmp_path: Path, make: str):
+    path = tmp_path / "x.yaml"
+    if make == "folder":
+        path.mkdir()
+    reason = "no such file or directory" if make == "missing" else "is a directory"
+    with pytest.raises(ConfigError, match=f"x.yaml: expected a file that can be read, found: {reason}"):
+        load(str(path))
+
+
+def test_a_file_that_everybody_may_write_and_servers_that_are_not_checked_are_warned_of(tmp_path: Path):
+    file = tmp_path / "site.yaml"
+    file.write_text(
+        HEAD.replace("s3://floe", "s3://floe, tls: {insecure: true}") + "nats: {tls: {insecure: true}}\n"
+    )
+    os.chmod(file, 0o666)
+    assert load_document(str(file)).warnings == (
+        f"{file}: every user of this host may write it",
+        "egress.nats.tls.insecure: the server's certificate is not checked",
+        "ingress.nats.tls.insecure: the server's certificate is not checked",
+        "store.tls.insecure: the server's certificate is not checked",
+    )

@@ -1,0 +1,139 @@
+"""Keys that are agreed and not built yet are refused where they are set, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.service.config import load, parse_documents
+from common.service.config_document import Document
+from common.service.config_unbuilt import refuse_unbuilt, refuse_unrunnable
+from common.settings.describe import fields_of, sections_of
+from common.settings.root import Settings
+from common.settings.unbuilt import UNBUILT
+
+EXAMPLE = Path(__file__).parents[2] / "floe.example.yaml"
+HEAD = "site: s\nstore: {url: s3://floe}\n"
+NOT_BUILT = "not built yet in this version; remove it or leave it at its default"
+
+
+def document(text: str) -> Document:
+    [found] = parse_documents(text.encode(), "f.yaml", {})
+    return found
+
+
+def refused(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        refuse_unbuilt(document(text))
+    return list(caught.value.problems)
+
+
+def example() -> list[Document]:
+    environment = {"FLOE_S3_KEY": "key", "FLOE_S3_SECRET": "secret"}
+    return parse_documents(EXAMPLE.read_bytes(), "floe.example.yaml", environment)
+
+
+def test_both_documents_of_the_example_are_valid():
+    site, centre = (found.settings for found in example())
+    assert [feed.name for feed in site.egress.feeds] == [
+        "NODE_DATA",
+        "NODE_DATA_FULL",
+        "NODE_DATA_ADVISORIES",
+    ]
+    assert site.egress.feeds[0].sampling_key == "inspect_field"
+    [target] = centre.ingress.targets
+    assert (target.stream, target.subjects_to_create()) == ("FLEET", ("fleet.>",))
+    assert target.sources[0].pairs() == [
+        ("us-east", "NODE_DATA"),
+        ("us-east", "NODE_DATA_ADVISORIES"),
+        ("eu-west", "NODE_DATA"),
+        ("eu-west", "NODE_DATA_ADVISORIES"),
+    ]
+
+
+def test_the_sampling_of_the_example_is_refused_key_by_key():
+    site, centre = example()
+    with pytest.raises(ConfigError) as caught:
+        refuse_unbuilt(site)
+    assert list(caught.value.problems) == [
+        f'floe.example.yaml:9:22: egress.feeds.0.inspect_field: {NOT_BUILT} ("")',
+        f"floe.example.yaml:10:25: egress.feeds.0.inspect_duration: {NOT_BUILT} (0s)",
+        f"floe.example.yaml:11:22: egress.feeds.0.warn_duration: {NOT_BUILT} (0s)",
+        f'floe.example.yaml:12:21: egress.feeds.0.size_trigger: {NOT_BUILT} ("0")',
+        f'floe.example.yaml:13:17: egress.feeds.0.advisory: {NOT_BUILT} ({{subject: "", reliable: false}})',
+    ]
+    refuse_unbuilt(centre)
+
+
+def test_a_key_at_its_default_is_not_refused():
+    refuse_unbuilt(
+        document(
+            HEAD
+            + "nats: {context: '', jwt_file: ''}\n"
+            + "egress:\n  workers: 1\n  defaults: {relay: false}\n  heartbeats: {interval: 10s}\n"
+            + "  feeds: [{stream: A, partitions: {count: 1}, snapshot_interval: 60s, size_trigger: 0}]\n"
+            + "ingress:\n  targets: [{stream: T, exclusive: true, delivery: exactly_once, publisher: single, "
+            + "sources: [{site: s, feed: f, on_lost: halt, lost_segment_timeout: 1d}]}]\n"
+        )
+    )
+
+
+def test_keys_are_refused_where_they_stand_whether_in_defaults_in_an_override_or_in_an_entry():
+    assert refused(
+        HEAD
+        + "nats: {context: prod}\n"
+        + "egress:\n  nats: {jetstream_domain: hub}\n  defaults: {relay: true}\n"
+        + "  feeds: [{stream: A}, {stream: B, partitions: [a.>, b.>]}]\n"
+        + "  heartbeats: {subjects: [{subject: a}]}\n"
+        + "ingress:\n  events: nats://x\n  defaults: {start_at_end: true}\n"
+        + "  targets:\n    - stream: T\n      publisher: fast\n"
+        + "      exclusive: false\n      delivery: at_least_once\n"
+        + "      sources: [{site: s, feed: f, on_lost: skip}]\n"
+        + "compaction: {retention: {delete_after: 30d}}\n"
+    ) == [
+        f'f.yaml:3:17: nats.context: {NOT_BUILT} ("")',
+        f'f.yaml:5:28: egress.nats.jetstream_domain: {NOT_BUILT} ("")',
+        f"f.yaml:6:21: egress.defaults.relay: {NOT_BUILT} (false)",
+        f'f.yaml:7:48: egress.feeds.1.partitions: {NOT_BUILT} ({{count: 1, subject: ""}})',
+        f"f.yaml:8:26: egress.heartbeats.subjects: {NOT_BUILT} ([])",
+        f'f.yaml:10:11: ingress.events: {NOT_BUILT} ("")',
+        f"f.yaml:11:28: ingress.defaults.start_at_end: {NOT_BUILT} (false)",
+        f"f.yaml:14:18: ingress.targets.0.publisher: fast: {NOT_BUILT} (auto)",
+        f"f.yaml:15:18: ingress.targets.0.exclusive: {NOT_BUILT} (true)",
+        f"f.yaml:16:17: ingress.targets.0.delivery: {NOT_BUILT} (exactly_once)",
+        f"f.yaml:17:45: ingress.targets.0.sources.0.on_lost: {NOT_BUILT} (halt)",
+        f"f.yaml:18:40: compaction.retention.delete_after: {NOT_BUILT} (0s)",
+    ]
+
+
+def test_load_refuses_what_is_not_built(tmp_path: Path):
+    file = tmp_path / "f.yaml"
+    file.write_text(HEAD + "egress: {workers: 2}\n")
+    with pytest.raises(ConfigError, match=r"f.yaml:3:19: egress.workers: not built yet"):
+        load(str(file))
+
+
+def test_a_target_that_flows_into_itself_cannot_be_run():
+    with pytest.raises(ConfigError) as caught:
+        refuse_unrunnable(
+            document(
+                HEAD
+                + "egress: {feeds: [{stream: A}]}\n"
+                + "ingress: {targets: [{stream: A, sources: [{site: s, feed: A}]}]}\n"
+            )
+        )
+    assert list(caught.value.problems) == [
+        "f.yaml:4:43: ingress.targets.0.sources.0: "
+        "expected another stream than the target, found A frozen by egress"
+    ]
+
+
+def test_every_line_of_the_list_names_a_key_that_exists():
+    for unbuilt in UNBUILT:
+        section = Settings
+        *path, key = [part for part in unbuilt.path.split(".") if part != "*"]
+        for part in path:
+            [section, *_] = sections_of(fields_of(section)[part].annotation)
+        assert key in fields_of(section), unbuilt.path

@@ -1,0 +1,268 @@
+"""Logs: one line for each event, the same keys everywhere, and nobody waits for the reader."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from common.errors import Unavailable
+from common.service import log_writer, logs
+from common.service.logs import configure, flush, get_logger
+from tests.support import eventually
+
+ROOT = Path(__file__).parents[2]
+
+log = get_logger("egress.test")
+
+
+class Stream(io.StringIO):
+    """A stream without a file behind it; a terminal if asked."""
+
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def lines(self) -> list[str]:
+        flush()
+        return self.getvalue().splitlines()
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines()]
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    level, root_level = logs._level, logging.getLogger().level
+    yield
+    if logs._handler is not None:
+        logging.getLogger().removeHandler(logs._handler)
+        logs._handler.close()
+        logs._handler = None
+    logs._level = level
+    logging.getLogger().setLevel(root_level)
+    for name in logs._names:
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def stream() -> Stream:
+    return Stream()
+
+
+def test_a_line_is_json_with_time_level_logger_and_event_first(stream: Stream):
+    configure("info", "json", stream=stream)
+    log.info("segment put", action="segment_put", site="us-east", rows=37, level_=None)
+    [line] = stream.lines()
+    event = json.loads(line)
+    assert list(event)[:4] == ["ts", "level", "logger", "event"]
+    assert event["ts"].endswith("Z")
+    assert len(event["ts"]) == len("2026-11-20T09:57:01.123Z")
+    del event["ts"]
+    assert event == {
+        "level": "info",
+        "logger": "egress.test",
+        "event": "segment put",
+        "action": "segment_put",
+        "site": "us-east",
+        "rows": 37,
+        "level_": None,
+    }
+
+
+def test_text_is_one_line_too_with_line_ends_and_escapes_made_harmless(stream: Stream):
+    configure("info", "text", stream=stream)
+    log.warning("odd\nsubject", action="odd", subject="a b\x1b[31m\nforged", error="", n=1, name="plain")
+    [line] = stream.lines()
+    assert line[24:] == (
+        r" WARNING egress.test: odd\nsubject  action=odd"
+        r'  subject="a b\u001b[31m\nforged"  error=""  n=1  name=plain'
+    )
+
+
+def test_json_escapes_line_ends_too(stream: Stream):
+    configure("info", "json", stream=stream)
+    log.info("x", subject="a\nb\x85c\u2028d")
+    assert len(stream.getvalue().splitlines() or stream.lines()) == 1
+    assert stream.events()[0]["subject"] == "a\nb\x85c\u2028d"
+
+
+@pytest.mark.parametrize(("terminal", "starts"), [(True, "2"), (False, "{")])
+def test_auto_is_text_on_a_terminal_and_json_elsewhere(terminal: bool, starts: str):
+    stream = Stream(terminal)
+    configure("info", "auto", stream=stream)
+    log.info("x")
+    assert stream.lines()[0].startswith(starts)
+
+
+def test_levels_below_the_configured_one_are_left_out(stream: Stream):
+    configure("warning", "json", stream=stream)
+    log.info("quiet")
+    log.error("loud")
+    assert [event["event"] for event in stream.events()] == ["loud"]
+
+
+def test_libraries_take_the_same_road_at_warning_and_above(stream: Stream):
+    configure("debug", "json", stream=stream)
+    log.debug("ours")
+    logging.getLogger("botocore.auth").debug("CanonicalRequest: secret things")
+    logging.getLogger("nats.aio.client").warning("lost %s", "connection")
+    assert [(e["logger"], e["level"], e["event"]) for e in stream.events()] == [
+        ("egress.test", "debug", "ours"),
+        ("nats.aio.client", "warning", "lost connection"),
+    ]
+
+
+def test_a_logger_made_after_configuring_has_the_level_too(stream: Stream):
+    configure("debug", "json", stream=stream)
+    get_logger("egress.later").debug("x")
+    assert [event["logger"] for event in stream.events()] == ["egress.later"]
+
+
+def test_configuring_again_replaces_and_never_doubles(stream: Stream):
+    other = Stream()
+    configure("info", "json", stream=other)
+    configure("info", "json", stream=stream, instance="east-1")
+    configure("info", "json", stream=stream, instance="east-1")
+    log.info("x")
+    assert [(event["event"], event["instance"]) for event in stream.events()] == [("x", "east-1")]
+    assert other.getvalue() == ""
+
+
+def test_bound_fields_and_context_variables_stand_in_the_line(stream: Stream):
+    configure("info", "json", stream=stream)
+    with structlog.contextvars.bound_contextvars(target="FLEET"):
+        log.bind(site="s").info("x")
+    assert {"target": "FLEET", "site": "s"}.items() <= stream.events()[0].items()
+
+
+def test_an_expected_error_has_no_traceback_and_an_unexpected_one_has(stream: Stream):
+    configure("info", "json", stream=stream)
+    for error in (Unavailable("no answer", hint="wait"), KeyError("x")):
+        try:
+            raise error
+        except Exception:
+            log.exception("failed")
+    logging.getLogger("nats").error("nats: encountered error", exc_info=ValueError("y"))
+    first, second, third = stream.events()
+    assert (first["error"], first["error_type"], "traceback" in first) == (
+        "no answer; wait",
+        "Unavailable",
+        False,
+    )
+    assert (second["error_type"], second["traceback"].splitlines()[0]) == (
+        "KeyError",
+        "Traceback (most recent call last):",
+    )
+    assert (third["event"], third["error"]) == ("nats: encountered error", "y")
+
+
+def test_values_of_any_kind_have_a_form_and_a_bounded_length(stream: Stream):
+    configure("info", "json", stream=stream)
+    log.info("x", raw=b"a\xff", path=Path("/p"), many=(1, {"k": {2}}), long="x" * 10_000)
+    event = stream.events()[0]
+    assert (event["raw"], event["path"], event["many"]) == ("a\\xff", "/p", [1, {"k": [2]}])
+    assert event["long"] == "x" * 4096 + "… (10000 characters)"
+
+
+def test_a_value_that_cannot_be_shown_does_not_stop_the_service(stream: Stream):
+    class Broken:
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    configure("info", "json", stream=stream)
+    log.info("x", broken=Broken())
+    log.info("y")
+    assert [event["event"] for event in stream.events()] == ["log lines dropped: 1", "y"]
+
+
+def test_before_configuring_nothing_goes_to_stdout():
+    script = (
+        "from common.service.logs import get_logger\n"
+        "get_logger('a').warning('x', k=1)\nget_logger('a').info('y')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == ""
+    assert "'event': 'x'" in ended.stderr
+    assert "y" not in ended.stderr
+
+
+def test_nobody_reading_the_log_delays_nothing_and_dropped_lines_are_told(monkeypatch: pytest.MonkeyPatch):
+    # Given a pipe that is full, and a short queue
+    monkeypatch.setattr(log_writer, "FLUSH_TIMEOUT", 0.1)
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as pipe, os.fdopen(writer, "w") as stream:
+        handler = log_writer.LineHandler(stream, capacity=10)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        record = logging.LogRecord("egress", logging.INFO, "", 0, "x" * 9_999, (), None)
+        # When far more is logged than fits
+        started = time.monotonic()
+        for _ in range(100):
+            handler.emit(record)
+        assert time.monotonic() - started < 1
+        assert handler.dropped >= 80
+        # Then a reader that comes back sees whole lines, and how many are missing
+        lines = [pipe.readline() for _ in range(100 - handler.dropped + 1)]
+        told = [line for line in lines if line.startswith("log lines dropped: ")]
+        assert [len(line) for line in lines if line not in told] == [10_000] * (100 - handler.dropped)
+        assert sum(int(line.split(": ")[1]) for line in told) == handler.dropped
+        handler.close()
+
+
+def test_a_process_whose_log_nobody_reads_still_ends():
+    script = """
+import sys
+from common.service.logs import configure, get_logger
+configure("info", "json")
+for _ in range(2000):
+    get_logger("egress").info("x" * 1000)
+print("done", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_last_lines_before_the_end_are_written():
+    script = """
+from common.service.logs import configure, get_logger
+configure("info", "text")
+for n in range(500):
+    get_logger("egress").info(f"line {n}")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert len(ended.stderr.splitlines()) == 500
+    assert ended.stderr.endswith("line 499\n")
+
+
+def test_a_closed_stream_is_no_error(stream: Stream):
+    configure("info", "json", stream=stream)
+    stream.close()
+    log.info("x")
+    handler = logs._handler
+    assert handler is not None
+    eventually(lambda: handler.dropped >= 1)

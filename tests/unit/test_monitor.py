@@ -1,0 +1,216 @@
+"""The monitor answers from memory and threads, whatever its clients and the event loop do."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from common.clock import ManualClock
+from common.errors import ConfigError
+from common.service import monitor_http
+from common.service.monitor import Health, Monitor
+from tests.support import eventually
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def health(clock: ManualClock) -> Health:
+    return Health(clock)
+
+
+@pytest.fixture
+def monitor(health: Health) -> Iterator[Monitor]:
+    monitor = Monitor("127.0.0.1:0", health)
+    monitor.start()
+    yield monitor
+    monitor.close()
+
+
+def get(monitor: Monitor, path: str, method: str = "GET", accept: str = "") -> tuple[int, str, str]:
+    """Status, content type and body."""
+    connection = http.client.HTTPConnection("127.0.0.1", monitor.port, timeout=10)
+    try:
+        connection.request(method, path, headers={"Accept": accept})
+        answer = connection.getresponse()
+        return answer.status, answer.getheader("Content-Type", ""), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_a_process_is_ready_when_every_part_is(health: Health, monitor: Monitor):
+    assert get(monitor, "/readyz")[::2] == (503, "starting: nothing has reported yet\n")
+    health.set_ready("objects", True)
+    health.set_ready("nats", False, "no connection")
+    health.set_ready("lease", False)
+    assert get(monitor, "/readyz")[::2] == (503, "lease: not ready\nnats: no connection\n")
+    health.set_ready("nats", True)
+    health.forget("lease")
+    assert get(monitor, "/readyz")[::2] == (200, "ready\n")
+    assert health.is_ready()
+
+
+def test_a_reason_forges_no_lines(health: Health, monitor: Monitor):
+    health.set_ready("nats", False, "bad\nobjects: fine")
+    assert get(monitor, "/readyz")[2] == "nats: bad\\nobjects: fine\n"
+
+
+def test_health_is_the_age_of_the_heartbeat(health: Health, monitor: Monitor, clock: ManualClock):
+    assert get(monitor, "/healthz")[::2] == (200, "ok: the event loop turned 0.0 s ago\n")
+    clock.advance(31)
+    assert get(monitor, "/healthz")[::2] == (503, "hangs: the event loop turned 31.0 s ago\n")
+    health.beat()
+    assert get(monitor, "/healthz")[0] == 200
+
+
+def test_status_is_json(health: Health, monitor: Monitor):
+    health.set_status("chain us-east/A/0000/0", {"position": 7})
+    status, kind, body = get(monitor, "/status")
+    assert (status, kind) == (200, "application/json")
+    document = json.loads(body)
+    assert document["parts"] == {"chain us-east/A/0000/0": {"position": 7}}
+    assert (document["ready"], document["problems"]) == (False, ["starting: nothing has reported yet"])
+    assert document["version"]
+
+
+def test_the_page_escapes_what_it_shows(health: Health, monitor: Monitor):
+    health.set_status("x", {"name": "<script>"})
+    status, kind, body = get(monitor, "/")
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    assert "&lt;script&gt;" in body
+    assert "<script>" not in body
+
+
+def test_metrics_are_those_of_the_process(monitor: Monitor):
+    status, kind, body = get(monitor, "/metrics")
+    assert status == 200
+    assert kind.startswith("text/plain")
+    assert 'floe_build_info{python="' in body
+    assert "process_resident_memory_bytes" in body
+    assert "_created" not in body
+    assert get(monitor, "/metrics", accept="application/openmetrics-text; version=1.0.0")[2].endswith(
+        "# EOF\n"
+    )
+
+
+def test_an_unknown_path_names_the_known_ones(monitor: Monitor):
+    assert get(monitor, "/nothing")[::2] == (404, "expected one of / /metrics /healthz /readyz /status\n")
+    assert get(monitor, "/status?verbose=1")[0] == 200
+
+
+def test_head_is_answered_without_a_body_and_other_methods_are_refused(monitor: Monitor):
+    assert get(monitor, "/status", "HEAD")[::2] == (200, "")
+    assert get(monitor, "/status", "POST")[0] == 501
+
+
+def test_an_empty_address_serves_nothing(health: Health):
+    monitor = Monitor("", health)
+    monitor.start()
+    assert monitor.port == 0
+    monitor.close()
+
+
+def test_a_port_in_use_is_a_problem_of_the_configuration(health: Health, monitor: Monitor):
+    second = Monitor(f"127.0.0.1:{monitor.port}", health)
+    with pytest.raises(ConfigError) as caught:
+        second.start()
+    assert str(caught.value) == (
+        f"monitor.listen: cannot listen on 127.0.0.1:{monitor.port}: another process listens there; "
+        'choose another address, or "" for none'
+    )
+    assert second.port == 0
+
+
+def test_an_address_of_another_host_is_a_problem_of_the_configuration(health: Health):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:1: this host has no such address"):
+        Monitor("192.0.2.1:1", health).start()
+
+
+def test_it_serves_on_ipv6(health: Health):
+    monitor = Monitor("[::1]:0", health)
+    try:
+        monitor.start()
+    except ConfigError:
+        pytest.skip("this host has no IPv6 loopback")
+    assert monitor.port
+    monitor.close()
+
+
+def test_after_close_the_port_is_free(health: Health):
+    monitor = Monitor("127.0.0.1:0", health)
+    monitor.start()
+    port = monitor.port
+    monitor.close()
+    again = Monitor(f"127.0.0.1:{port}", health)
+    again.start()
+    again.close()
+
+
+def test_clients_that_send_nothing_or_too_much_are_dropped(monitor: Monitor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(monitor_http, "REQUEST_TIMEOUT", 0.3)
+    with socket.create_connection(("127.0.0.1", monitor.port), 5) as silent:
+        assert silent.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", monitor.port), 5) as slow:
+        started = time.monotonic()
+        try:
+            while True:
+                slow.sendall(b"x")
+                time.sleep(0.05)
+                assert time.monotonic() - started < 5
+        except OSError:
+            pass
+    with socket.create_connection(("127.0.0.1", monitor.port), 5) as long:
+        long.sendall(b"GET /status HTTP/1.1\r\nX: " + b"x" * 8000 + b"\r\n" + b"y" * 4000)
+        assert not received(long)
+    assert get(monitor, "/healthz")[0] == 200
+
+
+def received(client: socket.socket) -> bytes:
+    try:
+        return client.recv(100)
+    except ConnectionError:
+        return b""
+
+
+def test_a_scraper_that_never_reads_holds_neither_others_nor_the_shutdown(health: Health, clock: ManualClock):
+    registry = CollectorRegistry()
+    counter = Counter("big", "x" * 1000, ["n"], registry=registry)
+    for n in range(20_000):
+        counter.labels(str(n)).inc()
+    monitor = Monitor("127.0.0.1:0", health, registry)
+    monitor.start()
+    with socket.create_connection(("127.0.0.1", monitor.port), 5) as scraper:
+        scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert get(monitor, "/healthz")[0] == 200
+        started = time.monotonic()
+        monitor.close()
+        assert time.monotonic() - started < 2
+
+
+def test_no_more_than_a_few_requests_are_answered_at_the_same_time(monitor: Monitor):
+    before = threading.active_count()
+    clients = [socket.create_connection(("127.0.0.1", monitor.port), 5) for _ in range(40)]
+    try:
+        eventually(lambda: threading.active_count() > before)
+        assert threading.active_count() - before <= monitor_http.MAX_REQUESTS
+    finally:
+        for client in clients:
+            client.close()
+    eventually(lambda: get_or_none(monitor) == 200)
+
+
+def get_or_none(monitor: Monitor) -> int | None:
+    try:
+        return get(monitor, "/healthz")[0]
+    except (OSError, http.client.HTTPException):
+        return None
