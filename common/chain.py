@@ -40,7 +40,7 @@ class Chain:
 
     @classmethod
     def parse(cls, text: str) -> Chain:
-        """The chain that `str` wrote; `site/feed` alone means incarnation 0, partition 0. Raises ValueError."""
+        """The chain that `str` wrote; `site/feed` alone means 0000/0. Raises ValueError."""
         parts = text.split("/")
         if not 2 <= len(parts) <= 4:
             raise ValueError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")

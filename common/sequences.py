@@ -1,7 +1,7 @@
 """Ranges of stream sequences, and the one rule by which segments are chosen to account for them.
 
-A *sequence* is a JetStream stream sequence, 1 .. 2^63-1. *Coverage* is not rows: a segment that covers 1..1000
-may hold 37 messages or none, and everything here speaks of coverage.
+A *sequence* is a JetStream stream sequence, 1 .. 2^63-1. *Coverage* is not rows: a segment that covers
+1..1000 may hold 37 messages or none, and everything here speaks of coverage.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SequenceRange:
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last <= MAX_SEQUENCE:
-            raise ValueError(f"range {self.first}..{self.last}: expected 1 <= first <= last <= {MAX_SEQUENCE}")
+            raise ValueError(f"range {self.first}..{self.last}: expected 1 <= first <= last < 2^63")
 
     def __len__(self) -> int:
         return self.last - self.first + 1

@@ -8,14 +8,18 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from inspect import isawaitable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from infra.local.seaweedfs import SeaweedFS
 
 T = TypeVar("T")
 
 
 def eventually(check: Callable[[], T], seconds: float = 10.0, every: float = 0.05) -> T:
-    """Call `check` until it returns something true and return that; fail with its last answer after `seconds`."""
+    """Call `check` until it returns something true, and return that; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := check()):
         assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
@@ -23,9 +27,7 @@ def eventually(check: Callable[[], T], seconds: float = 10.0, every: float = 0.0
     return answer
 
 
-async def soon(
-    check: Callable[[], T | Awaitable[T]], seconds: float = 10.0, every: float = 0.02
-) -> T:
+async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = 10.0, every: float = 0.02) -> T:
     """`eventually` for the event loop; `check` may be a coroutine function."""
     deadline = time.monotonic() + seconds
     while True:
@@ -48,3 +50,28 @@ def seeded(seed: int | None = None) -> random.Random:
     chosen = seed if seed is not None else int(os.environ.get("FLOE_SEED", secrets.randbits(32)))
     print(f"FLOE_SEED={chosen}")
     return random.Random(chosen)
+
+
+@dataclass(frozen=True)
+class SharedS3:
+    """One S3 server that many tests share, each with buckets of its own."""
+
+    server: SeaweedFS
+
+    @property
+    def endpoint_url(self) -> str:
+        return self.server.endpoint_url
+
+    @property
+    def access_key(self) -> str:
+        return self.server.access_key
+
+    @property
+    def secret_key(self) -> str:
+        return self.server.secret_key
+
+    def new_bucket(self) -> str:
+        """A bucket that nobody else uses."""
+        name = unique("t").replace("_", "-")
+        self.server.create_bucket(name)
+        return name

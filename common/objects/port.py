@@ -18,9 +18,9 @@ Body = bytes | Path
 class ObjectInfo:
     """What a listing or a HEAD says of an object.
 
-    `modified`: seconds since 1970 UTC by the store's clock. `etag`: opaque, only for `put_if_match`, never for
-    integrity. `sha256`: 64 hex digits that the *server* computed and keeps, None where it does not (and always
-    None in a listing). `metadata`: lower-case names; empty in a listing.
+    `modified`: seconds since 1970 UTC by the store's clock. `etag`: opaque, only for `put_if_match`, never
+    for integrity. `sha256`: 64 hex digits that the *server* computed and keeps, None where it does not (and
+    always None in a listing). `metadata`: lower-case names; empty in a listing.
     """
 
     key: str
@@ -35,12 +35,12 @@ class ObjectStore(Protocol):
     """A flat store of immutable-by-convention objects.
 
     Every verb raises `Unavailable` when the store cannot be reached or asks to come back later (after its own
-    bounded retries), `Refused` for credentials and permissions, `ConfigError` where the bucket does not exist,
-    `OutcomeUnknown` only from the four writing verbs when the answer was lost.
+    bounded retries), `Refused` for credentials and permissions, `ConfigError` where the bucket does not
+    exist, `OutcomeUnknown` only from the four writing verbs when the answer was lost.
     """
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
-        """All objects whose key begins with `prefix` and sorts after `start_after`, in key order (UTF-8 bytes).
+        """All objects whose key begins with `prefix` and sorts after `start_after`, in order of UTF-8 bytes.
 
         At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
         E-LIST-INVALID): never a part that looks like the whole.
@@ -55,7 +55,7 @@ class ObjectStore(Protocol):
         ...
 
     def download(self, key: str, path: Path) -> bool:
-        """Write the whole object to the new file `path` in bounded memory; False if there is no such object."""
+        """Write the whole object to the new file `path` in bounded memory; False if there is no object."""
         ...
 
     def put(
@@ -67,7 +67,7 @@ class ObjectStore(Protocol):
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
-        """Write the object unless one is there; False if one is. A second line only: some servers ignore it."""
+        """Write the object unless one is there; False if one is. A second line: some servers ignore it."""
         ...
 
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:

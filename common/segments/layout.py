@@ -1,11 +1,14 @@
 """Keys of the objects in a bucket, both directions: what is formatted here is parsed here.
 
-    {prefix}/site={site}/feed={feed}/incarnation={k:04d}/partition={n}/level={l}/{last:020d}-{first:020d}-{digest}.parquet
-    {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/{stream.json, partition={n}/{chain.json, floor.json, …}}
+    {chain} = site={site}/feed={feed}/incarnation={k:04d}/partition={n}
+
+    {prefix}/{chain}/level={l}/{last:020d}-{first:020d}-{digest}.parquet
+    {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/stream.json
+    {prefix}/_floe/{chain}/{chain.json, floor.json, …}
     {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
 
-The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields exactly
-the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
+The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
+exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ MAX_LEVEL = 9
 DIGEST_LENGTH = 16
 
 _ENCODED = r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+"
-_CHAIN = rf"site=(?P<site>{_ENCODED})/feed=(?P<feed>{_ENCODED})/incarnation=(?P<incarnation>\d{{4}})"
+_CHAIN = rf"site=(?P<site>{_ENCODED})/feed=(?P<feed>{_ENCODED})/incarnation=(?P<incarnation>[0-9]{{4}})"
 _SEGMENT = re.compile(
-    rf"{_CHAIN}/partition=(?P<partition>\d{{1,5}})/level=(?P<level>\d)"
-    rf"/(?P<last>\d{{20}})-(?P<first>\d{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})\.parquet"
+    rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/level=(?P<level>[0-9])"
+    rf"/(?P<last>[0-9]{{20}})-(?P<first>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})\.parquet"
 )
-_CHAIN_DOCUMENT = re.compile(rf"{_CHAIN}/partition=(?P<partition>\d{{1,5}})/chain\.json")
+_CHAIN_DOCUMENT = re.compile(rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/chain\.json")
 _TAIL = re.compile(
-    rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>\d{{4}})/(?P<partition>\d{{1,5}})"
+    rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
 
 
@@ -156,6 +159,10 @@ class Layout:
     def tombstones_prefix(self, chain: Chain) -> str:
         """What the keys of a chain's tombstones begin with; ends in a slash."""
         return self._under(f"_floe/tombstones/{_chain_path(chain)}/")
+
+    def clock(self) -> str:
+        """The key of the object by whose modified time compaction reads the store's clock."""
+        return self._under("_floe/tombstones/clock")
 
     def ingress_prefix(self, target: str) -> str:
         """What the keys of one target's objects begin with; ends in a slash."""

@@ -1,6 +1,6 @@
 """The values of a segment: a message as it was read, the ledger, the tip, the footer, the reference.
 
-The footer is JSON in the Parquet key-value metadata under `floe.segment`; every reader treats it as untrusted.
+The footer is JSON in the Parquet key-value metadata under `floe.segment`; readers treat it as untrusted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt
-from common.sequences import SequenceRange
 from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
 
 FORMAT_VERSION = 1
 FOOTER_KEY = b"floe.segment"
@@ -26,8 +26,8 @@ FOOTER_KEY = b"floe.segment"
 class Message:
     """One JetStream message, byte for byte (I6).
 
-    `timestamp_ns`: nanoseconds since 1970 UTC. `headers`: the raw header block (`NATS/1.0\\r\\n…\\r\\n\\r\\n`), or
-    None where the message has none. `payload`: may be empty, never None.
+    `timestamp_ns`: nanoseconds since 1970 UTC. `headers`: the raw header block
+    (`NATS/1.0\\r\\n…\\r\\n\\r\\n`), or None where the message has none. `payload`: may be empty, never None.
     """
 
     sequence: int
@@ -85,7 +85,7 @@ class Tip:
         return cls(message.sequence, message.timestamp_ns, message_digest(message))
 
     def to_text(self) -> str:
-        """`sequence:timestamp_ns:digest`, as object metadata holds it (under 80 bytes whatever the subject)."""
+        """`sequence:timestamp_ns:digest`, as object metadata holds it: at most 73 bytes."""
         return f"{self.sequence}:{self.timestamp_ns}:{self.digest}"
 
     @classmethod
@@ -98,7 +98,7 @@ class Tip:
 
 
 def message_digest(message: Message) -> str:
-    """32 hex digits over subject, headers and payload, each with its length so that none runs into the next."""
+    """32 hex digits over subject, headers and payload, each with its length: none runs into the next."""
     digest = hashlib.sha256()
     for part in (message.subject, message.headers, message.payload):
         digest.update(b"-" if part is None else len(part).to_bytes(8, "big"))
@@ -122,9 +122,10 @@ class Inputs:
 class Footer:
     """What a segment says of itself.
 
-    `first_timestamp_ns`, `last_timestamp_ns`: of the first and the last row, None without rows. `tip`: None where
-    no message was examined. `sampling`: the settings by which messages were left out, None for a whole copy;
-    `sampling_digest`: a SHA-256 over them, empty for a whole copy. `inputs`: None at level 0.
+    `raw_bytes`: of subjects, header blocks and payloads. `first_timestamp_ns`, `last_timestamp_ns`: of the
+    first and the last row, None without rows. `tip`: None where no message was examined. `sampling`: the
+    settings by which messages were left out, None for a whole copy; `sampling_digest`: a SHA-256 over them,
+    empty for a whole copy. `inputs`: None at level 0.
     """
 
     chain: Chain
@@ -208,7 +209,7 @@ class _FooterReader:
             )
         try:
             return self._footer()
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise SegmentCorrupt(f"footer floe.segment: {error}") from error
 
     def _footer(self) -> Footer:
@@ -242,8 +243,8 @@ def _ledger(counts: Mapping[str, Any]) -> Ledger:
 class SegmentRef:
     """A segment that a listing shows.
 
-    `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock; the age of an object comes
-    from here and never from a footer.
+    `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock; the age of an object
+    comes from here and never from a footer.
     """
 
     segment: SegmentName

@@ -1,0 +1,440 @@
+"""The NATS connection: raw messages in, raw frames out, endless reconnects.
+
+A subclass of nats-py's `Client`, which parses, retries and closes in ways that Floe cannot live with: its
+public API drops repeated headers and strips values, one subject that is not UTF-8 ends its read loop while
+`is_connected` stays true, most `-ERR` lines close it for good, and closing a dead connection waits for its
+unsent bytes. What is overridden here are internals, so the dependency is pinned to one minor version, and
+`tests/unit/test_nats_pin.py` fails when it moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import ssl
+from asyncio import Future
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from nats import errors
+from nats.aio.client import Client, Srv
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+
+from common.clock import Clock, SystemClock, wait_for
+from common.errors import OutcomeUnknown, Refused, Unavailable
+from common.jetstream.auth import Credential, credential, tls_context, wants_tls
+from common.jetstream.context import with_context
+from common.jetstream.explain import explain, host, reason
+from common.jetstream.frames import FrameParser, Sink, WireError, check_subject, frame
+from common.jetstream.requests import ApiError, Asking, Requests
+from common.service.logs import get_logger
+
+if TYPE_CHECKING:
+    from common.settings.nats import NatsSettings
+
+__all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "frame"]
+
+log = get_logger("jetstream.client")
+
+PING_INTERVAL = 10.0  # seconds; a dead connection is noticed within twice that
+READ_SIZE = 256 * 1024  # bytes of one read
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, before jitter
+GOOD_WHILE = 1.0  # seconds that a connection stands before its loss counts as the first
+CLOSE_TIMEOUT = 2.0  # seconds for the server to take what is still buffered
+SUBSCRIBE_TIMEOUT = 5.0  # seconds
+
+_VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
+
+
+async def connect(
+    settings: NatsSettings,
+    *,
+    name: str,
+    clock: Clock | None = None,
+    rng: random.Random | None = None,
+    ping_interval: float = PING_INTERVAL,
+) -> FloeClient:
+    """Connect, trying all servers for `settings.connect_timeout`; then the client reconnects by itself.
+
+    `name` is what the server shows of this connection. Raises Unavailable where no server answers in time,
+    Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work.
+    """
+    clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
+    auth = credential(settings, clock)
+    tls_context(settings)
+    if settings.tls.insecure:
+        log.warning("certificate of the NATS server is not checked", action="nats_insecure")
+    servers = rng.sample(settings.url, len(settings.url))
+    deadline, pause = clock.monotonic() + settings.connect_timeout, FIRST_PAUSE
+    while True:
+        client = FloeClient(settings, auth, clock=clock, rng=rng, ping_interval=ping_interval)
+        timeout = max(0.2, (deadline - clock.monotonic()) / min(2, len(servers)))
+        try:
+            await client.open(servers, name, timeout)
+            return client
+        except BaseException as error:
+            await client.aclose()
+            problem = explain(error, servers[0], auth, settings)
+            if not isinstance(problem, Unavailable) or clock.monotonic() + pause >= deadline:
+                raise problem from None
+        await clock.sleep(pause)
+        servers, pause = servers[1:] + servers[:1], pause * 2
+
+
+class RawSubscription:
+    """A subscription whose messages go to a sink; it outlives reconnects."""
+
+    def __init__(self, client: FloeClient, sid: int, subject: str) -> None:
+        self._client, self._sid, self.subject = client, sid, subject
+
+    async def unsubscribe(self) -> None:
+        """End it: no message reaches the sink any more."""
+        self._client.drop(self._sid)
+
+
+class FloeClient(Asking, Client):
+    """A NATS connection, made by `connect` and closed by `aclose`.
+
+    `generation` rises with each attempt to reconnect, before any message of the new connection reaches a
+    sink: whoever asked under a former generation may have lost answers. Until all subscriptions stand again
+    `is_up` is False, and `send` raises Unavailable.
+    """
+
+    def __init__(
+        self,
+        settings: NatsSettings,
+        auth: Credential,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        ping_interval: float,
+    ) -> None:
+        super().__init__()
+        self.generation = 0
+        self._settings, self._auth, self._clock, self._rng = settings, auth, clock, rng
+        self._interval, self._domain = ping_interval, settings.jetstream_domain
+        self._sinks: dict[bytes, Sink] = {}
+        self._ps = cast(Any, FrameParser(self._sinks, self._on_message, self._on_line))
+        self._requests, self._inbox = Requests(), b""
+        self._listeners: list[Callable[[bool], None]] = []
+        self._refusals: dict[bytes, str] = {}
+        self._up = asyncio.Event()
+        self._received, self._failures, self._up_since = 0, 0, 0.0
+
+    # What the roles use, with request_raw and api of Asking
+
+    @property
+    def is_up(self) -> bool:
+        """Whether messages can be sent now and every subscription stands."""
+        return self._up.is_set() and self.is_connected
+
+    @property
+    def server_version(self) -> tuple[int, int, int]:
+        """Of the server connected to last, such as (2, 15, 1)."""
+        text = str(self._server_info.get("version", "")).partition("-")[0]
+        major, minor, patch = [*map(int, re.findall(r"\d+", text)), 0, 0, 0][:3]
+        return major, minor, patch
+
+    async def wait_up(self, timeout: float) -> bool:
+        """Wait until `is_up`, at most `timeout` seconds; whether it is."""
+        return self.is_up or (await wait_for(self._up, timeout) and self.is_up)
+
+    def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:
+        """Call `listener` with False when the connection is lost, with True when it is up again.
+
+        Returns what removes it.
+        """
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def send(self, frames: bytes) -> None:
+        """Buffer bytes made by `frame` and have them written soon. Raises Unavailable while not `is_up`.
+
+        The buffer is unbounded: whoever sends much awaits `flush_writes` now and then. What is still buffered
+        when the connection is lost is dropped, never sent later.
+        """
+        if not self.is_up:
+            raise Unavailable("the NATS connection is down")
+        assert self._flush_queue is not None
+        self._pending.append(frames)
+        self._pending_data_size += len(frames)
+        if self._flush_queue.empty():
+            self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+
+    async def flush_writes(self) -> None:
+        """Return when all that was sent is with the operating system, however long that takes.
+
+        Raises Unavailable where the connection was lost meanwhile; what arrived is then unknown.
+        """
+        generation = self.generation
+        if self.is_up:
+            assert self._flush_queue is not None
+            written = asyncio.get_running_loop().create_future()
+            await self._flush_queue.put(written)
+            await written
+        if generation != self.generation or not self.is_up:
+            raise Unavailable("the NATS connection was lost while writing")
+
+    async def subscribe_raw(self, subject: str, sink: Sink) -> RawSubscription:
+        """Hand every message on `subject` to `sink`, from the read loop, status messages included.
+
+        Returns when the server has taken the subscription. Raises Refused without the permission, Unavailable
+        where the connection stays down, ValueError for what is no subject.
+        """
+        check_subject(subject.encode())
+        if not await self.wait_up(SUBSCRIBE_TIMEOUT):
+            raise Unavailable("the NATS connection is down")
+        self._sid += 1
+        sid = self._sid
+        self._sinks[b"%d" % sid] = sink
+        self._subs[sid] = Subscription(self, sid, subject)  # from here reconnects send it again
+        self.send(b"SUB %b  %d\r\n" % (subject.encode(), sid))
+        settled = await self._round_trip(SUBSCRIBE_TIMEOUT)
+        refused = self.refusal(subject.encode())
+        if refused is not None or not settled:
+            self.drop(sid)
+            raise refused or Unavailable(f"the server did not confirm the subscription to {subject}")
+        return RawSubscription(self, sid, subject)
+
+    def drop(self, sid: int) -> None:
+        """End a raw subscription; nothing where it has ended already."""
+        self._sinks.pop(b"%d" % sid, None)
+        if self._subs.pop(sid, None) is not None and self.is_up:
+            self.send(b"UNSUB %d\r\n" % sid)
+
+    def refusal(self, subject: bytes) -> Refused | None:
+        """What the server said of this connection's right to `subject`; None if it has not complained."""
+        text = self._refusals.get(subject)
+        if text is None:
+            return None
+        return Refused(text.lower(), hint=f"grant it to {self._auth.label}", code="E-NATS-PERMISSION")
+
+    async def aclose(self) -> None:
+        """Let the server take what is buffered (if it does soon) and close.
+
+        Waiting requests end with OutcomeUnknown.
+        """
+        await self._round_trip(CLOSE_TIMEOUT)
+        self._abort()
+        with suppress(Exception):
+            await asyncio.wait_for(self.close(), CLOSE_TIMEOUT)
+        self._status = Client.CLOSED
+        self._went_down("the connection was closed")
+        self._listeners.clear()
+        await self._clock.sleep(0)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # Connecting
+
+    async def open(self, servers: list[str], name: str, timeout: float) -> None:
+        """One attempt at the first of `servers`; from then on reconnects for ever, to any of them."""
+        self._public_nkey = self._auth.public_nkey or None
+        await super().connect(
+            servers,
+            name=name,
+            allow_reconnect=False,
+            connect_timeout=cast(int, timeout),
+            dont_randomize=True,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=cast(int, FIRST_PAUSE),
+            inbox_prefix=self._settings.inbox_prefix or "_INBOX",
+            tls_handshake_first=self._settings.tls.handshake_first,
+            error_cb=self._on_error,
+            reconnected_cb=self._on_reconnected,
+            pending_size=0,
+            **self._auth.options,
+        )
+        self.options.update(allow_reconnect=True, connect_timeout=self._settings.connect_timeout)
+        await self._on_reconnected()
+        self._inbox = self.new_inbox().encode() + b"."
+        await self.subscribe_raw((self._inbox + b"*").decode(), self._requests.sink)
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        return tls_context(self._settings)
+
+    async def _select_next_server(self) -> None:
+        """One attempt at the next server, after a pause that grows with the failures, with jitter."""
+        self._abort()
+        if self._failures:
+            longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures, 10))
+            await self._clock.sleep(longest * self._rng.uniform(0.5, 1.0))
+        self._failures += 1
+        server = self._server_pool.pop(0)
+        self._server_pool.append(server)
+        self._current_server = server
+        await self._connect_to_server(server)
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        s.last_attempt = self._clock.monotonic()
+        self._transport = cast(Any, TcpTransport)()
+        await self._wire.connect(s.uri, READ_SIZE, self.options["connect_timeout"])
+
+    async def _process_connect_init(self) -> None:
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        self._ps.reset()
+        self._refusals.clear()
+        self.generation += 1
+        await super()._process_connect_init()
+        if not self.is_connected:
+            raise errors.Error("nats: the server did not answer the first PING")
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and info.get("tls_available") and wants_tls(self._settings):
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
+
+    def _connect_command(self) -> bytes:
+        if wants_tls(self._settings) and self._wire._io_writer.get_extra_info("ssl_object") is None:
+            raise ssl.SSLError("the server offers no TLS")  # before the credential goes out in clear
+        return super()._connect_command()
+
+    @property
+    def _wire(self) -> Any:
+        return self._transport
+
+    # Staying connected
+
+    async def _read_loop(self) -> None:
+        generation, wire = self.generation, self._wire
+        try:
+            while generation == self.generation and not self.is_closed and not self.is_reconnecting:
+                data = await wire.read(READ_SIZE)
+                if not data:
+                    raise errors.UnexpectedEOF
+                self._received += len(data)
+                await self._ps.parse(data)
+        except Exception as error:
+            if generation == self.generation:
+                await self._lost(error)
+
+    async def _ping_interval(self) -> None:
+        """The watchdog of one connection: it ends in a reconnect when nothing comes back any more."""
+        while True:
+            await self._clock.sleep(self._interval)
+            received = self._received
+            if not await self._round_trip(self._interval * 0.8) and self._received == received:
+                await self._lost(errors.StaleConnectionError())
+                return
+
+    async def _lost(self, error: Exception) -> None:
+        if self.is_closed or self.is_reconnecting:
+            return
+        expected = isinstance(error, (OSError, errors.Error, WireError))
+        trace = {} if expected else {"exc_info": error}
+        log.warning("nats connection lost", action="nats_lost", reason=reason(error), **trace)
+        await self._process_op_err(error)
+
+    async def _attempt_reconnect(self) -> None:
+        self._went_down("the connection was lost")
+        while not self.is_closed:
+            self._abort()
+            try:
+                await super()._attempt_reconnect()
+                return
+            except Exception as error:  # what nats-py does not expect would end its reconnecting for good
+                await self._on_error(error)
+                self._status = Client.RECONNECTING
+
+    async def _on_reconnected(self) -> None:
+        assert self._current_server is not None
+        log.info("nats connected", action="nats_connected", server=host(self._current_server.uri.geturl()))
+        self._up_since = self._clock.monotonic()
+        self._up.set()
+        self._tell(True)
+
+    def _went_down(self, why: str) -> None:
+        """Forget what was buffered for the lost connection, and tell all who wait."""
+        was_up = self._up.is_set()
+        if was_up and self._clock.monotonic() - self._up_since >= GOOD_WHILE:
+            self._failures = 1
+        self._up.clear()
+        self._pending, self._pending_data_size = [], 0
+        while self._flush_queue is not None and not self._flush_queue.empty():
+            _settle(self._flush_queue.get_nowait(), None)
+        for pong in self._pongs:
+            _settle(pong, False)
+        self._requests.fail(OutcomeUnknown(f"{why} before the answer came"))
+        if was_up:
+            self._tell(False)
+
+    def _tell(self, up: bool) -> None:
+        for listener in list(self._listeners):
+            listener(up)
+
+    def _abort(self) -> None:
+        """Drop the socket at once: an orderly close of a dead connection waits for its unsent bytes.
+
+        Nor does anybody wait for its end; nats-py would for ever, after a TLS handshake that failed.
+        """
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        self._transport = None
+
+    async def _round_trip(self, timeout: float) -> bool:
+        """Whether a PING, sent after all that is buffered, is answered within `timeout` seconds."""
+        pong: Future[bool] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(b"PING\r\n")
+            self._pongs.append(pong)
+            return await asyncio.wait_for(pong, timeout)
+        except (TimeoutError, Unavailable):
+            return False
+
+    # What the server sends
+
+    async def _on_line(self, line: bytes) -> None:
+        word, _, rest = line.partition(b" ")
+        if word == b"PING":
+            await self._process_ping()
+        elif word == b"PONG":
+            await self._process_pong()
+        elif word == b"INFO":
+            await self._process_info(json.loads(rest))
+        elif word == b"-ERR":
+            await self._on_server_error(rest.decode("utf-8", "replace").strip(" '"))
+        elif word != b"+OK":
+            raise WireError(f"expected a line of the NATS protocol, found {line!r:.80}")
+
+    async def _on_message(
+        self, sid: bytes, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None
+    ) -> None:
+        """A message of a subscription made through nats-py itself."""
+        try:
+            await self._process_msg(int(sid), subject, reply, payload, cast(bytes, headers))
+        except (ValueError, IndexError) as error:
+            log.warning("message dropped", action="nats_poison", subject=repr(subject), reason=reason(error))
+
+    async def _process_pong(self) -> None:
+        if self._pongs:
+            _settle(self._pongs.pop(0), True)
+        self._pings_outstanding = 0
+
+    async def _on_server_error(self, text: str) -> None:
+        violation = _VIOLATION.match(text)
+        if violation is None:
+            await self._lost(errors.Error(text))
+            return
+        log.error("nats permission missing", action="nats_permission", reason=text)
+        subject = violation[1].encode()
+        self._refusals[subject] = text
+        refused = self.refusal(subject)
+        if refused is not None:
+            self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
+
+    async def _on_error(self, error: Exception) -> None:
+        log.debug("nats error", action="nats_error", reason=reason(error))
+
+
+def _settle(future: Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)

@@ -1,0 +1,139 @@
+"""Messages as bytes on a NATS connection, out and in, without a connection.
+
+Out: `frame` builds one PUB or HPUB and checks every byte that the protocol would act on, because subjects and
+headers come from segment files and from publishers. In: `FrameParser` splits what the server sends; it takes
+any bytes that a subject may carry (the public client's parser takes `\\s` for a separator and dies on what is
+not UTF-8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+
+# Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none).
+Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
+
+MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
+MAX_SERVER_LINE = 4 << 20  # bytes; an INFO that names many servers is the longest line a server sends
+HEADER_START, HEADER_END = b"NATS/1.0\r\n", b"\r\n\r\n"
+
+_UNSAFE_IN_SUBJECT = re.compile(rb"[\x00\t\n\r ]")
+
+
+class WireError(Exception):
+    """The server sent bytes that are not its protocol; the connection cannot be used further."""
+
+
+def check_subject(subject: bytes) -> None:
+    """Raises ValueError where `subject` is empty or holds a byte that would end it on the wire."""
+    if not subject:
+        raise ValueError("subject: expected at least one byte, found none")
+    if (found := _UNSAFE_IN_SUBJECT.search(subject)) is not None:
+        raise ValueError(
+            f"subject {subject!r:.80}: expected no space, tab, CR, LF or NUL, found {found[0]!r}"
+        )
+
+
+def check_headers(headers: bytes) -> None:
+    """Raises ValueError where `headers` is not one header block: version, lines, an empty line."""
+    if not headers.startswith(HEADER_START) or not headers.endswith(HEADER_END):
+        raise ValueError(
+            f"header block {headers[:40]!r}: expected it to begin with NATS/1.0 and to end with an empty line"
+        )
+    if headers.find(HEADER_END) != len(headers) - 4:
+        raise ValueError("header block: expected no empty line before its end, found one")
+
+
+def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
+    """The bytes that publish one message; `headers` is a whole block, None for none.
+
+    Raises ValueError for what the wire cannot carry. Whether it fits the server's max_payload (header block
+    and payload together) is the caller's to check: `FloeClient.max_payload`.
+    """
+    if _UNSAFE_IN_SUBJECT.search(subject) is not None or not subject:
+        check_subject(subject)
+    if reply:
+        check_subject(reply)
+        subject = subject + b" " + reply
+    if len(subject) > MAX_CONTROL_LINE - 40:
+        raise ValueError(
+            f"subject and reply: expected at most {MAX_CONTROL_LINE - 40} bytes, found {len(subject)}"
+        )
+    if headers is None:
+        return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
+    check_headers(headers)
+    size = len(headers)
+    return b"HPUB %b %d %d\r\n%b%b\r\n" % (subject, size, size + len(payload), headers, payload)
+
+
+class FrameParser:
+    """Splits the server's bytes into messages and protocol lines.
+
+    A message whose subscription is in `sinks` (by sid in ASCII digits) goes to its sink at once, without a
+    turn of the event loop; every other goes to `on_message`, and every other line to `on_line`.
+    """
+
+    def __init__(
+        self,
+        sinks: dict[bytes, Sink],
+        on_message: Callable[[bytes, bytes, bytes, bytes, bytes | None], Awaitable[None]],
+        on_line: Callable[[bytes], Awaitable[None]],
+    ) -> None:
+        self._sinks, self._on_message, self._on_line = sinks, on_message, on_line
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is not yet a whole message: a new connection begins."""
+        self._parts: list[bytes] = []
+        self._have, self._need = 0, 1
+        self._epoch = object()
+
+    async def parse(self, data: bytes) -> None:
+        """Take the next bytes. Raises WireError; what a sink raises goes through."""
+        self._parts.append(data)
+        self._have += len(data)
+        if self._have < self._need:
+            return
+        epoch = self._epoch
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        used, need = await self._split(data)
+        if epoch is not self._epoch:
+            return  # a line closed this connection; the rest belongs to nobody
+        rest = data[used:]
+        self._parts, self._have, self._need = [rest] if rest else [], len(rest), max(need, len(rest) + 1)
+
+    async def _split(self, data: bytes) -> tuple[int, int]:
+        """How many bytes were used, and how many from there on make the next whole message (0: unknown)."""
+        sinks, epoch, position, size = self._sinks, self._epoch, 0, len(data)
+        while (end := data.find(b"\r\n", position)) >= 0:
+            kind = data[position : position + 4]
+            if kind == b"HMSG" or kind == b"MSG ":
+                words = data[position:end].split(b" ")
+                start = end + 2
+                try:
+                    body = start + (int(words[-2]) if kind == b"HMSG" else 0)
+                    stop = start + int(words[-1])
+                except (ValueError, IndexError) as error:
+                    raise WireError(f"malformed line {data[position:end]!r:.200}") from error
+                if size < stop + 2:
+                    return position, stop + 2 - position
+                if data[stop : stop + 2] != b"\r\n" or not start <= body <= stop:
+                    raise WireError(f"malformed message {data[position:end]!r:.200}")
+                # MSG subject sid [reply] size, HMSG subject sid [reply] header-size size: one word more each
+                reply = words[3] if len(words) == (6 if kind == b"HMSG" else 5) else b""
+                headers = data[start:body] if kind == b"HMSG" else None
+                position = stop + 2
+                sink = sinks.get(words[2])
+                if sink is not None:
+                    sink(words[1], reply, data[body:stop], headers)
+                    continue
+                await self._on_message(words[2], words[1], reply, data[body:stop], headers)
+            else:
+                line, position = data[position:end], end + 2
+                await self._on_line(line)
+            if epoch is not self._epoch:
+                break
+        if size - position > MAX_SERVER_LINE:
+            raise WireError(f"a line of more than {MAX_SERVER_LINE} bytes")
+        return position, 0

@@ -1,0 +1,231 @@
+"""Header blocks, byte for byte: the provenance that Floe adds, and the escape that keeps a copy from acting.
+
+A block is `NATS/1.0`, lines, an empty line, each ended by CR LF. nats-server acts on a header where its name,
+with exactly this spelling, follows a CR LF and is followed by a colon; servers before 2.11 look at the first
+place only where the name occurs at all. So `Floe-Original: Nats-Rollup: sub` is text, and what Floe wants to
+act stands first.
+
+    NATS/1.0
+    Nats-Expected-Last-Sequence: 41          first lines: Floe's own, they act
+    Floe-Source: us-east NODE_DATA 0000 0 7 1700000000000000001
+    Floe-Source: …                           former hops, only of a relay
+    Content-Type: text/plain                 as the publisher wrote it
+    Floe-Original: Nats-Msg-Id: a            as the publisher wrote it, escaped
+
+A block that is not of this form, or whose lines hold a lone CR or LF (for some readers that begins another
+header), travels as `Floe-Block: {Base64}`; an empty block as an empty `Floe-Original:`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.chain import Chain
+
+SOURCE = b"Floe-Source"
+ORIGINAL = b"Floe-Original"
+BLOCK = b"Floe-Block"
+
+VERSION = b"NATS/1.0\r\n"
+CRLF = b"\r\n"
+
+_SOURCE_PREFIX = SOURCE + b": "
+_ORIGINAL_PREFIX = ORIGINAL + b": "
+_EMPTY = ORIGINAL + b":"
+_BLOCK_PREFIX = BLOCK + b": "
+_FLOE = (_SOURCE_PREFIX, _ORIGINAL_PREFIX, _EMPTY, _BLOCK_PREFIX)
+
+
+def lines(block: bytes) -> list[bytes]:
+    """What lies between the CR LFs of any block, without its first and without empty lines."""
+    return [line for line in block.split(CRLF)[1:] if line]
+
+
+def parse_block(block: bytes) -> list[tuple[bytes, bytes]]:
+    """Names and values in order, with repeats, as written: one space after the colon is the separator's.
+
+    A line without a colon is a name with an empty value.
+    """
+    headers = []
+    for line in lines(block):
+        name, _, value = line.partition(b":")
+        headers.append((name, value.removeprefix(b" ")))
+    return headers
+
+
+def build_block(block_lines: Iterable[bytes]) -> bytes:
+    """The block of these lines, each `Name: value` without its CR LF.
+
+    Raises ValueError for CR, LF or nothing.
+    """
+    wanted = list(block_lines)
+    for line in wanted:
+        if not line or b"\r" in line or b"\n" in line:
+            raise ValueError(f"header line {line!r:.80}: expected text without CR and LF")
+    return b"".join([VERSION, *(line + CRLF for line in wanted), CRLF])
+
+
+def header(block: bytes | None, name: bytes) -> bytes | None:
+    """The first value of `name` (any case), without surrounding spaces; None if there is none."""
+    wanted = name.lower()
+    for key, value in parse_block(block) if block is not None else []:
+        if key.strip().lower() == wanted:
+            return value.strip()
+    return None
+
+
+def status(block: bytes | None) -> tuple[int, bytes] | None:
+    """Code and description of a status line such as `NATS/1.0 404 No Messages`; None where the block has
+    none.
+
+    A stored message may carry such a line too: what the server says itself comes without a `$JS.ACK…` reply.
+    """
+    first = (block or b"").partition(CRLF)[0]
+    version, _, rest = first.partition(b" ")
+    code, _, description = rest.partition(b" ")
+    return (int(code), description) if version == b"NATS/1.0" and code.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Where a message was first stored: its chain, its sequence and its timestamp (ns) there."""
+
+    site: str
+    feed: str
+    incarnation: int
+    partition: int
+    sequence: int
+    timestamp_ns: int
+
+    @property
+    def chain(self) -> Chain:
+        """Raises ValueError where the parts name no chain."""
+        return Chain(self.site, self.feed, self.incarnation, self.partition)
+
+    def line(self) -> bytes:
+        """`Floe-Source: {site} {feed} {incarnation} {partition} {sequence} {timestamp_ns}`."""
+        return b"%b%b %b %04d %d %d %d" % (
+            _SOURCE_PREFIX,
+            self.site.encode(),
+            self.feed.encode(),
+            self.incarnation,
+            self.partition,
+            self.sequence,
+            self.timestamp_ns,
+        )
+
+    @classmethod
+    def parse(cls, line: bytes) -> Provenance:
+        """What `line` wrote, with or without the header's name. Raises ValueError."""
+        words = line.removeprefix(_SOURCE_PREFIX).split(b" ")
+        if len(words) != 6 or not all(word.isdigit() for word in words[2:]):
+            raise ValueError(f"provenance {line!r:.120}: expected site, feed and four numbers")
+        incarnation, partition, sequence, timestamp_ns = (int(word) for word in words[2:])
+        return cls(words[0].decode(), words[1].decode(), incarnation, partition, sequence, timestamp_ns)
+
+
+def escape(
+    block: bytes | None,
+    provenance: Provenance,
+    control_headers: frozenset[bytes] = frozenset(),
+    first_lines: tuple[bytes, ...] = (),
+    *,
+    relay: bool = False,
+) -> bytes:
+    """The block under which a message with the block `block` (None: without headers) is stored in a target.
+
+    `control_headers`: lower-case names of headers that may act again. `first_lines`: Floe's own, without CR
+    LF, such as `Nats-Expected-Last-Sequence: 5`. `relay`: the stream was itself written by Floe: its
+    `Floe-Source` lines stay hops, what it escaped stays escaped, Floe's own lines of that time are dropped.
+    """
+    own = b"".join([line + CRLF for line in first_lines]) + provenance.line() + CRLF
+    return VERSION + own + escaped_lines(block, control_headers, relay=relay) + CRLF
+
+
+def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, relay: bool = False) -> bytes:
+    """The part of `escape` that depends on `block` alone: lines, each with its CR LF; empty for None."""
+    if block is None:
+        return b""
+    inner = _inner(block)
+    if inner is None:
+        return _BLOCK_PREFIX + base64.b64encode(block) + CRLF
+    if not inner:
+        return _EMPTY + CRLF
+    lowered = inner.lower()
+    if b"nats-" not in lowered and b"floe-" not in lowered:
+        return inner
+    if relay and (written := _floe_lines(block)) is not None:
+        kept = [line if line.startswith(_FLOE) else _escaped_line(line, control_headers) for line in written]
+    else:
+        kept = [_escaped_line(line, control_headers) for line in _split(inner)]
+    return CRLF.join([*kept, b""])
+
+
+def _escaped_line(line: bytes, control_headers: frozenset[bytes]) -> bytes:
+    start = line[:5].lower()
+    if start != b"floe-" and (start != b"nats-" or line.partition(b":")[0].lower() in control_headers):
+        return line
+    return _ORIGINAL_PREFIX + line
+
+
+def _inner(block: bytes) -> bytes | None:
+    """The lines, each with its CR LF, of a block that `build_block` would give back; None for any other."""
+    if not block.startswith(VERSION) or not block.endswith(b"\r\n\r\n"):
+        return None
+    inner = block[len(VERSION) : -2]
+    ends = inner.count(CRLF)
+    if inner.count(b"\n") != ends or inner.count(b"\r") != ends or b"\n\r\n" in inner or inner[:2] == CRLF:
+        return None
+    return inner
+
+
+def _split(inner: bytes) -> list[bytes]:
+    return inner.split(CRLF)[:-1]
+
+
+def restore(block: bytes | None) -> tuple[Provenance | None, bytes | None]:
+    """The newest provenance and the block that the publisher wrote; (None, `block`) for what Floe did not
+    write.
+    """
+    provenances, original = _read(block)
+    return (provenances[0], original) if provenances else (None, block)
+
+
+def hops(block: bytes | None) -> list[Provenance]:
+    """All provenances, the newest first; more than one only behind a relay.
+
+    Empty for what Floe did not write.
+    """
+    return _read(block)[0]
+
+
+def _read(block: bytes | None) -> tuple[list[Provenance], bytes | None]:
+    written = None if block is None else _floe_lines(block)
+    try:
+        provenances = [Provenance.parse(line) for line in written or [] if line.startswith(_SOURCE_PREFIX)]
+        return provenances, _original([line for line in written or [] if not line.startswith(_SOURCE_PREFIX)])
+    except ValueError:
+        return [], None
+
+
+def _original(written: list[bytes]) -> bytes | None:
+    if not written:
+        return None
+    if written == [_EMPTY]:
+        return build_block([])
+    if len(written) == 1 and written[0].startswith(_BLOCK_PREFIX):
+        return base64.b64decode(written[0].removeprefix(_BLOCK_PREFIX), validate=True)
+    return build_block(line.removeprefix(_ORIGINAL_PREFIX) for line in written)
+
+
+def _floe_lines(block: bytes) -> list[bytes] | None:
+    """The lines from `Floe-Source` on, where only `Nats-*` lines stand before; None for other blocks."""
+    found = _split(_inner(block) or b"")
+    for index, line in enumerate(found):
+        if line.startswith(_SOURCE_PREFIX):
+            return found[index:]
+        if not line.startswith(b"Nats-"):
+            return None
+    return None

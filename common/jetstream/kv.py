@@ -1,0 +1,252 @@
+"""Small state in a JetStream key-value bucket (ADR-8), changed by compare-and-set and read from the leader.
+
+The buckets are those that the `nats kv` command shows. nats-py's own key-value object is not used: it reads
+by direct gets, which any replica answers with what it has, and it takes a lost acknowledgement for a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from common.errors import ConfigError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import build_block, header
+from common.jetstream.requests import ApiError, api_error
+from common.jetstream.streams import (
+    MESSAGE_NOT_FOUND,
+    STREAM_NOT_FOUND,
+    ask,
+    create_stream,
+    stored_message,
+    stream_info,
+)
+from common.segments.segment import Message
+
+WRONG_LAST_SEQUENCE = 10071
+NAME_IN_USE = 10058
+REQUEST_TIMEOUT = 5.0  # seconds
+NANOSECONDS = 1_000_000_000
+PARALLEL_READS = 64
+KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
+
+_KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
+_FOREIGN = re.compile(rb"[^-_a-zA-Z0-9]")
+
+
+class BucketGone(Unavailable):
+    """The bucket was deleted. What it held is unknown: this is not an empty bucket."""
+
+    default_code = "E-KV-BUCKET"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The value of a key and its revision, which rises with every change of the bucket."""
+
+    value: bytes
+    revision: int
+
+
+class KeyValue:
+    """One bucket.
+
+    Every method raises Unavailable where nothing was done, OutcomeUnknown where a change was sent and its
+    answer lost (read the key to settle it), BucketGone where somebody deleted the bucket, Refused without the
+    right.
+    """
+
+    def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None, replicas: int) -> None:
+        self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
+        self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
+        # An answer about something that lives `ttl` must not be waited for as long as that.
+        self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
+
+    @classmethod
+    async def open(
+        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: int = 1
+    ) -> KeyValue:
+        """The bucket of that name, created if it is missing.
+
+        `ttl`: seconds until the server removes an entry, None: never. Raises ConfigError where the bucket
+        exists with another time to live: leases would be held too long, or state would vanish.
+        """
+        store = cls(client, bucket, ttl=ttl, replicas=replicas)
+        await store.ensure()
+        return store
+
+    async def ensure(self) -> None:
+        """Create the bucket unless it is there."""
+        info = await stream_info(self._client, self._stream)
+        if info is None:
+            try:
+                info = await create_stream(self._client, self._config())
+            except ApiError as error:  # somebody else created it just now
+                if error.err_code != NAME_IN_USE:
+                    raise
+                info = await stream_info(self._client, self._stream)
+        found = 0 if info is None else info.config.get("max_age", 0)
+        if found != self._config()["max_age"]:
+            expected = f"expected a time to live of {self.ttl or 0:g} s"
+            raise ConfigError(
+                f"bucket {self.bucket}: {expected}, found {found / NANOSECONDS:g} s",
+                hint="use one value for all that share the bucket, or another bucket",
+                code="E-KV-TTL",
+            )
+
+    async def get(self, key: str) -> Entry | None:
+        """The value of `key` by the leader; None where there is none, it was deleted, or it expired."""
+        last = await self._last(key)
+        return None if last is None or _is_marker(last) else Entry(last.payload, last.sequence)
+
+    async def create(self, key: str, value: bytes) -> int | None:
+        """Set `key` unless it has a value; its revision, or None where it has one."""
+        revision = await self._write(key, value, 0)
+        if revision is not None:
+            return revision
+        last = await self._last(key)
+        if last is not None and not _is_marker(last):
+            return None
+        return await self._write(key, value, 0 if last is None else last.sequence)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        """Replace the value of that revision; the new revision, or None where the key has moved on."""
+        return await self._write(key, value, revision)
+
+    async def put(self, key: str, value: bytes) -> int:
+        """Set `key` whatever it holds; its revision."""
+        revision = await self._write(key, value, None)
+        if revision is None:
+            raise OutcomeUnknown(f"key {key}: a write without a condition was refused as conditional")
+        return revision
+
+    async def delete(self, key: str, revision: int | None = None) -> bool:
+        """Delete `key`, if given only at that revision; False where the key has moved on."""
+        return await self._write(key, b"", revision, b"KV-Operation: DEL") is not None
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        """The keys that have a value and begin with `prefix`, sorted."""
+        names = [name for name in await self._names() if name.startswith(prefix)]
+        gate = asyncio.Semaphore(PARALLEL_READS)
+
+        async def is_set(name: str) -> bool:
+            async with gate:
+                return await self.get(name) is not None
+
+        found = await asyncio.gather(*(is_set(name) for name in names))
+        return sorted(name for name, there in zip(names, found, strict=True) if there)
+
+    async def _names(self) -> list[str]:
+        names: list[str] = []
+        while True:
+            request = {"subjects_filter": f"{self._prefix}>", "offset": len(names)}
+            try:
+                answer = await ask(self._client, f"STREAM.INFO.{self._stream}", request)
+            except ApiError as error:
+                raise self._gone(error) from None
+            subjects = (answer.get("state") or {}).get("subjects") or {}
+            names += [subject.removeprefix(self._prefix) for subject in subjects]
+            if len(subjects) < KEYS_OF_ONE_ANSWER:
+                return names
+
+    async def _last(self, key: str) -> Message | None:
+        """The last message of `key`, a marker too."""
+        name = f"STREAM.MSG.GET.{self._stream}"
+        request = {"last_by_subj": self._subject(key)}
+        try:
+            return stored_message(await ask(self._client, name, request, timeout=self._timeout))
+        except ApiError as error:
+            if error.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise self._gone(error) from None
+
+    async def _write(self, key: str, value: bytes, expected: int | None, *lines: bytes) -> int | None:
+        conditions = [b"Nats-Expected-Stream: %b" % self._stream.encode()]
+        if expected is not None:
+            conditions.append(b"Nats-Expected-Last-Subject-Sequence: %d" % expected)
+        subject = self._subject(key).encode()
+        block = build_block([*conditions, *lines])
+        try:
+            answer, _ = await self._client.request_raw(subject, value, block, timeout=self._timeout)
+        except Unavailable as error:
+            if error.code == "E-NO-RESPONDERS" and await stream_info(self._client, self._stream) is None:
+                raise self._missing() from None
+            raise
+        return self._revision(key, answer, expected)
+
+    def _revision(self, key: str, answer: bytes, expected: int | None) -> int | None:
+        """The revision that the server acknowledged; None where it says that the condition does not hold."""
+        try:
+            document = json.loads(answer)
+            if error := document.get("error"):
+                failure = api_error(error, f"key {key} of {self.bucket}")
+                if isinstance(failure, ApiError) and failure.err_code == WRONG_LAST_SEQUENCE:
+                    return None
+                raise failure
+            revision, stream = document["seq"], document["stream"]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise OutcomeUnknown(f"key {key}: expected an acknowledgement, found {answer[:60]!r}") from None
+        if stream != self._stream or not isinstance(revision, int) or revision <= (expected or 0):
+            raise OutcomeUnknown(
+                f"key {key}: expected an acknowledgement of {self._stream} behind {expected or 0}, "
+                f"found {stream} at {revision}"
+            )
+        return revision
+
+    def _subject(self, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"key {key!r:.80}: expected tokens of A-Z a-z 0-9 - _ / = between dots")
+        return self._prefix + key
+
+    def _gone(self, error: ApiError) -> Exception:
+        return self._missing() if error.err_code == STREAM_NOT_FOUND else error
+
+    def _missing(self) -> BucketGone:
+        return BucketGone(f"bucket {self.bucket} does not exist any more")
+
+    def _config(self) -> dict[str, Any]:
+        max_age = round((self.ttl or 0) * NANOSECONDS)
+        window = 120 * NANOSECONDS
+        return {
+            "name": self._stream,
+            "subjects": [f"{self._prefix}>"],
+            "max_msgs_per_subject": 1,
+            "max_age": max_age,
+            "duplicate_window": min(window, max_age or window),
+            "discard": "new",
+            "storage": "file",
+            "num_replicas": self._replicas,
+            "allow_rollup_hdrs": True,
+            "deny_delete": True,
+            "allow_direct": True,
+        }
+
+
+def _is_marker(message: Message) -> bool:
+    """Whether a message says that its key has no value: deleted, purged, or expired with a marker left."""
+    return bool(header(message.headers, b"KV-Operation") or header(message.headers, b"Nats-Marker-Reason"))
+
+
+def state_key(*parts: str) -> str:
+    """One key of all `parts`, each a token: what a key cannot hold becomes `=XX`, so that no two parts
+    collide.
+
+    Raises ValueError for an empty part.
+    """
+    if not parts or not all(parts):
+        raise ValueError(f"key of {parts!r:.80}: expected parts that are not empty")
+    return ".".join(
+        _FOREIGN.sub(lambda found: b"=%02X" % ord(found[0]), part.encode()).decode() for part in parts
+    )
+
+
+def key_parts(key: str) -> list[str]:
+    """The parts that `state_key` joined. Raises ValueError for another key."""
+    parts = [unquote(token.replace("=", "%"), errors="strict") for token in key.split(".")]
+    if state_key(*parts) != key:
+        raise ValueError(f"key {key!r:.80}: not made by state_key")
+    return parts

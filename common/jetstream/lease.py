@@ -1,0 +1,138 @@
+"""Leases in a bucket whose entries expire: who may work on what, for a while.
+
+A lease saves work, it does not guard data (promise I9): another instance may believe that it holds the same
+lease, so nothing is decided by it alone. Its holder uses it until its deadline less a margin, on the
+monotonic clock; a paused process therefore finds it unusable the moment it wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+
+from common.clock import Clock
+from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.kv import BucketGone, KeyValue
+from common.service.logs import get_logger
+
+log = get_logger("jetstream.lease")
+
+SETTLING_READS = 3  # tries to learn what became of a write whose answer was lost
+
+
+def new_owner(instance: str) -> str:
+    """A name that no other process has, on this host or another: `instance/host/pid/random`."""
+    return f"{instance or '-'}/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+
+
+class Leases:
+    """The leases of one owner in one bucket, whose time to live must be `ttl` seconds."""
+
+    def __init__(self, kv: KeyValue, owner: str, ttl: float, clock: Clock) -> None:
+        if kv.ttl != ttl:
+            raise ValueError(
+                f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s"
+            )
+        self._kv, self.owner, self._ttl, self._clock = kv, owner, ttl, clock
+
+    async def acquire(self, key: str) -> Lease | None:
+        """The lease on `key`; None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
+        started = self._clock.monotonic()
+        try:
+            revision = await self._create(key)
+        except OutcomeUnknown:
+            revision = None  # it may have been done; the value tells
+        if revision is None:
+            entry = await self._kv.get(key)
+            if entry is None or entry.value != self.owner.encode():
+                return None
+            revision = entry.revision
+        return Lease(self._kv, key, self.owner, revision, started, self._ttl, self._clock)
+
+    async def holder(self, key: str) -> str | None:
+        """The owner of the lease on `key`; None where nobody holds it."""
+        entry = await self._kv.get(key)
+        return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
+
+    async def _create(self, key: str) -> int | None:
+        try:
+            return await self._kv.create(key, self.owner.encode())
+        except BucketGone:
+            await self._kv.ensure()
+            return await self._kv.create(key, self.owner.encode())
+
+
+class Lease:
+    """One lease that this owner held at `started` (monotonic seconds).
+
+    `lost` is set when another owner holds it, when the bucket is gone, or when the deadline passed; it stays
+    set.
+    """
+
+    def __init__(
+        self, kv: KeyValue, key: str, owner: str, revision: int, started: float, ttl: float, clock: Clock
+    ) -> None:
+        self.key, self.lost = key, asyncio.Event()
+        self._kv, self._value, self._revision = kv, owner.encode(), revision
+        self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
+
+    def is_usable(self) -> bool:
+        """Whether work may still be begun under this lease: a third of its time is left, at least."""
+        return not self.lost.is_set() and self._clock.monotonic() < self._deadline - self._ttl / 3
+
+    async def keep(self) -> None:
+        """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`."""
+        pause = self._ttl / 3
+        while not self.lost.is_set():
+            await self._clock.sleep(pause)
+            if self._clock.monotonic() >= self._deadline:
+                self._lose("its time ran out")
+            else:
+                pause = self._ttl / (3 if await self._renew() else 10)
+
+    async def release(self) -> None:
+        """Give it up, so that another owner need not wait; what fails here, expiry does later."""
+        held = not self.lost.is_set()
+        self.lost.set()
+        for _ in range(SETTLING_READS if held else 0):
+            try:
+                if await self._kv.delete(self.key, self._revision) or not await self._adopt():
+                    return
+            except (Unavailable, OutcomeUnknown) as error:
+                log.info("lease left to expire", action="lease_release", key=self.key, reason=str(error))
+                return
+
+    async def _renew(self) -> bool:
+        """Whether a renewal that began now was done; if not, it is lost or to be tried again."""
+        try:
+            for _ in range(SETTLING_READS):
+                started = self._clock.monotonic()
+                revision = await self._kv.update(self.key, self._value, self._revision)
+                if revision is not None:
+                    self._revision, self._deadline = revision, started + self._ttl
+                    return True
+                if not await self._adopt():
+                    self._lose("another owner holds it, or it expired")
+                    return False
+        except BucketGone:
+            self._lose("the bucket was deleted")
+        except (Unavailable, OutcomeUnknown) as error:
+            log.warning("lease not renewed", action="lease_renew", key=self.key, reason=str(error))
+        return False
+
+    async def _adopt(self) -> bool:
+        """Take over the revision of a write of ours whose answer was lost; False where the value is not ours.
+
+        The deadline stays: which of several attempts wrote it is unknown, so the next renewal sets it.
+        """
+        entry = await self._kv.get(self.key)
+        if entry is None or entry.value != self._value:
+            return False
+        self._revision = entry.revision
+        return True
+
+    def _lose(self, why: str) -> None:
+        log.warning("lease lost", action="lease_lost", key=self.key, reason=why)
+        self.lost.set()

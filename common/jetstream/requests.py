@@ -1,0 +1,152 @@
+"""Requests over one connection, and what an answer of the JetStream API means."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio import Future
+from typing import Any
+
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.frames import frame
+
+Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
+
+NO_RESPONDERS = b"NATS/1.0 503"
+# No leader for now; a cluster that is not complete or moves its peers; a write in flight on the same subject.
+TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
+
+
+class ApiError(FloeError):
+    """JetStream refused a request; nothing was done.
+
+    `status`: as in HTTP, such as 404; `err_code`: JetStream's own number of the cause, such as 10059 (no such
+    stream); `description`: the server's words. `code` is `E-JS-` and the number.
+    """
+
+    def __init__(self, code: int, err_code: int, description: str, *, asked: str = "") -> None:
+        where = f" ({asked})" if asked else ""
+        message = f"jetstream refused: {description}, error {err_code}{where}"
+        super().__init__(message, code=f"E-JS-{err_code or code}")
+        self.status, self.err_code, self.description = code, err_code, description
+
+
+class Requests:
+    """Who waits for which answer. An inbox is `{prefix}.{token}`; one wildcard subscription feeds `sink`."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, tuple[bytes, Future[Answer]]] = {}
+        self._count = 0
+
+    def open(self, subject: bytes, answer: Future[Answer]) -> bytes:
+        """The token under which the answer to a request on `subject` will come."""
+        self._count += 1
+        token = b"%x" % self._count
+        self._waiting[token] = (subject, answer)
+        return token
+
+    def close(self, token: bytes) -> None:
+        """Nobody waits any more; a late answer is dropped."""
+        self._waiting.pop(token, None)
+
+    def sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Hand an answer to whoever waits for it."""
+        found = self._waiting.get(subject.rpartition(b".")[2])
+        if found is not None and not found[1].done():
+            found[1].set_result((payload, headers))
+
+    def fail(self, error: FloeError, subject: bytes | None = None) -> None:
+        """Raise `error` for all who wait, or for those who asked on `subject`."""
+        for asked, answer in self._waiting.values():
+            if subject in (None, asked) and not answer.done():
+                answer.set_exception(error)
+
+
+class Asking:
+    """What a connection that can send offers to those who ask over it."""
+
+    _requests: Requests
+    _inbox: bytes  # what reply subjects begin with, with the dot
+    _domain: str  # of JetStream; empty for the server's own
+
+    def send(self, frames: bytes) -> None:
+        raise NotImplementedError
+
+    async def wait_up(self, timeout: float) -> bool:
+        raise NotImplementedError
+
+    async def request_raw(
+        self, subject: bytes, payload: bytes, headers: bytes | None = None, *, timeout: float
+    ) -> Answer:
+        """Send one message and return payload and header block of the answer.
+
+        Raises Unavailable where nothing was sent or nobody listens, Refused without the permission,
+        OutcomeUnknown where it was sent and no answer came within `timeout` seconds or before the connection
+        was lost, ValueError for what the wire cannot carry.
+        """
+        if not await self.wait_up(timeout):
+            raise Unavailable("the NATS connection is down")
+        asked = subject.decode("utf-8", "backslashreplace")
+        waiter: Future[Answer] = asyncio.get_running_loop().create_future()
+        token = self._requests.open(subject, waiter)
+        try:
+            self.send(frame(subject, payload, headers, self._inbox + token))
+            answer, block = await asyncio.wait_for(waiter, timeout)
+        except TimeoutError:
+            raise OutcomeUnknown(f"no answer to {asked} within {timeout:g} s") from None
+        finally:
+            self._requests.close(token)
+        if is_no_responders(answer, block):
+            hint = "is JetStream enabled for this account, and is there such a stream"
+            raise Unavailable(f"nobody answers {asked}", hint=hint, code="E-NO-RESPONDERS")
+        return answer, block
+
+    async def api(
+        self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
+    ) -> dict[str, Any]:
+        """Ask the JetStream API, `name` without `$JS.API.`, and return the answer's document.
+
+        Raises ApiError where JetStream refuses, else as `request_raw`.
+        """
+        subject = self.api_subject(name)
+        payload = b"" if request is None else json.dumps(request).encode()
+        answer, _ = await self.request_raw(subject.encode(), payload, timeout=timeout)
+        return api_answer(subject, answer)
+
+    def api_subject(self, name: str) -> str:
+        """The subject of the JetStream API call `name`, such as `CONSUMER.MSG.NEXT.S.C`, in this domain."""
+        return f"$JS.{self._domain}.API.{name}" if self._domain else f"$JS.API.{name}"
+
+
+def is_no_responders(payload: bytes, headers: bytes | None) -> bool:
+    """Whether the server says that nobody listens on the subject: the request reached nobody."""
+    return headers is not None and not payload and headers.startswith(NO_RESPONDERS)
+
+
+def api_answer(asked: str, payload: bytes) -> dict[str, Any]:
+    """The document of a JetStream answer. Raises ApiError, Unavailable; OutcomeUnknown where it is none."""
+    try:
+        document = json.loads(payload)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise OutcomeUnknown(f"jetstream answered {asked} with {payload[:60]!r}, expected a JSON object")
+    if "error" in document:
+        raise api_error(document["error"], asked)
+    return document
+
+
+def api_error(error: Any, asked: str) -> FloeError:
+    """The error that the `error` object of an answer stands for: ApiError, or Unavailable where it passes."""
+    if not isinstance(error, dict):
+        error = {}
+    code, err_code = error.get("code"), error.get("err_code")
+    failure = ApiError(
+        code if isinstance(code, int) else 0,
+        err_code if isinstance(err_code, int) else 0,
+        str(error.get("description", "no description")),
+        asked=asked,
+    )
+    if failure.err_code in TEMPORARILY_UNAVAILABLE:
+        return Unavailable(failure.message, code=failure.code)
+    return failure

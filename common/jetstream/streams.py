@@ -1,0 +1,300 @@
+"""Streams and consumers as the JetStream API describes them. All reads go to the leader."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.requests import ApiError
+from common.segments.segment import Message
+
+STREAM_NOT_FOUND = 10059
+CONSUMER_NOT_FOUND = 10014
+MESSAGE_NOT_FOUND = 10037
+
+ATTEMPTS = 3  # of a question whose answer was lost
+
+_SECOND = timedelta(seconds=1)
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """What STREAM.INFO says of a stream, by its leader or by one that was deposed and does not know yet.
+
+    `first_sequence`, `last_sequence`: 0 where the stream never held a message; `first_sequence` is above
+    `last_sequence` where it is empty now. `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as given.
+    `leader`: empty on a single server and where there is none now.
+    """
+
+    name: str
+    created: str
+    config: dict[str, Any] = field(hash=False)
+    first_sequence: int
+    last_sequence: int
+    messages: int
+    first_timestamp: str
+    last_timestamp: str
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """What CONSUMER.INFO says of a consumer; sequences are 0 before the first message.
+
+    `stream_sequence`, `consumer_sequence`: of the last message delivered; `pending`: matching messages that
+    were not delivered yet, by the consumer's leader.
+    """
+
+    name: str
+    created: str
+    config: dict[str, Any] = field(hash=False)
+    stream_sequence: int
+    consumer_sequence: int
+    pending: int
+    leader: str
+
+
+class AckReply(NamedTuple):
+    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
+
+    stream: str
+    consumer: str
+    stream_sequence: int
+    consumer_sequence: int
+    timestamp_ns: int
+    pending: int
+
+
+def parse_ack(reply: bytes) -> AckReply:
+    """Read either layout of ADR-15: 9 tokens, or 11 and more with domain and account. Raises ValueError."""
+    tokens = _ack_tokens(reply)
+    stream, consumer, _, stream_sequence, consumer_sequence, timestamp, pending = tokens
+    return AckReply(
+        stream.decode("utf-8", "backslashreplace"),
+        consumer.decode("utf-8", "backslashreplace"),
+        int(stream_sequence),
+        int(consumer_sequence),
+        int(timestamp),
+        int(pending),
+    )
+
+
+def ack_numbers(reply: bytes) -> tuple[int, int, int]:
+    """Stream sequence, consumer sequence and timestamp (ns) alone, for each message of a fast reader.
+
+    Raises ValueError as `parse_ack`.
+    """
+    tokens = reply.split(b".") if reply.startswith(b"$JS.ACK.") else []
+    if len(tokens) != 9:
+        tokens = [b"", b"", *_ack_tokens(reply)]
+    return int(tokens[5]), int(tokens[6]), int(tokens[7])
+
+
+def _ack_tokens(reply: bytes) -> list[bytes]:
+    """Stream, consumer, deliveries, stream sequence, consumer sequence, timestamp, pending."""
+    tokens = reply.split(b".")
+    count = len(tokens)
+    if tokens[:2] != [b"$JS", b"ACK"] or not (count == 9 or count >= 11):
+        raise ValueError(
+            f"reply {reply!r:.80}: expected $JS.ACK with 9, or 11 and more tokens, found {count}"
+        )
+    first = 2 if count == 9 else 4
+    return tokens[first : first + 7]
+
+
+async def ask(
+    client: FloeClient, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
+) -> dict[str, Any]:
+    """A question that changes nothing, so that a lost answer is asked for again.
+
+    Raises Unavailable where none comes within `timeout` seconds, else as `FloeClient.api`.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            for _ in range(ATTEMPTS):
+                with suppress(OutcomeUnknown):
+                    return await client.api(name, request, timeout=timeout)
+    raise Unavailable(f"no answer to {client.api_subject(name)} within {timeout:g} s")
+
+
+async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
+    """What the server says of the stream; None if there is none of this name."""
+    try:
+        return _stream_info(await ask(client, f"STREAM.INFO.{_name(stream)}"))
+    except ApiError as error:
+        if error.err_code == STREAM_NOT_FOUND:
+            return None
+        raise
+
+
+async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
+    """Create the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
+    return _stream_info(await client.api(f"STREAM.CREATE.{_name(config['name'])}", config))
+
+
+async def get_message(client: FloeClient, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence, read from the leader; None if the stream does not hold it.
+
+    Raises ApiError where there is no such stream.
+    """
+    try:
+        answer = await ask(client, f"STREAM.MSG.GET.{_name(stream)}", {"seq": sequence})
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    message = stored_message(answer)
+    # The API's JSON cannot carry a subject that is not UTF-8; a delivered message can.
+    return await _deliver(client, stream, sequence) if "\ufffd".encode() in message.subject else message
+
+
+def stored_message(answer: dict[str, Any]) -> Message:
+    """The message in an answer of STREAM.MSG.GET. Raises DataError."""
+    try:
+        stored = answer["message"]
+        headers = stored.get("hdrs")
+        return Message(
+            sequence=int(stored["seq"]),
+            timestamp_ns=parse_time(stored["time"]),
+            subject=stored["subject"].encode(),
+            headers=None if headers is None else base64.b64decode(headers),
+            payload=base64.b64decode(stored.get("data") or ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"STREAM.MSG.GET: expected a message, found {error!r:.80}") from None
+
+
+async def _deliver(client: FloeClient, stream: str, sequence: int) -> Message | None:
+    """The same through a consumer of one message, whose delivery carries the subject's bytes."""
+    delivered = asyncio.get_running_loop().create_future()
+
+    def sink(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if not delivered.done():
+            delivered.set_result((subject, reply, payload, headers))
+
+    inbox = client.new_inbox()
+    subscription = await client.subscribe_raw(inbox, sink)
+    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence, "ack_policy": "none"}
+    consumer = await create_consumer(
+        client, stream, {"name": f"floe_{inbox.rpartition('.')[2]}", "inactive_threshold": 10**10, **start}
+    )
+    try:
+        ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer.name}"
+        client.send(frame(ask.encode(), b'{"batch":1,"no_wait":true}', None, inbox.encode()))
+        subject, reply, payload, headers = await asyncio.wait_for(delivered, 5.0)
+    except TimeoutError:
+        raise OutcomeUnknown(f"no message from {stream} within 5 s") from None
+    finally:
+        await subscription.unsubscribe()
+        await delete_consumer(client, stream, consumer.name)
+    if not reply:
+        return None
+    ack = parse_ack(reply)
+    return (
+        Message(sequence, ack.timestamp_ns, subject, headers, payload)
+        if ack.stream_sequence == sequence
+        else None
+    )
+
+
+async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
+    """Create the consumer `config["name"]` (or `durable_name`).
+
+    Raises ApiError, also where one of that name exists with another configuration.
+    """
+    name = _name(config.get("name") or config["durable_name"])
+    subject = f"CONSUMER.CREATE.{_name(stream)}.{name}"
+    if filter_subject := config.get("filter_subject"):
+        subject += f".{filter_subject}"
+    request = {"stream_name": stream, "config": {"name": name, **config}, "action": "create"}
+    return _consumer_info(await client.api(subject, request))
+
+
+async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
+    """What the server says of the consumer; None if the stream or the consumer is not there."""
+    try:
+        return _consumer_info(await ask(client, f"CONSUMER.INFO.{_name(stream)}.{_name(consumer)}"))
+    except ApiError as error:
+        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+            return None
+        raise
+
+
+async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
+    """Delete the consumer; False if it was not there."""
+    try:
+        await client.api(f"CONSUMER.DELETE.{_name(stream)}.{_name(consumer)}")
+    except ApiError as error:
+        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+            return False
+        raise
+    return True
+
+
+def parse_time(text: str) -> int:
+    """Nanoseconds since 1970 UTC of an RFC 3339 time with up to nine decimals. Raises ValueError."""
+    if (match := _TIME.fullmatch(text)) is None:
+        raise ValueError(f"time {text!r:.40}: expected RFC 3339")
+    seconds, fraction, zone = match.groups()
+    moment = datetime.fromisoformat(seconds + ("+00:00" if zone == "Z" else zone)).astimezone(UTC)
+    whole = (moment - datetime(1970, 1, 1, tzinfo=UTC)) // _SECOND
+    return whole * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))
+
+
+def _stream_info(answer: dict[str, Any]) -> StreamInfo:
+    try:
+        state, config = answer["state"], answer["config"]
+        return StreamInfo(
+            name=str(config["name"]),
+            created=str(answer["created"]),
+            config=dict(config),
+            first_sequence=_count(state["first_seq"]),
+            last_sequence=_count(state["last_seq"]),
+            messages=_count(state["messages"]),
+            first_timestamp=str(state.get("first_ts", "")),
+            last_timestamp=str(state.get("last_ts", "")),
+            leader=_leader(answer),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"STREAM.INFO: expected a stream, found {error!r:.80}") from None
+
+
+def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
+    try:
+        delivered = answer.get("delivered") or {}
+        return ConsumerInfo(
+            name=str(answer["name"]),
+            created=str(answer["created"]),
+            config=dict(answer["config"]),
+            stream_sequence=_count(delivered.get("stream_seq", 0)),
+            consumer_sequence=_count(delivered.get("consumer_seq", 0)),
+            pending=_count(answer.get("num_pending", 0)),
+            leader=_leader(answer),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None
+
+
+def _leader(answer: dict[str, Any]) -> str:
+    return str((answer.get("cluster") or {}).get("leader") or "")
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"expected a count, found {value!r:.40}")
+    return value
+
+
+def _name(name: str) -> str:
+    """`name` as one token of an API subject. Raises ValueError where it is more or less than that."""
+    if not re.fullmatch(r"[^\s.*>/\\\x00-\x1f\x7f]+", name):
+        raise ValueError(f"name {name!r}: expected no space . * > / or \\")
+    return name

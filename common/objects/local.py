@@ -1,0 +1,256 @@
+"""The object store port over a local directory: an object is a file whose path under the root is its key.
+
+Files that somebody copies into the tree are objects too; that is how a bucket is restored by hand. What Floe
+adds stands in one hidden folder, and a tree without it is complete but for the objects' metadata.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.objects.checksums import CHUNK_BYTES, ChecksumMismatch, chunks, opened, sha256_of_file
+from common.objects.keys import check_key, check_prefix, in_key_order
+from common.objects.local_files import (
+    HIDDEN,
+    HiddenFolder,
+    make_folder,
+    set_unique_time,
+    sync,
+    sync_folder,
+)
+from common.objects.port import Body, ObjectInfo
+
+_NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR}
+
+
+class LocalObjects:
+    """The objects under `root`, which is made (mode 0700) if it is not there.
+
+    What a writing verb did is on the disk when it returns. `sha256` is computed from the file at each `head`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._hidden = HiddenFolder(root / HIDDEN)
+        with self._calling("open", ""):
+            make_folder(root)
+            self._check_root()
+            if (root / HIDDEN).exists() and os.access(root / HIDDEN, os.W_OK):
+                self._hidden.remove_abandoned()
+
+    def list(
+        self, prefix: str, *, start_after: str = "", limit: int | None = None
+    ) -> builtins.list[ObjectInfo]:
+        check_prefix(prefix)
+        folder, _, stem = prefix.rpartition("/")
+        after = in_key_order(start_after)
+        with self._calling("list", prefix):
+            self._check_root()
+            keys = sorted(self._keys(folder, stem), key=in_key_order)
+            infos = (self._info(key) for key in keys if in_key_order(key) > after)
+            return [*islice(filter(None, infos), limit)]
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        with self._reading("get", key) as file:
+            if file is None:
+                return None
+            with self._calling("get", key):
+                file.seek(first)
+                return file.read(-1 if length is None else length)
+
+    def download(self, key: str, path: Path) -> bool:
+        with self._reading("get", key) as file:
+            if file is None:
+                return False
+            # Unlike those of the store, errors of `path` are the caller's and pass as they are.
+            with path.open("wb") as copy:
+                while chunk := self._read_chunk(key, file):
+                    copy.write(chunk)
+            return True
+
+    def put(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self._write(key, body, sha256, metadata, Path.replace, lambda _: True)
+
+    def put_if_absent(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        return self._write(key, body, sha256, metadata, os.link, lambda found: found is None)
+
+    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        return self._write(
+            key, body, None, None, Path.replace, lambda found: found is not None and found.etag == etag
+        )
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._calling("delete", key):
+            self._check_root()
+            if path.is_file():
+                with self._hidden.lock(key):
+                    path.unlink(missing_ok=True)
+                    sync_folder(path.parent)
+                    self._hidden.drop_metadata(key)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        with self._reading("head", key) as file:
+            if file is None:
+                return None
+            with self._calling("head", key):
+                sha256 = sha256_of_file(file)
+                return _info(key, os.fstat(file.fileno()), sha256, self._hidden.metadata(key, sha256))
+
+    # Reading
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        if key.partition("/")[0] == HIDDEN:
+            raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN}", code="E-KEY")
+        return self._root / key
+
+    def _keys(self, folder: str, stem: str) -> Iterator[str]:
+        try:
+            entries = os.scandir(self._root / folder)
+        except _NOT_THERE:
+            return
+        with entries:
+            for entry in entries:
+                key = f"{folder}/{entry.name}" if folder else entry.name
+                if not entry.name.startswith(stem) or key == HIDDEN or not _is_key(key):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    yield from self._keys(key, "")
+                elif entry.is_file(follow_symlinks=False):
+                    yield key
+
+    def _info(self, key: str) -> ObjectInfo | None:
+        try:
+            status = (self._root / key).lstat()
+        except _NOT_THERE:
+            return None
+        return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+
+    @contextmanager
+    def _reading(self, verb: str, key: str) -> Iterator[BinaryIO | None]:
+        path = self._path(key)
+        file = None
+        with self._calling(verb, key), suppress(*_NOT_THERE):
+            self._check_root()
+            file = path.open("rb")
+        try:
+            yield file
+        finally:
+            if file:
+                file.close()
+
+    def _read_chunk(self, key: str, file: BinaryIO) -> bytes:
+        with self._calling("get", key):
+            return file.read(CHUNK_BYTES)
+
+    def _check_root(self) -> None:
+        if not self._root.is_dir():
+            hint = "mount or create it, or correct store.url"
+            raise ConfigError(f"store {self._root}: no such folder", hint=hint, code="E-STORE-ROOT")
+
+    # Writing
+
+    def _write(
+        self,
+        key: str,
+        body: Body,
+        sha256: str | None,
+        metadata: Mapping[str, str] | None,
+        install: Callable[[Path, Path], object],
+        may_follow: Callable[[ObjectInfo | None], bool],
+    ) -> bool:
+        """Write unless `may_follow` refuses what is there, or `install` finds a file that came meanwhile."""
+        path = self._path(key)
+        with opened(body) as source, self._calling("put", key):
+            self._check_root()
+            with self._hidden.new_file() as (file, new):
+                found = _copy(source, file)
+                if sha256 not in (None, found):
+                    raise ChecksumMismatch(f"put {path}: expected SHA-256 {sha256}, found {found}")
+                set_unique_time(new)
+                sync(file)
+                make_folder(path.parent)
+                with self._hidden.lock(key):
+                    if not may_follow(self._info(key)):
+                        return False
+                    return self._install(key, found, metadata or {}, lambda: install(new, path))
+
+    def _install(
+        self, key: str, sha256: str, metadata: Mapping[str, str], install: Callable[[], object]
+    ) -> bool:
+        path = self._root / key
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "objects stand under this key", str(path))
+        # Metadata first: a crash between the two leaves metadata of bytes that nobody will read.
+        self._hidden.keep_metadata(key, sha256, metadata)
+        try:
+            install()
+        except FileExistsError:
+            return False
+        sync_folder(path.parent)
+        self._hidden.drop_metadata(key, but=sha256)
+        return True
+
+    # Errors
+
+    @contextmanager
+    def _calling(self, verb: str, key: str) -> Iterator[None]:
+        """Raise a FloeError for what the file system raises."""
+        try:
+            yield
+        except OSError as error:
+            raise _explained(f"{verb} {self._root / key}: {error.strerror or error}", error) from error
+
+
+def _copy(source: BinaryIO, file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks(source):
+        digest.update(chunk)
+        file.write(chunk)
+    file.flush()
+    return digest.hexdigest()
+
+
+def _info(
+    key: str, status: os.stat_result, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+) -> ObjectInfo:
+    etag = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+    return ObjectInfo(key, status.st_size, status.st_mtime, etag, sha256, metadata or {})
+
+
+def _is_key(key: str) -> bool:
+    try:
+        check_key(key)
+    except ConfigError:
+        return False
+    return True
+
+
+def _explained(text: str, error: OSError) -> FloeError:
+    if error.errno in _FULL:
+        return Unavailable(text, hint="make room in the store", code="E-STORE-FULL")
+    if error.errno in _DENIED:
+        return Refused(text, hint="let this user read and write the store's folder", code="E-STORE-DENIED")
+    if error.errno == errno.ENAMETOOLONG:
+        return ConfigError(text, hint="a part of a key has at most 255 bytes here", code="E-KEY")
+    if error.errno in _IN_THE_WAY:
+        return ConfigError(text, hint="a folder cannot hold both KEY and KEY/MORE", code="E-KEY")
+    return Unavailable(text)

@@ -1,0 +1,48 @@
+"""From the settings of the store to the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote
+
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectStore
+from common.objects.s3 import S3Objects
+from common.objects.s3_options import S3Options
+from common.segments.layout import Layout
+from common.settings.store import StoreSettings
+
+
+def open_objects(settings: StoreSettings) -> ObjectStore:
+    """The object store that `settings` names. An S3 store is not asked anything yet.
+
+    Raises ConfigError for an address that is none, and for a `file://` store what LocalObjects raises.
+    """
+    scheme, _, rest = settings.url.partition("://")
+    if scheme == "file":
+        return LocalObjects(Path(unquote(rest)))
+    return S3Objects(
+        rest,
+        endpoint_url=settings.endpoint_url or None,
+        region=settings.region or None,
+        access_key_id=settings.access_key_id or None,
+        secret_access_key=settings.secret_access_key.get_secret_value() or None,
+        options=_options(settings),
+    )
+
+
+def layout_of(settings: StoreSettings) -> Layout:
+    """The keys under the prefix that `settings` names."""
+    return Layout(settings.prefix)
+
+
+def _options(settings: StoreSettings) -> S3Options:
+    return S3Options(
+        addressing_style=settings.addressing_style,
+        checksum=settings.checksum,
+        storage_class=settings.storage_class,
+        encryption=settings.encryption.mode,
+        kms_key_id=settings.encryption.kms_key_id,
+        ca=Path(settings.tls.ca) if settings.tls.ca else None,
+        insecure=settings.tls.insecure,
+    )

@@ -1,0 +1,28 @@
+"""What a store does with a put whose checksum is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+
+from common.errors import FloeError
+from common.objects.checksums import ChecksumMismatch
+from common.objects.port import ObjectStore
+
+PROBE_PREFIX = "_floe/probe/"
+
+
+def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
+    """Whether the store refuses bytes that their SHA-256 denies; if not, only a full GET proves a put.
+
+    Puts one object under `prefix`, always the same, and removes it where that is allowed. Raises what
+    `ObjectStore.put` raises.
+    """
+    key = f"{prefix}wrong-checksum"
+    try:
+        objects.put(key, b"these bytes", sha256=hashlib.sha256(b"other bytes").hexdigest())
+    except ChecksumMismatch:
+        return True
+    with suppress(FloeError):  # egress may not delete
+        objects.delete(key)
+    return False

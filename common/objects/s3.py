@@ -1,0 +1,329 @@
+"""The object store port over S3, by boto3: the only module that imports it.
+
+Answers are doubted: a listing must say what it lists, a body must be as long as announced, and a write whose
+answer was lost is `OutcomeUnknown`, also where a later try of it was refused.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import boto3.session
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectTimeoutError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    ParamValidationError,
+    PartialCredentialsError,
+    SSLError,
+)
+from botocore.parsers import ResponseParserError
+
+from common.clock import Clock, SystemClock
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.objects import s3_errors
+from common.objects.checksums import size_of
+from common.objects.keys import check_key, check_prefix
+from common.objects.port import Body, ObjectInfo
+from common.objects.s3_body import AnswerBody, ByteRange, CutShortError
+from common.objects.s3_doubts import Doubts
+from common.objects.s3_errors import code_of, status_of
+from common.objects.s3_listing import Listing, head_info
+from common.objects.s3_options import S3Options
+from common.objects.s3_upload import Upload
+from common.service.logs import get_logger
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+log = get_logger("objects.s3")
+
+PAGE_KEYS = 1000
+PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of what boto3 itself does not try again
+
+T = TypeVar("T")
+
+
+class S3Objects:
+    """One bucket. Without `access_key_id` the credential comes from where AWS tools find theirs.
+
+    Raises ConfigError where the address or the region is none.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        access_key_id: str | None = None,
+        secret_access_key: str | None = None,
+        options: S3Options | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._bucket = bucket
+        self._options = options or S3Options()
+        self._clock = clock or SystemClock()
+        self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
+        try:
+            session = boto3.session.Session(access_key_id, secret_access_key)
+            self._client: S3Client = session.client(
+                "s3",
+                endpoint_url=endpoint_url,
+                region_name=region or session.region_name or "us-east-1",
+                verify=self._options.verification(),
+                config=_config(self._options, endpoint_url),
+            )
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigError(f"store s3://{bucket}: {error}", code="E-S3-REQUEST") from error
+        self._client.meta.events.register("needs-retry.s3", self._doubts.note)
+
+    def list(
+        self, prefix: str, *, start_after: str = "", limit: int | None = None
+    ) -> builtins.list[ObjectInfo]:
+        """As the port says.
+
+        SeaweedFS begins in the wrong place where `start_after` lies among folders; among the objects of one
+        folder, where Floe uses it, it does not.
+        """
+        check_prefix(prefix)
+        listing = Listing(self._bucket, prefix, start_after, limit)
+        first: dict[str, Any] = {"StartAfter": start_after} if start_after else {}
+        page = first
+        while not listing.is_full():
+            with self._calling("list", prefix):
+                answer = self._client.list_objects_v2(
+                    Bucket=self._bucket, Prefix=prefix, MaxKeys=min(limit or PAGE_KEYS, PAGE_KEYS), **page
+                )
+            token = listing.add(answer)
+            if token is None:
+                break
+            page = {**first, "ContinuationToken": token}
+        return listing.objects()
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        check_key(key)
+        if length == 0:
+            return None if self.head(key) is None else b""
+        wanted = None if first == 0 and length is None else ByteRange(first, length)
+        return self._read(key, wanted, AnswerBody.read_all)
+
+    def download(self, key: str, path: Path) -> bool:
+        check_key(key)
+        return self._read(key, None, lambda body: body.copy_to(path)) is not None
+
+    def put(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self._write(key, body, sha256, metadata, {})
+
+    def put_if_absent(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        return self._write(key, body, sha256, metadata, {"IfNoneMatch": "*"})
+
+    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        return self._write(key, body, None, None, {"IfMatch": f'"{etag}"'})
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        with self._calling("delete", key, writes=True):
+            try:
+                self._client.delete_object(Bucket=self._bucket, Key=key)
+            except ClientError as error:
+                if code_of(error.response) not in s3_errors.MISSING_KEY:
+                    raise
+
+    def head(self, key: str) -> ObjectInfo | None:
+        check_key(key)
+        with self._calling("head", key):
+            try:
+                answer = self._client.head_object(
+                    Bucket=self._bucket, Key=key, **self._options.checksum_mode()
+                )
+            except ClientError as error:
+                # The answer to a HEAD has no body, so it says neither what is missing nor why it is refused.
+                if status_of(error.response) < 500 and not self._is_there(key):
+                    return None
+                raise
+        info = head_info(key, answer)
+        if info is None:
+            raise Unavailable(f"head {self._place(key)}: no size or time in the answer", code="E-S3-INVALID")
+        return info
+
+    # Reading
+
+    def _read(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
+        for pause in PAUSES:
+            try:
+                return self._read_once(key, wanted, use)
+            except CutShortError as error:
+                log.warning("body cut short", action="get_cut_short", key=key, error=str(error))
+                self._clock.pause(pause)
+        return self._read_once(key, wanted, use)
+
+    def _read_once(self, key: str, wanted: ByteRange | None, use: Callable[[AnswerBody], T]) -> T | None:
+        try:
+            body = self._open(key, wanted)
+            return None if body is None else body.use(use)
+        except (BotoCoreError, CutShortError) as error:
+            raise CutShortError(f"get {self._place(key)}: {error}") from error
+
+    def _open(self, key: str, wanted: ByteRange | None) -> AnswerBody | None:
+        ranged: dict[str, Any] = {"Range": wanted.header()} if wanted else {}
+        with self._calling("get", key):
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=key, **ranged)
+            except ClientError as error:
+                if code_of(error.response) in s3_errors.MISSING_KEY:
+                    return None
+                if status_of(error.response) == 416:  # the object ends before the range begins
+                    return AnswerBody.empty()
+                raise
+        return AnswerBody.of(answer, wanted, lambda: self._size(key))
+
+    def _size(self, key: str) -> int | None:
+        info = self.head(key)
+        return info.size if info else None
+
+    def _is_there(self, key: str) -> bool:
+        body = self._open(key, ByteRange(0, 1))
+        if body:
+            body.close()
+        return body is not None
+
+    # Writing
+
+    def _write(
+        self,
+        key: str,
+        body: Body,
+        sha256: str | None,
+        metadata: Mapping[str, str] | None,
+        condition: Mapping[str, str],
+    ) -> bool:
+        check_key(key)
+        upload = Upload(
+            self._client,
+            {"Bucket": self._bucket, "Key": key},
+            body,
+            sha256=sha256,
+            checksum=self._options.checksum,
+            common={"Metadata": dict(metadata or {}), **self._options.storing()},
+        )
+        with self._calling("put", key, writes=True):
+            for pause in PAUSES:
+                try:
+                    return self._send(upload, condition)
+                except ClientError as error:
+                    if code_of(error.response) not in s3_errors.IN_CONFLICT or self._doubts.any():
+                        raise
+                self._clock.pause(pause)
+            return self._send(upload, condition)
+
+    def _send(self, upload: Upload, condition: Mapping[str, str]) -> bool:
+        """Whether the condition was met."""
+        try:
+            self._send_unchecked(upload, condition)
+        except ClientError as error:
+            if not _is_not_met(error, condition):
+                raise
+            if self._doubts.any():
+                text = (
+                    f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
+                )
+                raise OutcomeUnknown(text) from error
+            return False
+        finally:
+            self._abort(upload)
+        return True
+
+    def _send_unchecked(self, upload: Upload, condition: Mapping[str, str]) -> None:
+        if size_of(upload.body) <= self._options.multipart_bytes:
+            upload.whole(condition)
+            return
+        try:
+            parts = upload.send_parts(self._options.part_bytes)
+        finally:
+            self._doubts.forget()  # whatever became of the parts, no object has changed
+        upload.commit(parts, condition)
+
+    def _abort(self, upload: Upload) -> None:
+        with self._doubts.kept():
+            try:
+                upload.abort()
+            except (BotoCoreError, ClientError) as error:
+                # Costs space until the bucket's rule for incomplete uploads removes it, and nothing else.
+                log.warning("upload not aborted", action="upload_not_aborted", error=str(error))
+
+    # Errors
+
+    @contextmanager
+    def _calling(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
+        """Raise a FloeError for what boto3 raises."""
+        self._doubts.forget()
+        try:
+            yield
+        except ClientError as error:
+            raise self._explained(verb, key, error, writes) from error
+        except ResponseParserError as error:
+            kind: type[FloeError] = OutcomeUnknown if writes else Unavailable
+            raise kind(
+                f"{verb} {self._place(key)}: not an S3 answer: {error!s:.200}", code=_invalid(verb)
+            ) from error
+        except BotoCoreError as error:
+            raise self._unanswered(verb, key, error, writes) from error
+
+    def _explained(self, verb: str, key: str, error: ClientError, writes: bool) -> FloeError:
+        explained = s3_errors.explain(s3_errors.Failure.of(verb, self._place(key), error.response))
+        if writes and self._doubts.any() and isinstance(explained, Unavailable):
+            return OutcomeUnknown(explained.message, hint=explained.hint)
+        return explained
+
+    def _unanswered(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
+        text = f"{verb} {self._place(key)}: {error}"
+        if isinstance(error, NoCredentialsError | PartialCredentialsError):
+            hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
+            return Refused(text, hint=hint, code="E-S3-AUTH")
+        if isinstance(error, ParamValidationError):
+            return ConfigError(text, code="E-S3-REQUEST")
+        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return ConfigError(text, hint="name the authority in store.tls.ca", code="E-S3-TLS")
+        if writes and self._doubts.any():
+            return OutcomeUnknown(text)
+        return Unavailable(text)
+
+    def _place(self, key: str) -> str:
+        return f"s3://{self._bucket}/{key}"
+
+
+def _config(options: S3Options, endpoint_url: str | None) -> Config:
+    return Config(
+        retries={"mode": "standard", "total_max_attempts": options.attempts},
+        max_pool_connections=options.connections,
+        connect_timeout=options.connect_timeout,
+        read_timeout=options.read_timeout,
+        tcp_keepalive=True,
+        proxies={},  # none from the environment, which could send the data elsewhere
+        s3={"addressing_style": options.addressing(endpoint_url)},
+        # Checksums are set by this module: boto3's own come as trailers, which many stores refuse.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        user_agent_appid="floe",  # type: ignore[call-arg]  # the stubs do not know it
+    )
+
+
+def _is_not_met(error: ClientError, condition: Mapping[str, str]) -> bool:
+    is_gone = "IfMatch" in condition and code_of(error.response) in s3_errors.MISSING_KEY
+    return is_gone or (bool(condition) and code_of(error.response) in s3_errors.NOT_MET)
+
+
+def _invalid(verb: str) -> str:
+    return "E-LIST-INVALID" if verb == "list" else "E-S3-INVALID"

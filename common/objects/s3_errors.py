@@ -1,0 +1,137 @@
+"""What an S3 server's refusals mean to the operator: one line each, naming the operation and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.objects.checksums import ChecksumMismatch
+
+PERMISSIONS = {
+    "list": "s3:ListBucket",
+    "get": "s3:GetObject",
+    "head": "s3:GetObject",
+    "put": "s3:PutObject",
+    "delete": "s3:DeleteObject",
+}
+
+_CREDENTIALS = {
+    "InvalidAccessKeyId": "the server does not know this access key",
+    "SignatureDoesNotMatch": "the secret key is not the one of this access key, or a proxy changes requests",
+    "ExpiredToken": "the credential has expired; renew it",
+    "ExpiredTokenException": "the credential has expired; renew it",
+    "TokenRefreshRequired": "the credential has expired; renew it",
+    "InvalidToken": "the session token is not valid; renew it",
+    "NotSignedUp": "the account has no S3",
+    "InvalidSecurity": "check the credential",
+}
+_DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "Forbidden", "Unauthorized", "401", "403"}
+_DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+_ELSEWHERE = {
+    "PermanentRedirect",
+    "TemporaryRedirect",
+    "Redirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "301",
+    "307",
+}
+_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceededException", "507"}
+_LATER = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "TooManyRequests", "429"}
+MISSING_KEY = {"NoSuchKey", "NoSuchVersion"}
+NOT_MET = {"PreconditionFailed", "412"}
+IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted", "409"}
+NOT_IMPLEMENTED = {"NotImplemented", "501"}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that a server answered with an error.
+
+    `verb`: of the object store port. `place`: `s3://bucket/key`. `code`: S3's name of the error, or the
+    status where the answer has no body. `region`: where the server says the bucket is, empty if it does not.
+    """
+
+    verb: str
+    place: str
+    status: int
+    code: str
+    message: str
+    region: str = ""
+
+    @classmethod
+    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> Failure:
+        """What boto3's ClientError holds as `response`."""
+        told = response.get("Error", {})
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        region = str(told.get("Region") or headers.get("x-amz-bucket-region", ""))
+        message = str(told.get("Message", ""))
+        return cls(verb, place, status_of(response), code_of(response), message, region)
+
+    def __str__(self) -> str:
+        told = f": {self.message[:300]}" if self.message else ""
+        return f"{self.verb} {self.place}: {self.code}{told}"
+
+
+def code_of(response: Mapping[str, Any]) -> str:
+    """S3's name of the error."""
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def status_of(response: Mapping[str, Any]) -> int:
+    """The HTTP status."""
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def explain(failure: Failure) -> FloeError:
+    """The error to raise for `failure`, as if its outcome were known."""
+    if error := _refusal(failure) or _misconfiguration(failure):
+        return error
+    text, code = str(failure), failure.code
+    if code in _DIGEST:
+        return ChecksumMismatch(text)
+    if code == "RequestTimeTooSkewed":
+        return Unavailable(text, hint="set this host's clock: it and the store's differ", code="E-S3-CLOCK")
+    if code == "InvalidObjectState":
+        return Unavailable(text, hint="the object is archived: restore it first", code="E-S3-ARCHIVED")
+    if code in _FULL:
+        return Unavailable(text, hint="make room in the store", code="E-STORE-FULL")
+    if failure.status >= 500 or failure.status == 404 or code in _LATER | IN_CONFLICT:
+        return Unavailable(text, code="E-S3-LATER")
+    return ConfigError(
+        text, hint="check store: endpoint_url, addressing_style, checksum, encryption", code="E-S3-REQUEST"
+    )
+
+
+def _refusal(failure: Failure) -> FloeError | None:
+    if "kms" in f"{failure.code} {failure.message}".lower() and failure.status < 500:
+        hint = "grant kms:GenerateDataKey and kms:Decrypt on the key"
+        return Refused(str(failure), hint=hint, code="E-S3-KMS")
+    if hint := _CREDENTIALS.get(failure.code, ""):
+        return Refused(str(failure), hint=hint, code="E-S3-AUTH")
+    if failure.code in _DENIED:
+        return Refused(str(failure), hint=_grant(failure.verb), code="E-S3-DENIED")
+    return None
+
+
+def _grant(verb: str) -> str:
+    hint = f"grant {PERMISSIONS[verb]}"
+    if verb in ("get", "head"):
+        hint += ", and s3:ListBucket: without it a missing object is refused too, and is not taken as missing"
+    return hint
+
+
+def _misconfiguration(failure: Failure) -> FloeError | None:
+    text, code = str(failure), failure.code
+    if code == "NoSuchBucket":
+        return ConfigError(text, hint="create the bucket, or correct store.url", code="E-S3-BUCKET")
+    if code in _ELSEWHERE:
+        region = failure.region or "the bucket's region"
+        return ConfigError(text, hint=f"set store.region: {region}", code="E-S3-REGION")
+    if code in NOT_IMPLEMENTED:
+        return ConfigError(
+            text, hint="this store cannot do it; see store.checksum and store.encryption", code="E-S3-REQUEST"
+        )
+    return None

@@ -1,0 +1,211 @@
+"""What must hold of a segment file before its rows are believed. Each check raises SegmentCorrupt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.errors import SegmentCorrupt
+from common.segments.faults import bomb
+from common.segments.layout import MAX_LEVEL, SegmentName
+from common.segments.limits import Limits
+from common.segments.metadata import Chunk, Metadata, chunk
+from common.segments.rows import is_text
+from common.segments.schema import SCHEMA, TEXT_COLUMNS, microseconds
+from common.segments.segment import FOOTER_KEY, Footer, decode_subject
+from common.sequences import SequenceRange
+
+MAGIC, ENCRYPTED_MAGIC = b"PAR1", b"PARE"
+TRAILER_BYTES = 8  # length of the metadata in four bytes, then the magic
+_INT64_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """One row group, as the file's metadata claims it.
+
+    `range`: from the least to the greatest sequence of its rows. `rows`: at least 1. `raw_bytes`: decoded
+    size of its pages. All are claims until the row group is read.
+    """
+
+    index: int
+    range: SequenceRange
+    rows: int
+    raw_bytes: int
+
+
+def check_trailer(trailer: bytes, size: int, limits: Limits) -> int:
+    """The stored size of the Parquet metadata, from the last eight bytes of a file of `size` bytes."""
+    magic = trailer[4:]
+    if magic == ENCRYPTED_MAGIC:
+        raise SegmentCorrupt("expected plain Parquet metadata, found an encrypted footer", code="E-SEG-CODEC")
+    if size < 2 * TRAILER_BYTES or magic != MAGIC:
+        raise SegmentCorrupt(f"not a Parquet file ({size} bytes, ends in {magic!r})")
+    stored = int.from_bytes(trailer[:4], "little")
+    if stored > size - TRAILER_BYTES - len(MAGIC):
+        raise SegmentCorrupt(f"not a Parquet file (metadata of {stored} bytes in a file of {size} bytes)")
+    if stored > limits.footer_bytes:
+        raise bomb(f"expected metadata of at most {limits.footer_bytes} bytes, found {stored}")
+    return stored
+
+
+def check_schema(found: pa.Schema) -> None:
+    """Every column of `SCHEMA` with its type and nullability; further columns may stand there if nullable."""
+    wrong = [problem for field in SCHEMA if (problem := _field_problem(field, found))]
+    extra = [field for field in found if field.name not in SCHEMA.names and not field.nullable]
+    wrong += [f"column {field.name}: expected no such column or a nullable one" for field in extra]
+    if wrong:
+        raise SegmentCorrupt("; ".join(wrong), code="E-SEG-SCHEMA")
+
+
+def _field_problem(expected: pa.Field[Any], schema: pa.Schema) -> str:
+    # A reader names columns by paths, so `payload.x` would be read along with `payload`.
+    fields = [field for field in schema if field.name.split(".")[0] == expected.name]
+    if len(fields) > 1:
+        return f"column {expected.name}: expected once, found {len(fields)} times"
+    if not fields or fields[0].name != expected.name:
+        return f"column {expected.name}: expected {_describe(expected)}, found none"
+    if (fields[0].type, fields[0].nullable) != (expected.type, expected.nullable):
+        return f"column {expected.name}: expected {_describe(expected)}, found {_describe(fields[0])}"
+    return ""
+
+
+def _describe(field: pa.Field[Any]) -> str:
+    return f"{field.type}{'' if field.nullable else ' not null'}"
+
+
+def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
+    """Floe's footer, which agrees with the key `expected`, the rows and itself (I7)."""
+    raw = metadata.values.get(FOOTER_KEY)
+    if raw is None:
+        raise _meta("footer floe.segment: expected one, found none")
+    try:
+        footer = Footer.from_json(raw)
+    except SegmentCorrupt as error:
+        code = "E-SEG-META" if error.code == SegmentCorrupt.default_code else error.code
+        raise SegmentCorrupt(error.message, hint=error.hint, code=code) from error
+    _check_key(footer, expected)
+    _check_counts(footer, metadata.rows)
+    return footer
+
+
+def _check_key(footer: Footer, expected: SegmentName) -> None:
+    for what, found, wanted in (
+        ("chain", footer.chain, expected.chain),
+        ("level", footer.level, expected.level),
+        ("coverage", footer.coverage, expected.coverage),
+    ):
+        if found != wanted:
+            raise _meta(f"footer {what}: expected {wanted} as in the key, found {found}")
+    if not 0 <= footer.level <= MAX_LEVEL:
+        raise _meta(f"footer level: expected 0 to {MAX_LEVEL}, found {footer.level}")
+
+
+def _check_counts(footer: Footer, rows: int) -> None:
+    if footer.rows != rows:
+        raise _meta(f"footer rows: expected {rows} as in the file, found {footer.rows}")
+    if not footer.is_balanced():
+        raise _meta(
+            f"footer ledger: expected rows and ledger to sum to {len(footer.coverage)}, "
+            f"found {footer.rows} + {footer.ledger.total()}"
+        )
+    if footer.raw_bytes < 0:
+        raise _meta(f"footer raw_bytes: expected a size, found {footer.raw_bytes}")
+    timestamps = (footer.first_timestamp_ns, footer.last_timestamp_ns)
+    if any((timestamp is None) != (rows == 0) for timestamp in timestamps):
+        raise _meta(
+            f"footer timestamps: expected them with rows and only then, found {timestamps} and {rows} rows"
+        )
+
+
+def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tuple[RowGroup, ...]:
+    """The row groups, whose statistics of `sequence` ascend within the coverage."""
+    groups: list[RowGroup] = []
+    after = footer.coverage.first - 1
+    for index, group in enumerate(metadata.groups):
+        found = _statistics_range(index, chunk("sequence", group, sequence_column))
+        if found.first <= after or found.last > footer.coverage.last:
+            wanted = f"{after + 1}..{footer.coverage.last}"
+            raise _rows(f"row group {index}: expected sequences in {wanted}, found {found}")
+        groups.append(RowGroup(index, found, group.rows, group.size))
+        after = found.last
+    return tuple(groups)
+
+
+def _statistics_range(index: int, sequences: Chunk) -> SequenceRange:
+    bounds = (sequences.least, sequences.greatest)
+    if not all(isinstance(bound, bytes) and len(bound) == _INT64_BYTES for bound in bounds):
+        raise _meta(f"row group {index}: expected statistics of sequence, found none")
+    try:
+        return SequenceRange(*(int.from_bytes(bound or b"", "little", signed=True) for bound in bounds))
+    except ValueError as error:
+        raise _rows(f"row group {index}: statistics of sequence: {error}") from error
+
+
+def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> None:
+    """Sequences that ascend strictly, all greater than `after` and inside `within`."""
+    if not len(sequences):
+        return
+    first, last = sequences[0].as_py(), sequences[-1].as_py()
+    if first <= after:
+        raise _rows(f"sequence {first} after {after}")
+    rising = pc.less(sequences[:-1], sequences[1:])
+    row = pc.index(rising, False).as_py()
+    if row >= 0:
+        raise _rows(f"row {row + 1} of a batch: sequence {sequences[row + 1]} after {sequences[row]}")
+    if first not in within or last not in within:
+        raise _rows(f"expected sequences in {within}, found {first}..{last}")
+
+
+def check_text(batch: pa.RecordBatch) -> None:
+    """Text that is UTF-8, dictionaries that hold what refers to them."""
+    for name in {*TEXT_COLUMNS} & {*batch.schema.names}:
+        column = batch.column(name)
+        try:
+            column.validate(full=True)
+            if isinstance(column, pa.DictionaryArray):
+                column.dictionary.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise _rows(f"column {name}: {error}") from error
+
+
+def check_values(batch: pa.RecordBatch) -> None:
+    """Nulls only where allowed, timestamps that agree, raw subjects where needed; of what `batch` has."""
+    for name in batch.schema.names:
+        nulls = batch.column(name).null_count
+        if nulls and not SCHEMA.field(name).nullable:
+            raise _rows(f"column {name}: expected no nulls, found {nulls}")
+    if {"timestamp", "timestamp_ns"} <= set(batch.schema.names):
+        _check_timestamps(batch)
+    if {"subject", "subject_raw"} <= set(batch.schema.names):
+        _check_subjects(batch)
+
+
+def _check_timestamps(batch: pa.RecordBatch) -> None:
+    wanted = microseconds(batch.column("timestamp_ns"))
+    row = pc.index(pc.equal(batch.column("timestamp").cast(pa.int64()), wanted), False).as_py()
+    if row >= 0:
+        found = batch.column("timestamp")[row].value
+        raise _rows(f"row {row} of a batch: expected timestamp {wanted[row]} us, found {found} us")
+
+
+def _check_subjects(batch: pa.RecordBatch) -> None:
+    raw = batch.column("subject_raw")
+    if raw.null_count == len(raw):
+        return
+    for text, subject in zip(batch.column("subject").to_pylist(), raw.to_pylist(), strict=True):
+        if subject is not None and (is_text(subject) or decode_subject(subject) != text):
+            raise _rows(
+                f"expected subject {decode_subject(subject)!r:.80} for subject_raw, found {text!r:.80}"
+            )
+
+
+def _meta(cause: str) -> SegmentCorrupt:
+    return SegmentCorrupt(cause, code="E-SEG-META")
+
+
+def _rows(cause: str) -> SegmentCorrupt:
+    return SegmentCorrupt(cause, code="E-SEG-ROWS")

@@ -1,0 +1,178 @@
+"""`floe segments ls | info | cat`: look into the archive, changing nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.service.cli import (
+    Sequence,
+    config_option,
+    json_option,
+    load_settings,
+    open_chains,
+    open_store,
+    print_json,
+    run_command,
+    table,
+)
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.segments.segment import SegmentRef
+    from common.segments.store import SegmentStore
+    from common.settings.root import Settings
+
+DIFFERENCES = 3  # exit code: done, but something is missing or damaged
+_COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
+
+
+@click.group()
+def segments() -> None:
+    """List, show and verify segments."""
+
+
+@segments.command("ls")
+@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
+@click.option("--cover", "is_cover", is_flag=True, help="Only what accounts for each sequence once.")
+@click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
+@click.option(
+    "--format", "form", type=click.Choice(["table", "paths"]), default="table", help="One path a line."
+)
+@json_option
+@config_option
+@run_command
+def list_segments(
+    config: str, what: str | None, is_cover: bool, level: int | None, form: str, as_json: bool
+) -> None:
+    """List segments, of all chains or of WHAT.
+
+    A glob over the bucket counts every merged row twice; the cover does not:
+
+    \b
+        floe segments ls --cover --format paths us-east/NODE_DATA
+        duckdb -c "select count(*) from read_parquet([...])"
+    """
+    from common.segments import listing
+    from common.segments.archive import select_chains
+
+    settings = load_settings(config)
+    store, chains = open_store(settings), open_chains(settings)
+    rows = []
+    for chain in select_chains(chains, what):
+        refs = store.list(chain, level=level)
+        rows += listing.covered(refs) if is_cover else listing.listed(refs)
+    if as_json:
+        print_json([row.as_json(settings.store.url) for row in rows])
+    elif form == "paths":
+        for row in rows:
+            click.echo(row.path(settings.store.url))
+        _warn_of_trimmed(sum(row.is_trimmed for row in rows))
+    else:
+        table([row.as_json(settings.store.url) for row in rows], _COLUMNS)
+
+
+def _warn_of_trimmed(count: int) -> None:
+    if count:
+        click.echo(
+            f"{count} of these also hold rows that others account for; --json says which rows to take",
+            err=True,
+        )
+
+
+@segments.command()
+@click.argument("what", metavar="KEY|CHAIN")
+@json_option
+@config_option
+@run_command
+def info(config: str, what: str, as_json: bool) -> int:
+    """Show what one segment says of itself, or what is there of one chain.
+
+    Exit 3 where a chain has holes.
+
+    \b
+        floe segments info us-east/NODE_DATA
+        floe segments info data/site=us-east/feed=NODE_DATA/incarnation=0000/partition=0/level=0/….parquet
+    """
+    from common.segments import listing
+
+    settings = load_settings(config)
+    store = open_store(settings)
+    if (ref := _segment(store, settings, what)) is not None:
+        found = listing.describe_segment(store, ref)
+    else:
+        found = listing.describe_chain(store, open_chains(settings), _chain(what))
+    if as_json:
+        print_json(found)
+    else:
+        table(listing.lines(found), ("field", "value"))
+    return DIFFERENCES if found.get("holes") else 0
+
+
+@segments.command()
+@click.argument("what", metavar="KEY|CHAIN")
+@click.option("--from-sequence", type=Sequence(), help="The first sequence to print.")
+@click.option("--to-sequence", type=Sequence(), help="The last sequence to print.")
+@json_option
+@config_option
+@run_command
+def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | None, as_json: bool) -> int:
+    """Print messages, of one segment or of a chain in sequence order.
+
+    Columns, or with --json one object a line: sequence, timestamp, subject, headers, payload. Bytes that are
+    not text come as base64, as `payload_base64` in JSON. Exit 3 where a segment is damaged or sequences are
+    not covered; stderr says which.
+
+    \b
+        floe segments cat us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
+        floe segments cat us-east/NODE_DATA --json | jq -r .payload
+    """
+    from common.segments import listing
+    from common.segments.archive import read_cover, span
+
+    settings = load_settings(config)
+    store = open_store(settings)
+    ref = _segment(store, settings, what)
+    refs = [ref] if ref else store.list(_chain(what), position=from_sequence or 1)
+    whole = span(refs)
+    problems: list[str] = []
+    if whole is not None:
+        within = _within(from_sequence or whole.first, to_sequence or whole.last)
+        for batch in read_cover(store, refs, within, problems.append):
+            for line in listing.message_lines(batch, as_json=as_json):
+                click.echo(line)
+    for problem in problems:
+        click.echo(problem, err=True)
+    return DIFFERENCES if problems else 0
+
+
+def _within(first: int, last: int) -> SequenceRange:
+    if first > last:
+        raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
+    return SequenceRange(first, min(last, MAX_SEQUENCE))
+
+
+def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
+    """The segment whose key, path or URL is `what`; None where it is not one."""
+    from common.segments.faults import SegmentGone
+    from common.segments.segment import SegmentRef
+
+    key = what.removeprefix(f"{settings.store.url.rstrip('/')}/")
+    name = store.layout.parse_segment(key)
+    if name is None:
+        return None
+    info = store.objects.head(key)
+    if info is None:
+        raise SegmentGone(f"segment {key}: not in the store")
+    return SegmentRef(name, key, info.size, info.modified)
+
+
+def _chain(what: str) -> Chain:
+    from common.chain import Chain
+
+    try:
+        return Chain.parse(what)
+    except ValueError as error:
+        raise click.UsageError(f"{error}, or the key of a segment") from error

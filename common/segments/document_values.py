@@ -1,0 +1,141 @@
+"""The JSON of the small objects beside the segments, both directions; every field that is read is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.chain import MAX_PARTITION
+from common.sequences import MAX_SEQUENCE
+
+FORMAT_VERSION = 1
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format_version: int
+
+
+class _StreamWire(_Wire, frozen=True, forbid_unknown_fields=True):
+    config: dict[str, Any]
+    created: str
+    previous: dict[str, int] | None
+
+
+class _ChainWire(_Wire, frozen=True, forbid_unknown_fields=True):
+    filters: list[str]
+    partitions: int
+    first: int
+
+
+class _FloorWire(_Wire, frozen=True, forbid_unknown_fields=True):
+    first: int
+
+
+class _TailWire(_Wire, frozen=True, forbid_unknown_fields=True):
+    end: int
+
+
+W = TypeVar("W", bound=_Wire)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDocument:
+    """One incarnation of a stream. `config`, `created`: as STREAM.INFO had them when it was first seen.
+
+    `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
+    where there is no incarnation before. Raises ValueError where one is outside its range.
+    """
+
+    config: Mapping[str, Any]
+    created: str
+    previous: Mapping[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        for partition, end in (self.previous or {}).items():
+            _expect("previous: partition", partition, 0, MAX_PARTITION)
+            _expect("previous: end", end, 0, MAX_SEQUENCE)
+
+    def to_json(self) -> bytes:
+        previous = None if self.previous is None else {str(p): end for p, end in self.previous.items()}
+        return _encode(_StreamWire(FORMAT_VERSION, dict(self.config), self.created, previous))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> StreamDocument:
+        """What `to_json` wrote. Raises ValueError."""
+        wire = _decode(raw, _StreamWire)
+        previous = None if wire.previous is None else {_number(p): end for p, end in wire.previous.items()}
+        return cls(wire.config, wire.created, previous)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainDocument:
+    """What a chain is. `filters`: its filter subjects, none for the whole stream. `partitions`: of its feed.
+
+    `first`: the sequence at which the chain begins. Raises ValueError where a number is outside its range.
+    """
+
+    filters: tuple[str, ...]
+    partitions: int
+    first: int
+
+    def __post_init__(self) -> None:
+        _expect("partitions", self.partitions, 1, MAX_PARTITION + 1)
+        _expect("first", self.first, 1, MAX_SEQUENCE)
+
+    def to_json(self) -> bytes:
+        return _encode(_ChainWire(FORMAT_VERSION, list(self.filters), self.partitions, self.first))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> ChainDocument:
+        """What `to_json` wrote. Raises ValueError."""
+        wire = _decode(raw, _ChainWire)
+        return cls(tuple(wire.filters), wire.partitions, wire.first)
+
+
+def floor_to_json(first: int) -> bytes:
+    """`floor.json`. Raises ValueError."""
+    return _encode(_FloorWire(FORMAT_VERSION, _expect("first", first, 1, MAX_SEQUENCE)))
+
+
+def floor_from_json(raw: bytes) -> int:
+    """What `floor_to_json` wrote. Raises ValueError."""
+    return _expect("first", _decode(raw, _FloorWire).first, 1, MAX_SEQUENCE)
+
+
+def tail_to_json(end: int) -> bytes:
+    """A tail; `end` 0: nothing is covered. Raises ValueError."""
+    return _encode(_TailWire(FORMAT_VERSION, _expect("end", end, 0, MAX_SEQUENCE)))
+
+
+def tail_from_json(raw: bytes) -> int:
+    """What `tail_to_json` wrote. Raises ValueError."""
+    return _expect("end", _decode(raw, _TailWire).end, 0, MAX_SEQUENCE)
+
+
+def _encode(wire: _Wire) -> bytes:
+    return msgspec.json.encode(wire, order="sorted")
+
+
+def _decode(raw: bytes, kind: type[W]) -> W:
+    try:
+        wire = msgspec.json.decode(raw, type=kind)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if wire.format_version != FORMAT_VERSION:
+        raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {wire.format_version}")
+    return wire
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PARTITION))):
+        raise ValueError(f"previous: expected a partition, found {text!r:.40}")
+    return int(text)
+
+
+def _expect(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise ValueError(f"{name}: expected {least} to {most}, found {value}")
+    return value

@@ -1,0 +1,150 @@
+"""The small JSON objects beside the segments: what a chain is, where it begins, where it ends.
+
+    stream.json   one for each incarnation: the stream as it was found, and where the one before ended
+    chain.json    one for each chain: filters, number of partitions, first sequence
+    floor.json    the first sequence that retention has left
+    tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
+
+Whoever can write to the bucket can write these: they are read up to a size, every field is checked, and one
+that is not as it must be is never acted on (DataError, code E-STATE-JSON).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TypeVar
+
+from common.chain import Chain
+from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.objects.port import ObjectStore
+from common.segments.document_values import (
+    ChainDocument,
+    StreamDocument,
+    floor_from_json,
+    floor_to_json,
+    tail_from_json,
+    tail_to_json,
+)
+from common.segments.layout import Layout
+from common.service.logs import get_logger
+
+__all__ = ["ChainDocument", "ChainStore", "StreamDocument"]
+
+log = get_logger("segments.documents")
+
+MAX_DOCUMENT_BYTES = 1024 * 1024
+_ROUNDS = 5  # of compare-and-set, each lost to another writer
+
+D = TypeVar("D")
+
+
+class ChainStore:
+    """The documents under one layout. Blocking; safe to use from several threads.
+
+    Every method raises what the object store raises, and DataError (E-STATE-JSON) for a document that is
+    there and is not what it must be.
+    """
+
+    def __init__(self, objects: ObjectStore, layout: Layout) -> None:
+        self.objects = objects
+        self.layout = layout
+
+    def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
+        """Make `stream.json` of the chain's incarnation unless there is one; what is there now."""
+        key = self.layout.stream_document(chain)
+        return self._create(key, document.to_json(), StreamDocument.from_json)
+
+    def read_stream(self, chain: Chain) -> StreamDocument | None:
+        """`stream.json` of the chain's incarnation; None if there is none."""
+        return self._read(self.layout.stream_document(chain), StreamDocument.from_json)
+
+    def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
+        """Make `chain.json` unless there is one; what is there now."""
+        key = self.layout.chain_document(chain)
+        return self._create(key, document.to_json(), ChainDocument.from_json)
+
+    def read_chain(self, chain: Chain) -> ChainDocument | None:
+        """`chain.json`; None if there is none."""
+        return self._read(self.layout.chain_document(chain), ChainDocument.from_json)
+
+    def read_floor(self, chain: Chain) -> int | None:
+        """The first sequence that retention has left; None where it has never run."""
+        return self._read(self.layout.floor_document(chain), floor_from_json)
+
+    def raise_floor(self, chain: Chain, first: int) -> None:
+        """Make `first` the floor unless it is that high already: it never falls. Raises Unavailable too."""
+        body = floor_to_json(first)
+        for _ in range(_ROUNDS):
+            # The etag before the content: a change between the two makes the write fail, not the check.
+            info = self.objects.head(self.layout.floor_document(chain))
+            if (self.read_floor(chain) or 0) >= first:
+                return
+            self._replace(self.layout.floor_document(chain), body, info.etag if info else None)
+        if (self.read_floor(chain) or 0) < first:
+            raise Unavailable(f"floor of {chain}: lost to other writers {_ROUNDS} times", code="E-RACE")
+
+    def write_tail(self, chain: Chain, end: int) -> None:
+        """Say that coverage ends at `end`."""
+        self.objects.put(self.layout.tail(chain), tail_to_json(end))
+
+    def read_tail(self, chain: Chain) -> int | None:
+        """Where coverage ended when the tail was written; None if there is none, or it is not a tail.
+
+        It is only a hint: a spoiled one is written again, and stops nobody.
+        """
+        try:
+            return self._read(self.layout.tail(chain), tail_from_json)
+        except DataError as error:
+            log.warning("tail ignored", action="tail_ignored", error=str(error), **chain.log_context())
+            return None
+
+    def tails(self) -> dict[Chain, str]:
+        """The etag of every tail, by one listing: what changed since the last call has a new one."""
+        listing = self.objects.list(self.layout.tails_prefix())
+        found = ((self.layout.parse_tail(info.key), info.etag) for info in listing)
+        return {chain: etag for chain, etag in found if chain is not None}
+
+    def chains(self, site: str | None = None, feed: str | None = None) -> list[Chain]:
+        """The chains that have a `chain.json`, in order; of one site, of one feed."""
+        listing = self.objects.list(self.layout.documents_prefix(site, feed))
+        found = (self.layout.parse_chain_document(info.key) for info in listing)
+        return sorted(chain for chain in found if chain is not None and feed in (None, chain.feed))
+
+    def _create(self, key: str, body: bytes, parse: Callable[[bytes], D]) -> D:
+        if len(body) > MAX_DOCUMENT_BYTES:
+            raise DataError(f"{key}: expected at most {MAX_DOCUMENT_BYTES} bytes, found {len(body)}")
+        # Looked for first, because some servers ignore the condition of the put.
+        if self.objects.head(key) is None:
+            self._replace(key, body, None)
+        document = self._read(key, parse)
+        if document is None:
+            raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
+        return document
+
+    def _replace(self, key: str, body: bytes, etag: str | None) -> None:
+        """Write where the object is still as `etag` says (None: absent); reading tells what came of it."""
+        try:
+            if etag is None:
+                self.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
+            else:
+                self.objects.put_if_match(key, body, etag)
+        except OutcomeUnknown as error:
+            log.warning("document in doubt", action="document_in_doubt", key=key, error=str(error))
+
+    def _read(self, key: str, parse: Callable[[bytes], D]) -> D | None:
+        raw = self.objects.get(key, length=MAX_DOCUMENT_BYTES + 1)
+        if raw is None:
+            return None
+        if len(raw) > MAX_DOCUMENT_BYTES:
+            raise _spoiled(key, f"expected at most {MAX_DOCUMENT_BYTES} bytes, found more")
+        try:
+            return parse(raw)
+        except ValueError as error:
+            raise _spoiled(key, str(error)) from error
+
+
+def _spoiled(key: str, cause: str) -> DataError:
+    return DataError(
+        f"{key}: {cause}", hint="compare it with a good copy; it is not used", code="E-STATE-JSON"
+    )

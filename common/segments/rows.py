@@ -1,0 +1,117 @@
+"""Rows in memory, both directions: lists of a stream's messages to record batches, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.segments.schema import SCHEMA, microseconds
+from common.segments.segment import Message, decode_subject
+
+
+def record_batch(
+    sequences: Sequence[int],
+    timestamps_ns: Sequence[int],
+    subjects: Sequence[bytes],
+    headers: Sequence[bytes | None],
+    payloads: Sequence[bytes],
+    sample_keys: Sequence[str | None] | None = None,
+) -> pa.RecordBatch:
+    """One batch of `SCHEMA` from lists of equal length; without `sample_keys` every key is null.
+
+    Raises ValueError where a list is shorter, a subject or payload is None, or one column passes 2 GiB.
+    """
+    nanoseconds = pa.array(timestamps_ns, pa.int64())
+    text, raw = _subjects(subjects)
+    columns = {
+        "sequence": pa.array(sequences, pa.int64()),
+        "timestamp": microseconds(nanoseconds).cast(pa.timestamp("us", tz="UTC")),
+        "timestamp_ns": nanoseconds,
+        "subject": text,
+        "subject_raw": raw,
+        "headers": pa.array(headers, pa.binary()),
+        "payload": pa.array(payloads, pa.binary()),
+        "sample_key": _sample_keys(sample_keys, len(sequences)),
+    }
+    _check(columns, len(sequences))
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
+
+
+def _sample_keys(sample_keys: Sequence[str | None] | None, rows: int) -> pa.Array[Any]:
+    return pa.nulls(rows, pa.string()) if sample_keys is None else pa.array(sample_keys, pa.string())
+
+
+def _check(columns: dict[str, Any], rows: int) -> None:
+    for name, values in columns.items():
+        if isinstance(values, pa.ChunkedArray):
+            raise ValueError(
+                f"column {name}: expected less than 2 GiB in one batch, found {values.nbytes} bytes"
+            )
+        if len(values) != rows:
+            raise ValueError(f"column {name}: expected {rows} values, found {len(values)}")
+        if values.null_count and not SCHEMA.field(name).nullable:
+            raise ValueError(f"column {name}: expected no nulls, found {values.null_count}")
+
+
+def _subjects(subjects: Sequence[bytes]) -> tuple[pa.Array[Any], pa.Array[Any]]:
+    raw = pa.array(subjects, pa.binary())
+    try:
+        # The cast checks UTF-8 for all rows at once; an array made as text would take any bytes.
+        return raw.cast(pa.string()), pa.nulls(len(subjects), pa.binary())
+    except pa.ArrowInvalid:
+        text = pa.array([decode_subject(subject) for subject in subjects], pa.string())
+        return text, pa.array([None if is_text(subject) else subject for subject in subjects], pa.binary())
+
+
+def is_text(raw: bytes) -> bool:
+    """Whether `raw` is UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A batch as lists of equal length, in sequence order: what a publisher loops over."""
+
+    sequences: list[int]
+    timestamps_ns: list[int]
+    subjects: list[bytes]
+    headers: list[bytes | None]
+    payloads: list[bytes]
+
+
+def columns(batch: pa.RecordBatch) -> Columns:
+    """The messages of `batch`, which has the columns of `SCHEMA`, as lists."""
+    return Columns(
+        _list(batch.column("sequence")),
+        _list(batch.column("timestamp_ns")),
+        _list(_raw_subjects(batch)),
+        _list(batch.column("headers")),
+        _list(batch.column("payload")),
+    )
+
+
+def _list(values: pa.Array[Any]) -> list[Any]:
+    return values.to_pylist()
+
+
+def _raw_subjects(batch: pa.RecordBatch) -> pa.Array[Any]:
+    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
+    return text if raw.null_count == len(raw) else pc.coalesce(raw, text)
+
+
+def messages(batch: pa.RecordBatch) -> Iterator[Message]:
+    """The messages of `batch` one by one, byte for byte as they were read; `columns` is faster."""
+    lists = columns(batch)
+    rows = zip(
+        lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads, strict=True
+    )
+    for row in rows:
+        yield Message(*row)

@@ -1,0 +1,215 @@
+"""Segments in the object store: listed, put and read back, opened, deleted.
+
+The listing is the index, and the name carries the content: nothing is ever overwritten with other bytes, so a
+put that is repeated, doubled or late can only put right what is there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.errors import OutcomeUnknown, Unavailable
+from common.failpoints import failpoint
+from common.objects.checksums import ChecksumMismatch
+from common.objects.port import ObjectInfo, ObjectStore
+from common.objects.probe import verifies_checksums
+from common.segments.faults import SegmentGone
+from common.segments.fetching import Fetcher
+from common.segments.layout import MAX_LEVEL, Layout
+from common.segments.reader import SegmentReader
+from common.segments.segment import Footer, SegmentRef, Tip
+from common.segments.spool import Spool
+from common.segments.writer import SpooledSegment
+from common.sequences import SequenceRange
+from common.service.logs import get_logger
+from common.service.metrics import counter
+
+__all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
+
+log = get_logger("segments.store")
+_bad_read_backs = counter(
+    "segment_read_back_failures", "Puts whose object did not read back as it was sent.", ("site", "feed")
+)
+
+PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
+
+
+class SegmentStore:
+    """The segments under one layout. Blocking; safe to use from several threads.
+
+    Every method raises what the object store raises. `spool_dir` None: the system's temporary folder.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        layout: Layout,
+        *,
+        spool_dir: Path | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.layout = layout
+        self.objects = objects
+        self._spool = Spool(spool_dir)
+        self._clock = clock or SystemClock()
+        self._fetcher = Fetcher(objects, self._spool, self._clock)
+        self._guard = threading.Lock()
+        self._verifies: bool | None = None
+
+    # Listing
+
+    def list(
+        self, chain: Chain, *, position: int = 1, level: int | None = None, limit: int | None = None
+    ) -> builtins.list[SegmentRef]:
+        """The segments that reach `position`, by level and within a level by where they end.
+
+        `level` None: all levels. `limit`: at most so many of each level. Foreign keys are passed over.
+        """
+        levels = range(MAX_LEVEL + 1) if level is None else (level,)
+        return [ref for each in levels for ref in self._list_level(chain, each, position, limit)]
+
+    def _list_level(
+        self, chain: Chain, level: int, position: int, limit: int | None
+    ) -> builtins.list[SegmentRef]:
+        prefix = self.layout.segments_prefix(chain, level)
+        after = self.layout.start_after(chain, level, position)
+        found: builtins.list[SegmentRef] = []
+        while True:
+            # A foreign key takes a place in a limited page; without going on it would hide a segment.
+            wanted = None if limit is None else limit - len(found)
+            page = self.objects.list(prefix, start_after=after, limit=wanted)
+            found += [ref for info in page if (ref := self._ref(info)) is not None]
+            if wanted is None or len(page) < wanted or len(found) == limit:
+                return found
+            after = page[-1].key
+
+    def _ref(self, info: ObjectInfo) -> SegmentRef | None:
+        name = self.layout.parse_segment(info.key)
+        if name is None:
+            log.debug("foreign key", action="foreign_key", key=info.key)
+            return None
+        return SegmentRef(name, info.key, info.size, info.modified)
+
+    # Writing
+
+    def new_spool(self) -> Path:
+        """A new empty file in a private folder; its user removes it. Raises Unavailable, code E-SPOOL."""
+        return self._spool.new_file()
+
+    def put(self, spooled: SpooledSegment) -> SegmentRef:
+        """Put the segment and read it back; returning means that the store holds these very bytes.
+
+        Raises Unavailable, code E-READ-BACK, where it never reads back as it was sent; then, and after every
+        other error, the same call may be made again. The spooled file stays.
+        """
+        name = spooled.segment_name
+        ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
+        for number, pause in enumerate((*PAUSES, 0.0)):
+            self._write(ref, spooled, repair=number > 0)
+            failpoint("segments.read_back")
+            info = self._read_back(ref, spooled.sha256)
+            if info is not None:
+                return SegmentRef(name, ref.key, spooled.size, info.modified)
+            _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
+            log.warning("segment did not read back", action="read_back_failed", **ref.log_context())
+            self._clock.pause(pause)
+        raise Unavailable(
+            f"segment {ref.key}: put {len(PAUSES) + 1} times and never read back as it was sent",
+            hint="look at the store: it accepts what it does not keep",
+            code="E-READ-BACK",
+        )
+
+    def _write(self, ref: SegmentRef, spooled: SpooledSegment, *, repair: bool) -> None:
+        """Ask the store to keep the bytes; what came of it is found out by reading back."""
+        put = self.objects.put if repair else self.objects.put_if_absent
+        failpoint("segments.put")
+        try:
+            put(ref.key, spooled.path, sha256=spooled.sha256, metadata=object_metadata(spooled))
+        except (OutcomeUnknown, ChecksumMismatch) as error:
+            log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
+
+    def delete(self, ref: SegmentRef) -> None:
+        """Remove the segment; no error if it is gone."""
+        self.objects.delete(ref.key)
+
+    # Reading back
+
+    def is_intact(self, ref: SegmentRef) -> bool:
+        """Whether the segment is there, as long as it was listed and with the bytes its name promises."""
+        return self._read_back(ref, ref.segment.digest) is not None
+
+    def _read_back(self, ref: SegmentRef, digest: str) -> ObjectInfo | None:
+        """What the store says of the object, if its size is right and its SHA-256 begins with `digest`."""
+        info = self.objects.head(ref.key)
+        if info is None or info.size != ref.size:
+            return None
+        proven = info.sha256 is not None and self._is_verifying(ref.chain)
+        sha256 = info.sha256 if proven else self._fetcher.stored_sha256(ref)
+        return info if sha256 is not None and sha256.startswith(digest) else None
+
+    def _is_verifying(self, chain: Chain) -> bool:
+        """Whether the store's own checksums are worth anything; asked once."""
+        with self._guard:
+            if self._verifies is None:
+                prefix = f"{self.layout.documents_prefix(chain.site, chain.feed)}probe/"
+                self._verifies = verifies_checksums(self.objects, prefix)
+                if not self._verifies:
+                    log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
+            return self._verifies
+
+    # Opening
+
+    def open(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
+        """Open the segment; `rows`: what `batches` then gives out (None: all).
+
+        Up to 256 MiB it is fetched whole and its SHA-256 held against its name; a larger one is fetched by
+        ranges as it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
+        """
+        return self._fetcher.open(ref, rows)
+
+    def footer(self, ref: SegmentRef) -> Footer:
+        """The footer, from the end of the object only. Raises SegmentCorrupt, SegmentGone."""
+        with self._fetcher.open_ranged(ref) as reader:
+            return reader.footer
+
+    def tip(self, ref: SegmentRef) -> Tip | None:
+        """The last message examined for the segment, None if there was none.
+
+        From the object's metadata; from the footer where a copy of the bucket lost them. Raises SegmentGone,
+        SegmentCorrupt.
+        """
+        info = self.objects.head(ref.key)
+        if info is None:
+            raise SegmentGone(f"segment {ref.key}: not in the store any more")
+        try:
+            return _tip(info.metadata)
+        except ValueError:
+            return self.footer(ref).tip
+
+    def close(self) -> None:
+        """Remove the spool folder. Readers that are open stay good."""
+        self._spool.close()
+
+
+def object_metadata(spooled: SpooledSegment) -> dict[str, str]:
+    """What the object says of itself without being opened; far below the 2 KB that S3 takes."""
+    footer = spooled.footer
+    metadata = {
+        "format": str(footer.format_version),
+        "rows": str(footer.rows),
+        "bytes": str(footer.raw_bytes),
+        "sha256": spooled.sha256,
+    }
+    return metadata | ({"tip": footer.tip.to_text()} if footer.tip else {})
+
+
+def _tip(metadata: Mapping[str, str]) -> Tip | None:
+    """Raises ValueError for metadata that are not a segment's."""
+    if "format" not in metadata:
+        raise ValueError("metadata: expected format, found none")
+    return Tip.from_text(metadata["tip"]) if "tip" in metadata else None

