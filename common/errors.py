@@ -1,17 +1,17 @@
 """Errors, by what the operator does about them (`docs/operations.md` lists the codes).
 
-    FloeError
-    ├── ConfigError          78  fix the configuration
-    ├── UsageError            2  call it differently
-    ├── Refused              77  a credential or a permission is missing
-    ├── Unavailable          75  wait: retried with backoff, then given up
-    │   └── LeaseLost        75  another instance holds the work
-    ├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
-    ├── AnotherWriter         4  somebody else writes where only this program may
-    ├── Stopped               1  a verdict that needs an operator; names the choices
-    └── DataError             3  the data is not what it must be
-        ├── SegmentCorrupt    3
-        └── CoverageGap       3
+FloeError
+├── ConfigError          78  fix the configuration
+├── UsageError            2  call it differently
+├── Refused              77  a credential or a permission is missing
+├── Unavailable          75  wait: retried with backoff, then given up
+│   └── LeaseLost        75  another instance holds the work
+├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
+├── AnotherWriter         4  somebody else writes where only this program may
+├── Stopped               1  a verdict that needs an operator; names the choices
+└── DataError             3  the data is not what it must be
+    ├── SegmentCorrupt    3
+    └── CoverageGap       3
 """
 
 from __future__ import annotations

@@ -95,7 +95,10 @@ class Rule:
 
 @dataclass
 class FaultProxy:
-    """Forwards to the S3 server at `upstream_url`, but for what `on` says. `calls`: operation and key of each."""
+    """Forwards to the S3 server at `upstream_url`, but for what `on` says.
+
+    `calls`: operation and key of each request. `tls`: serve https with this certificate.
+    """
 
     upstream_url: str
     tls: ssl.SSLContext | None = None

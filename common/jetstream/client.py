@@ -46,6 +46,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts, before jitter
 GOOD_WHILE = 1.0  # seconds that a connection stands before its loss counts as the first
 CLOSE_TIMEOUT = 2.0  # seconds for the server to take what is still buffered
 SUBSCRIBE_TIMEOUT = 5.0  # seconds
+MOST_REFUSALS = 1000  # subjects whose refusal is remembered
 
 _VIOLATION = re.compile(r'Permissions Violation for (?:Publish|Subscription) to "([^"]*)"')
 
@@ -115,7 +116,8 @@ class FloeClient(Asking, Client):
     ) -> None:
         super().__init__()
         self.generation = 0
-        self._settings, self._auth, self._clock, self._rng = settings, auth, clock, rng
+        self.clock = clock
+        self._settings, self._auth, self._rng = settings, auth, rng
         self._interval, self._domain = ping_interval, settings.jetstream_domain
         self._sinks: dict[bytes, Sink] = {}
         self._ps = cast(Any, FrameParser(self._sinks, self._on_message, self._on_line))
@@ -124,6 +126,7 @@ class FloeClient(Asking, Client):
         self._refusals: dict[bytes, str] = {}
         self._up = asyncio.Event()
         self._received, self._failures, self._up_since = 0, 0, 0.0
+        self._last_error = ""
 
     # What the roles use, with request_raw and api of Asking
 
@@ -146,7 +149,7 @@ class FloeClient(Asking, Client):
     def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:
         """Call `listener` with False when the connection is lost, with True when it is up again.
 
-        Returns what removes it.
+        It must not raise. Returns what removes it.
         """
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
@@ -188,6 +191,7 @@ class FloeClient(Asking, Client):
         check_subject(subject.encode())
         if not await self.wait_up(SUBSCRIBE_TIMEOUT):
             raise Unavailable("the NATS connection is down")
+        self._refusals.pop(subject.encode(), None)
         self._sid += 1
         sid = self._sid
         self._sinks[b"%d" % sid] = sink
@@ -219,13 +223,14 @@ class FloeClient(Asking, Client):
         Waiting requests end with OutcomeUnknown.
         """
         await self._round_trip(CLOSE_TIMEOUT)
+        self._stop_tasks()
         self._abort()
         with suppress(Exception):
             await asyncio.wait_for(self.close(), CLOSE_TIMEOUT)
         self._status = Client.CLOSED
         self._went_down("the connection was closed")
         self._listeners.clear()
-        await self._clock.sleep(0)
+        await self.clock.sleep(0)
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -264,7 +269,7 @@ class FloeClient(Asking, Client):
         self._abort()
         if self._failures:
             longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures, 10))
-            await self._clock.sleep(longest * self._rng.uniform(0.5, 1.0))
+            await self.clock.sleep(longest * self._rng.uniform(0.5, 1.0))
         self._failures += 1
         server = self._server_pool.pop(0)
         self._server_pool.append(server)
@@ -272,20 +277,23 @@ class FloeClient(Asking, Client):
         await self._connect_to_server(server)
 
     async def _connect_to_server(self, s: Srv) -> None:
-        s.last_attempt = self._clock.monotonic()
+        s.last_attempt = self.clock.monotonic()
         self._transport = cast(Any, TcpTransport)()
         await self._wire.connect(s.uri, READ_SIZE, self.options["connect_timeout"])
 
     async def _process_connect_init(self) -> None:
-        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
-            if task is not None and task is not asyncio.current_task():
-                task.cancel()
+        self._stop_tasks()
         self._ps.reset()
         self._refusals.clear()
         self.generation += 1
         await super()._process_connect_init()
         if not self.is_connected:
             raise errors.Error("nats: the server did not answer the first PING")
+
+    def _stop_tasks(self) -> None:
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and info.get("tls_available") and wants_tls(self._settings):
@@ -314,27 +322,27 @@ class FloeClient(Asking, Client):
                 await self._ps.parse(data)
         except Exception as error:
             if generation == self.generation:
-                await self._lost(error)
+                await self._process_op_err(error)
 
     async def _ping_interval(self) -> None:
         """The watchdog of one connection: it ends in a reconnect when nothing comes back any more."""
         while True:
-            await self._clock.sleep(self._interval)
+            await self.clock.sleep(self._interval)
             received = self._received
             if not await self._round_trip(self._interval * 0.8) and self._received == received:
-                await self._lost(errors.StaleConnectionError())
+                await self._process_op_err(errors.StaleConnectionError())
                 return
 
-    async def _lost(self, error: Exception) -> None:
+    async def _process_op_err(self, e: Exception) -> None:
         if self.is_closed or self.is_reconnecting:
             return
-        expected = isinstance(error, (OSError, errors.Error, WireError))
-        trace = {} if expected else {"exc_info": error}
-        log.warning("nats connection lost", action="nats_lost", reason=reason(error), **trace)
-        await self._process_op_err(error)
+        expected = isinstance(e, (OSError, errors.Error, WireError))
+        trace = {} if expected else {"exc_info": e}
+        log.warning("nats connection lost", action="nats_lost", reason=reason(e), **trace)
+        self._went_down("the connection was lost")
+        await super()._process_op_err(e)
 
     async def _attempt_reconnect(self) -> None:
-        self._went_down("the connection was lost")
         while not self.is_closed:
             self._abort()
             try:
@@ -347,14 +355,14 @@ class FloeClient(Asking, Client):
     async def _on_reconnected(self) -> None:
         assert self._current_server is not None
         log.info("nats connected", action="nats_connected", server=host(self._current_server.uri.geturl()))
-        self._up_since = self._clock.monotonic()
+        self._up_since, self._last_error = self.clock.monotonic(), ""
         self._up.set()
         self._tell(True)
 
     def _went_down(self, why: str) -> None:
         """Forget what was buffered for the lost connection, and tell all who wait."""
         was_up = self._up.is_set()
-        if was_up and self._clock.monotonic() - self._up_since >= GOOD_WHILE:
+        if was_up and self.clock.monotonic() - self._up_since >= GOOD_WHILE:
             self._failures = 1
         self._up.clear()
         self._pending, self._pending_data_size = [], 0
@@ -362,6 +370,7 @@ class FloeClient(Asking, Client):
             _settle(self._flush_queue.get_nowait(), None)
         for pong in self._pongs:
             _settle(pong, False)
+        self._pongs.clear()
         self._requests.fail(OutcomeUnknown(f"{why} before the answer came"))
         if was_up:
             self._tell(False)
@@ -422,17 +431,25 @@ class FloeClient(Asking, Client):
     async def _on_server_error(self, text: str) -> None:
         violation = _VIOLATION.match(text)
         if violation is None:
-            await self._lost(errors.Error(text))
+            await self._process_op_err(errors.Error(text))
             return
-        log.error("nats permission missing", action="nats_permission", reason=text)
         subject = violation[1].encode()
+        if subject not in self._refusals:
+            log.error("nats permission missing", action="nats_permission", reason=text)
+        if len(self._refusals) >= MOST_REFUSALS:
+            self._refusals.clear()
         self._refusals[subject] = text
         refused = self.refusal(subject)
         if refused is not None:
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
 
     async def _on_error(self, error: Exception) -> None:
-        log.debug("nats error", action="nats_error", reason=reason(error))
+        """A failed attempt to connect: told once for each new reason, not twice a second for an hour."""
+        text = reason(error)
+        is_first_connect = not self.options["allow_reconnect"]  # whose error is raised
+        level = log.debug if is_first_connect or text == self._last_error else log.warning
+        self._last_error = text
+        level("nats not connected", action="nats_error", reason=text)
 
 
 def _settle(future: Future[Any], result: object) -> None:

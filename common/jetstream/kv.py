@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import build_block, header
-from common.jetstream.requests import ApiError, api_error
+from common.jetstream.requests import NOBODY, ApiError, api_error
 from common.jetstream.streams import (
     MESSAGE_NOT_FOUND,
     STREAM_NOT_FOUND,
@@ -32,6 +32,7 @@ NAME_IN_USE = 10058
 REQUEST_TIMEOUT = 5.0  # seconds
 NANOSECONDS = 1_000_000_000
 PARALLEL_READS = 64
+PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that reached nobody is sent again
 KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
 
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
@@ -168,15 +169,21 @@ class KeyValue:
         conditions = [b"Nats-Expected-Stream: %b" % self._stream.encode()]
         if expected is not None:
             conditions.append(b"Nats-Expected-Last-Subject-Sequence: %d" % expected)
-        subject = self._subject(key).encode()
-        block = build_block([*conditions, *lines])
-        try:
-            answer, _ = await self._client.request_raw(subject, value, block, timeout=self._timeout)
-        except Unavailable as error:
-            if error.code == "E-NO-RESPONDERS" and await stream_info(self._client, self._stream) is None:
-                raise self._missing() from None
-            raise
+        answer = await self._publish(self._subject(key).encode(), value, build_block([*conditions, *lines]))
         return self._revision(key, answer, expected)
+
+    async def _publish(self, subject: bytes, value: bytes, block: bytes) -> bytes:
+        """The server's answer. A bucket made just now may not be known yet at the server that we speak to."""
+        for pause in (*PAUSES, None):
+            try:
+                return (await self._client.request_raw(subject, value, block, timeout=self._timeout))[0]
+            except Unavailable as error:
+                if error.code != NOBODY or pause is None:
+                    raise
+            if await stream_info(self._client, self._stream) is None:
+                raise self._missing()
+            await self._client.clock.sleep(pause)
+        raise AssertionError("unreachable")
 
     def _revision(self, key: str, answer: bytes, expected: int | None) -> int | None:
         """The revision that the server acknowledged; None where it says that the condition does not hold."""

@@ -13,6 +13,7 @@ from common.jetstream.frames import frame
 Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
 
 NO_RESPONDERS = b"NATS/1.0 503"
+NOBODY = "E-NO-RESPONDERS"  # the code of Unavailable where nobody listens on the subject
 # No leader for now; a cluster that is not complete or moves its peers; a write in flight on the same subject.
 TEMPORARILY_UNAVAILABLE = (10004, 10008, 10075, 10163)
 
@@ -98,7 +99,7 @@ class Asking:
             self._requests.close(token)
         if is_no_responders(answer, block):
             hint = "is JetStream enabled for this account, and is there such a stream"
-            raise Unavailable(f"nobody answers {asked}", hint=hint, code="E-NO-RESPONDERS")
+            raise Unavailable(f"nobody answers {asked}", hint=hint, code=NOBODY)
         return answer, block
 
     async def api(

@@ -187,8 +187,8 @@ async def _deliver(client: FloeClient, stream: str, sequence: int) -> Message | 
         client, stream, {"name": f"floe_{inbox.rpartition('.')[2]}", "inactive_threshold": 10**10, **start}
     )
     try:
-        ask = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer.name}"
-        client.send(frame(ask.encode(), b'{"batch":1,"no_wait":true}', None, inbox.encode()))
+        pull = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{consumer.name}").encode()
+        client.send(frame(pull, b'{"batch":1,"no_wait":true}', None, inbox.encode()))
         subject, reply, payload, headers = await asyncio.wait_for(delivered, 5.0)
     except TimeoutError:
         raise OutcomeUnknown(f"no message from {stream} within 5 s") from None

@@ -270,7 +270,8 @@ class SegmentRef:
         return self.key.rpartition("/")[2]
 
     def log_context(self) -> dict[str, object]:
-        return {**self.chain.log_context(), "level": self.level, "segment": self.name}
+        # `level` is the level of a log line.
+        return {**self.chain.log_context(), "segment_level": self.level, "segment": self.name}
 
 
 def decode_subject(subject: bytes) -> str:

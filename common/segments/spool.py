@@ -6,6 +6,7 @@ removed by the next one: each folder is locked while its process lives, and an u
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import shutil
@@ -22,7 +23,8 @@ _LOCK = "lock"
 class Spool:
     """A folder of mode 0700 under `parent` (None: the system's temporary folder), made on first use.
 
-    Safe to use from several threads. Raises Unavailable, code E-SPOOL, where the disk is full or read-only.
+    It is removed when the process ends. Safe to use from several threads. Raises Unavailable, code E-SPOOL,
+    where the disk is full or read-only.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -30,6 +32,7 @@ class Spool:
         self._guard = threading.Lock()
         self._folder: Path | None = None
         self._lock: int | None = None
+        self._owner = 0
 
     def new_file(self) -> Path:
         """A new empty file of mode 0600."""
@@ -45,7 +48,9 @@ class Spool:
         with self._guard:
             folder, lock = self._folder, self._lock
             self._folder = self._lock = None
-        if folder is not None and lock is not None:
+        # A process that was forked from the owner has a copy of this object, and no right to the folder.
+        if folder is not None and lock is not None and os.getpid() == self._owner:
+            atexit.unregister(self.close)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
@@ -56,6 +61,8 @@ class Spool:
                 _sweep(self._parent)
                 self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
                 self._lock = _lock_folder(self._folder)
+                self._owner = os.getpid()
+                atexit.register(self.close)
             return self._folder
 
 

@@ -46,8 +46,7 @@ class _Reader:
         self.position = 0
 
     def struct(self, depth: int) -> Struct:
-        if depth > self._bounds.depth:
-            raise ValueError(f"structures nested deeper than {self._bounds.depth}")
+        self._check_depth(depth)
         fields: Struct = {}
         number = 0
         while head := self._byte():
@@ -77,11 +76,16 @@ class _Reader:
         raise ValueError(f"type {kind}, which Parquet does not use")
 
     def _list(self, depth: int) -> list[Any]:
+        self._check_depth(depth)
         head = self._byte()
         size = head >> 4 if head >> 4 != _LONG_LIST else self._varint()
         if size > self._bounds.elements:
             raise ValueError(f"list of {size} elements: expected at most {self._bounds.elements}")
         return [self._value(head & 0x0F, depth) for _ in range(size)]
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > self._bounds.depth:
+            raise ValueError(f"structures nested deeper than {self._bounds.depth}")
 
     def _integer(self, bits: int) -> int:
         coded = self._varint()

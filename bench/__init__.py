@@ -1,0 +1,1 @@
+"""Speed and memory, each beside a floor measured in the same run (`make bench`, `ONLY=name`)."""

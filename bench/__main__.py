@@ -1,0 +1,28 @@
+"""`python -m bench [--only NAME]`: run the benchmarks, print the table, write `bench/results.json`."""
+
+from __future__ import annotations
+
+import click
+
+from bench.compaction import BENCHES as COMPACTION
+from bench.egress import BENCHES as EGRESS
+from bench.harness import Bench, report, save
+from bench.ingress import BENCHES as INGRESS
+
+BENCHES: list[Bench] = [*EGRESS, *INGRESS, *COMPACTION]
+
+
+@click.command()
+@click.option("--only", type=click.Choice([bench.name for bench in BENCHES]), help="Run this one alone.")
+def main(only: str | None) -> None:
+    """Measure speed and memory beside their floors. Example: python -m bench --only egress.unsampled"""
+    done = []
+    for bench in BENCHES:
+        if only in (None, bench.name):
+            click.echo(f"measuring {bench.name} …", err=True)
+            done.append((bench, bench.run()))
+    report(done)
+    save(result for _, result in done)
+
+
+main()

@@ -1,0 +1,113 @@
+"""What the servers do at best on this machine now: the floors beside which Floe is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+import time
+
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.streams import create_consumer, create_stream, delete_consumer, stream_info
+from common.settings.nats import NatsSettings
+
+MESSAGE_BYTES = 1000  # of payload
+PULL_BATCH = 10_000
+ATOMIC_BATCH = 1000
+
+
+async def client_of(url: str) -> FloeClient:
+    """A connection as the services make it."""
+    return await connect(NatsSettings(url=url), name="bench")
+
+
+def payloads(count: int = 500) -> list[bytes]:
+    """Documents of 1 KB that compress about as well as JSON does: half text that repeats, half noise."""
+    rng = random.Random(1)
+    text = json.dumps({"facts": {f"key{n}": n for n in range(40)}}).encode()[: MESSAGE_BYTES // 2]
+    return [
+        text + rng.randbytes(MESSAGE_BYTES // 2).hex().encode()[: MESSAGE_BYTES // 2] for _ in range(count)
+    ]
+
+
+async def fill(url: str, stream: str, count: int) -> None:
+    """A file stream of `count` messages of 1 KB over 1,000 subjects."""
+    client = await client_of(url)
+    bodies = payloads()
+    await create_stream(
+        client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file", "retention": "limits"}
+    )
+    for start in range(0, count, 1000):
+        numbers = range(start, min(count, start + 1000))
+        client.send(
+            b"".join(frame(f"{stream}.{n % 1000}".encode(), bodies[n % len(bodies)]) for n in numbers)
+        )
+        await client.flush_writes()
+    while (info := await stream_info(client, stream)) is None or info.messages < count:
+        await asyncio.sleep(0.05)
+    await client.aclose()
+
+
+async def raw_read(url: str, stream: str, count: int) -> float:
+    """Messages a second that one client reads with big pull requests into a sink that only counts."""
+    client, done, seen = await client_of(url), asyncio.Event(), 0
+    consumer = await create_consumer(
+        client, stream, {"name": f"b{secrets.token_hex(4)}", "ack_policy": "none", "mem_storage": True}
+    )
+    inbox = client.new_inbox()
+    ask = frame(
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer.name}".encode(),
+        json.dumps({"batch": PULL_BATCH // 2, "expires": 60_000_000_000}).encode(),
+        reply=inbox.encode(),
+    )
+
+    def sink(_subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+        nonlocal seen
+        seen += 1
+        if seen % (PULL_BATCH // 2) == 0:
+            client.send(ask)
+        if seen == count:
+            done.set()
+
+    await client.subscribe_raw(inbox, sink)
+    started = time.perf_counter()
+    client.send(ask + ask)
+    await done.wait()
+    elapsed = time.perf_counter() - started
+    await delete_consumer(client, stream, consumer.name)
+    await client.aclose()
+    return count / elapsed
+
+
+async def raw_atomic(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
+    """Messages a second that one client stores in atomic batches of 1,000, one in flight.
+
+    `header`: a line that each message carries beside those of the batch, so that sizes are those of Floe.
+    """
+    client, bodies = await client_of(url), payloads()
+    await create_stream(
+        client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_atomic": True}
+    )
+    inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
+    await client.subscribe_raw(inbox, lambda _s, _r, payload, _h: answers.put_nowait(payload))
+    started = time.perf_counter()
+    for base in range(0, count, ATOMIC_BATCH):
+        batch = secrets.token_hex(8).encode()
+        for number in range(1, ATOMIC_BATCH + 1):
+            lines = b"NATS/1.0\r\nNats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (batch, number)
+            lines += b"Nats-Expected-Last-Sequence: %d\r\n" % base if number == 1 else b""
+            lines += b"Nats-Batch-Commit: 1\r\n" if number == ATOMIC_BATCH else b""
+            block = lines + header + b"\r\n"
+            body = bodies[number % len(bodies)]
+            reply = inbox.encode() if number == ATOMIC_BATCH else b""
+            client.send(
+                b"HPUB %b.%d %b %d %d\r\n%b%b\r\n"
+                % (subject.encode(), number, reply, len(block), len(block) + len(body), block, body)
+            )
+        await client.flush_writes()
+        ack = json.loads(await asyncio.wait_for(answers.get(), 10))
+        assert ack.get("seq") == base + ATOMIC_BATCH, ack
+    elapsed = time.perf_counter() - started
+    await client.aclose()
+    return count / elapsed

@@ -1,0 +1,69 @@
+"""Paired runs, medians, the table and `bench/results.json`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).with_name("results.json")
+REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One figure. `floor`: in the same unit, None where nothing compares; `ratio`: value / floor."""
+
+    name: str
+    value: float
+    unit: str
+    floor: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A figure and what is asked of it: the least ratio, or the greatest value where there is no floor."""
+
+    name: str
+    unit: str
+    ask: str
+    run: Callable[[], Result]
+
+
+def paired(
+    name: str, unit: str, floor: Callable[[], float], value: Callable[[], float], repeats: int = REPEATS
+) -> Result:
+    """Floor and value in turn, so that a drifting machine hurts both; medians, also of the ratios."""
+    pairs = [(floor(), value()) for _ in range(repeats)]
+    floors, values = zip(*pairs, strict=True)
+    ratios = [v / f for f, v in pairs]
+    return Result(
+        name,
+        round(statistics.median(values), 1),
+        unit,
+        round(statistics.median(floors), 1),
+        round(statistics.median(ratios), 3),
+    )
+
+
+def report(results: Iterable[tuple[Bench, Result]]) -> None:
+    """Print the table."""
+    table = Table("name", "value", "unit", "floor", "ratio", "ask")
+    for bench, result in results:
+        floor = "–" if result.floor is None else f"{result.floor:,.0f}"
+        ratio = "–" if result.ratio is None else f"{result.ratio:.2f}"
+        table.add_row(result.name, f"{result.value:,.0f}", result.unit, floor, ratio, bench.ask)
+    Console().print(table)
+
+
+def save(results: Iterable[Result]) -> None:
+    """Keep earlier figures of other names (`ONLY=` runs one), replace those of the same."""
+    kept = {r["name"]: r for r in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
+    kept.update({result.name: asdict(result) for result in results})
+    RESULTS.write_text(json.dumps(sorted(kept.values(), key=lambda r: r["name"]), indent=1) + "\n")

@@ -1,0 +1,162 @@
+"""`floe compact`, for cron, and `floe segments verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from common.errors import DataError
+from common.service.cli import (
+    config_option,
+    json_option,
+    load_settings,
+    open_chains,
+    open_store,
+    print_json,
+    run_command,
+    table,
+)
+
+if TYPE_CHECKING:
+    from common.segments.store import SegmentStore
+    from common.settings.root import Settings
+    from compaction.failures import Failure
+    from compaction.run import Compaction, Selection
+
+
+@click.command()
+@click.option("--site", help="Only chains of this site; otherwise that of the configuration, or all.")
+@click.option("--feed", help="Only chains of this feed.")
+@click.option("--partition", type=click.IntRange(0, 65535), help="Only this partition.")
+@click.option("--level", type=click.IntRange(0, 8), help="Only merges that read this level.")
+@click.option("--engine", type=click.Choice(["spark", "local"]), help="Where to merge.")
+@click.option("--verify", type=click.Choice(["spark", "merge"]), help="How to prove that no row was lost.")
+@click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
+@click.option("--dry-run", is_flag=True, help="List what would be read and deleted, and do nothing.")
+@json_option
+@config_option
+@run_command
+def compact(
+    config: str,
+    site: str | None,
+    feed: str | None,
+    partition: int | None,
+    level: int | None,
+    engine: str | None,
+    verify: str | None,
+    master: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
+
+    Without Java: --engine local.
+    """
+    from compaction.run import Selection
+
+    settings = _overridden(load_settings(config), engine, verify, master)
+    selection = Selection(site or settings.site or None, feed, partition, level)
+    store = open_store(settings)
+    try:
+        with _compaction(settings, store) as compaction:
+            return (
+                _preview(compaction, selection, as_json) if dry_run else _run(compaction, selection, as_json)
+            )
+    finally:
+        store.close()
+
+
+@click.command()
+@click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
+@click.option("--deep", is_flag=True, help="Read every row, and compare levels row by row.")
+@json_option
+@config_option
+@run_command
+def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
+    """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
+
+    Exit 3 where anything is not as it must be.
+    """
+    from common.segments.archive import select_chains
+    from compaction import report
+    from compaction.verify import verify_chain
+
+    settings = load_settings(config)
+    store, chains = open_store(settings), open_chains(settings)
+    found = [verify_chain(store, chains, chain, deep=deep) for chain in select_chains(chains, what)]
+    store.close()
+    if as_json:
+        print_json([report.verify_json(chain) for chain in found])
+    else:
+        table([report.verify_row(chain) for chain in found], report.VERIFY_COLUMNS)
+    problems = [(chain.chain, problem) for chain in found for problem in chain.problems]
+    for chain, problem in problems:
+        click.echo(DataError(f"{chain}: {problem.kind}: {problem.text}", code="E-VERIFY").line(), err=True)
+    return DataError.exit_code if problems else 0
+
+
+def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
+    """`settings` with the command line on top; without Spark the merge proves itself."""
+    compaction = settings.compaction
+    engine = engine or compaction.engine
+    verify = verify or ("merge" if engine == "local" else compaction.verify)
+    spark = compaction.spark.model_copy(update={"master": master or compaction.spark.master})
+    changes = {"engine": engine, "verify": verify, "spark": spark}
+    return settings.model_copy(update={"compaction": compaction.model_copy(update=changes)})
+
+
+@contextmanager
+def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
+    """The parts put together as configured; Spark starts when there is work for it."""
+    from compaction.job import SparkRunner
+    from compaction.proof import SparkProver
+    from compaction.run import Compaction
+    from compaction.session import Spark
+    from compaction.work import LocalRunner, ReadingProver
+
+    chosen = settings.compaction
+    with Spark(chosen.spark.master, chosen.spark.conf) as spark:
+        runner = SparkRunner(spark, settings) if chosen.engine == "spark" else LocalRunner(store)
+        by_spark = chosen.verify == "spark"
+        prover = SparkProver(spark, settings, store) if by_spark else ReadingProver(runner)
+        grace = chosen.delete_grace if chosen.delete else None
+        yield Compaction(store, chosen.levels, grace, runner, prover)
+
+
+def _run(compaction: Compaction, selection: Selection, as_json: bool) -> int:
+    from compaction import report
+    from compaction.failures import exit_code
+
+    done = compaction.run(selection)
+    if as_json:
+        print_json(report.report_json(done))
+    elif rows := report.report_rows(done):
+        table(rows, report.COLUMNS)
+    else:
+        click.echo("nothing to do")
+    _print_failures(done.failures)
+    return exit_code(done.failures)
+
+
+def _preview(compaction: Compaction, selection: Selection, as_json: bool) -> int:
+    from compaction import report
+    from compaction.failures import exit_code
+
+    surveys = compaction.preview(selection)
+    problems = [problem for survey in surveys for problem in survey.problems]
+    if as_json:
+        print_json(report.preview_json(surveys))
+    elif rows := report.preview_rows(surveys):
+        table(rows, report.PREVIEW_COLUMNS)
+    else:
+        click.echo("nothing to do")
+    _print_failures(problems)
+    return exit_code(problems)
+
+
+def _print_failures(failures: list[Failure]) -> None:
+    for failure in failures:
+        click.echo(failure.line, err=True)

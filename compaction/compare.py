@@ -1,0 +1,144 @@
+"""I5 without Spark: read both sides from the store again, and compare them row by row.
+
+Shares no merging with the merge: it walks the *result* row group by row group, and looks every row of the
+superseded segments up in it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from common.errors import DataError
+from common.segments.parquet import SCHEMA, SegmentReader
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, Stretch
+from compaction.rows import CONTENT_COLUMNS, Values, first_difference, fork, pc
+from compaction.supersede import Supersession
+
+
+def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:
+    """Raise unless every row of the superseded segments is in what supersedes them, equal in content.
+
+    Where the supersession is `exact`, no other row may be there either. Raises DataError (E-ROWS-MISSING,
+    E-ROWS-ADDED, E-FORK) naming segment and sequence; SegmentCorrupt, SegmentGone, Unavailable from reading.
+    Memory is bounded by one row group of each segment.
+    """
+    with _Readers(store) as readers:
+        for stretch in supersession.stretches:
+            with store.open(stretch.segment, rows=stretch.rows) as above:
+                for window in _windows(above, stretch.rows):
+                    _compare(supersession, readers, stretch, _rows(above, window), window)
+
+
+class _Readers:
+    """The superseded segments that the window has reached and not passed, open."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+        self._open: dict[str, tuple[SegmentRef, SegmentReader]] = {}
+
+    def rows(self, segment: SegmentRef, window: SequenceRange) -> pa.Table:
+        """The rows of `segment` inside `window`; windows ascend."""
+        if segment.key not in self._open:
+            self._open[segment.key] = (segment, self._store.open(segment))
+        found = _rows(self._open[segment.key][1], window)
+        if segment.coverage.last <= window.last:
+            self._open.pop(segment.key)[1].close()
+        return found
+
+    def __enter__(self) -> _Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _segment, reader in self._open.values():
+            reader.close()
+
+
+def _windows(reader: SegmentReader, rows: SequenceRange) -> Iterator[SequenceRange]:
+    """`rows` cut where the row groups of `reader` end: gapless, also where there are no rows."""
+    first = rows.first
+    for group in reader.row_groups:
+        if group.range.last >= rows.last:
+            break
+        if group.range.last >= first:
+            yield SequenceRange(first, group.range.last)
+            first = group.range.last + 1
+    yield SequenceRange(first, rows.last)
+
+
+def _rows(reader: SegmentReader, window: SequenceRange) -> pa.Table:
+    return pa.Table.from_batches(list(reader.batches(rows=window)), SCHEMA).combine_chunks()
+
+
+def _compare(
+    supersession: Supersession,
+    readers: _Readers,
+    stretch: Stretch[SegmentRef],
+    above: pa.Table,
+    window: SequenceRange,
+) -> None:
+    sequences: Values = above.column("sequence").to_pylist()
+    found: Values = pa.repeat(False, above.num_rows)
+    for segment in supersession.superseded:
+        if segment.coverage.overlaps(window):
+            below = readers.rows(segment, window)
+            begin, end = _bounds(below, sequences)
+            hits = _find(segment, stretch.segment, below, above.slice(begin, end - begin))
+            if supersession.exact:
+                found = _marked(found, begin, hits)
+    if supersession.exact and not pc.all(found, min_count=0).as_py():
+        raise _added(stretch.segment, sequences[pc.index(found, False).as_py()])
+
+
+def _bounds(below: pa.Table, sequences: list[int]) -> tuple[int, int]:
+    """From where to where in the ascending `sequences` the rows of `below` can lie."""
+    if not below.num_rows:
+        return 0, 0
+    wanted: Values = below.column("sequence")
+    return bisect_left(sequences, wanted[0].as_py()), bisect_right(sequences, wanted[-1].as_py())
+
+
+def _find(segment: SegmentRef, above_segment: SegmentRef, below: pa.Table, above: pa.Table) -> Values:
+    """Which rows of `above` are in `below`; raises DataError for one that is missing or different."""
+    wanted = below.column("sequence")
+    present = pc.is_in(above.column("sequence"), value_set=wanted)
+    matching = above if pc.all(present).as_py() else above.filter(present)
+    if matching.num_rows < below.num_rows:
+        missing = pc.index(pc.is_in(wanted, value_set=matching.column("sequence")), pa.scalar(False)).as_py()
+        raise _missing(segment, above_segment, wanted[missing].as_py())
+    for name in CONTENT_COLUMNS:
+        if (row := first_difference(below.column(name), matching.column(name))) is not None:
+            raise fork(segment, above_segment, wanted[row].as_py())
+    return present
+
+
+def _marked(found: Values, begin: int, hits: Values) -> Values:
+    """`found`, with `hits` added to what it says from row `begin` on."""
+    end = begin + len(hits)
+    middle = pc.or_(found.slice(begin, len(hits)), hits)
+    parts = [found.slice(0, begin), middle, found.slice(end)]
+    return pa.chunked_array([chunk for part in parts for chunk in _chunks(part)], pa.bool_())
+
+
+def _chunks(values: Values) -> list[Values]:
+    return list(values.chunks) if isinstance(values, pa.ChunkedArray) else [values]
+
+
+def _missing(segment: SegmentRef, above: SegmentRef, sequence: int) -> DataError:
+    return DataError(
+        f"sequence {sequence} of {segment.key} has no row in {above.key}, which covers it",
+        hint="the segment stays, and nothing is deleted by it; compare both with `floe segments cat`",
+        code="E-ROWS-MISSING",
+    )
+
+
+def _added(above: SegmentRef, sequence: int) -> DataError:
+    return DataError(
+        f"sequence {sequence} of {above.key} is in none of the segments it was made of",
+        hint="nothing was deleted; keep the segments and report this",
+        code="E-ROWS-ADDED",
+    )

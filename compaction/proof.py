@@ -1,0 +1,216 @@
+"""I5 by a job of its own: Spark reads both sides through Floe's data source and compares what they add up to.
+
+    made of exactly these, disjoint   rows, least and greatest sequence and the sum of a hash of every column,
+                                      per segment; nothing is shuffled but the sums
+    made of exactly these, overlapping   the same, over the distinct rows of the inputs
+    found contained                   no (sequence, hash) of the inputs is missing above (a left anti join)
+
+The merge is no part of it: hashes, sums and joins are Spark's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from common.errors import DataError, FloeError
+from common.segments.parquet import SCHEMA
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import Stretch
+from common.settings.root import Settings
+from compaction.failures import Failure
+from compaction.rows import CONTENT_COLUMNS
+from compaction.session import Spark, spark_error
+from compaction.supersede import Supersession
+from compaction.work import unproved
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+FORMAT = "floe_proof"
+SEGMENTS_AT_ONCE = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the rows of some segments add up to; `least` and `greatest` are None without rows."""
+
+    rows: int = 0
+    least: int | None = None
+    greatest: int | None = None
+    hashes: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        leasts = [n for n in (self.least, other.least) if n is not None]
+        greatests = [n for n in (self.greatest, other.greatest) if n is not None]
+        return Sums(
+            self.rows + other.rows,
+            min(leasts, default=None),
+            max(greatests, default=None),
+            self.hashes + other.hashes,
+        )
+
+
+class SparkProver:
+    """Proves with Spark. `store`: to tell which segments are damaged when a proof cannot be made."""
+
+    def __init__(self, spark: Spark, settings: Settings, store: SegmentStore) -> None:
+        self._spark, self._settings, self._store = spark, settings, store
+        self._is_registered = False
+
+    def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
+        """As `Prover.prove`."""
+        summed = [s for s in supersessions if s.exact and _is_disjoint(s)]
+        verdicts = {id(s): verdict for part in _parts(summed) for s, verdict in self._by_sums(part)}
+        return [verdicts[id(s)] if id(s) in verdicts else self._one(s) for s in supersessions]
+
+    def _by_sums(self, part: list[Supersession]) -> Iterable[tuple[Supersession, Failure | None]]:
+        try:
+            sums = self._sums([stretch for s in part for stretch in _both_sides(s)])
+        except FloeError as error:
+            if len(part) == 1:
+                return [(part[0], unproved(self._store, part[0], error))]
+            # One that cannot be read must not hide the others.
+            middle = len(part) // 2
+            return [*self._by_sums(part[:middle]), *self._by_sums(part[middle:])]
+        verdicts, place = [], 0
+        for supersession in part:
+            middle = place + len(supersession.superseded)
+            end = middle + len(supersession.stretches)
+            below, above = (_total(sums, range(*bounds)) for bounds in ((place, middle), (middle, end)))
+            verdicts.append((supersession, self._compared(supersession, below, above)))
+            place = end
+        return verdicts
+
+    def _one(self, supersession: Supersession) -> Failure | None:
+        try:
+            if supersession.exact:
+                return self._compared(supersession, *self._distinct_sums(supersession))
+            return self._missing(supersession)
+        except FloeError as error:
+            return unproved(self._store, supersession, error)
+
+    def _compared(self, supersession: Supersession, below: Sums, above: Sums) -> Failure | None:
+        if below == above:
+            return None
+        upper = supersession.superseding[0]
+        error = DataError(
+            f"{upper.key}: expected {below} as of what it was made of, found {above}",
+            hint="nothing was deleted; keep the segments and report this",
+            code="E-ROWS-DIFFER",
+        )
+        return unproved(self._store, supersession, error)
+
+    # What Spark does
+
+    def _sums(self, stretches: Sequence[Stretch[SegmentRef]]) -> dict[int, Sums]:
+        """Sums by the place in `stretches`; those without rows are not among them."""
+        frame = self._frame(stretches)
+        grouped = frame.groupBy("segment").agg(*_sum_columns(_hash(SCHEMA.names)))
+        return {row["segment"]: _as_sums(row) for row in _collected("proof", grouped)}
+
+    def _distinct_sums(self, supersession: Supersession) -> tuple[Sums, Sums]:
+        below = _content(self._frame([_whole(s) for s in supersession.superseded])).distinct()
+        above = _content(self._frame(supersession.stretches))
+        from pyspark.sql.functions import col
+
+        [left], [right] = (_collected("proof", f.agg(*_sum_columns(col("hash")))) for f in (below, above))
+        return _as_sums(left), _as_sums(right)
+
+    def _missing(self, supersession: Supersession) -> Failure | None:
+        below = _content(self._frame([_whole(s) for s in supersession.superseded])).distinct()
+        above = _content(self._frame(supersession.stretches))
+        rows = _collected("proof", below.join(above, ["sequence", "hash"], "left_anti").limit(1))
+        if not rows:
+            return None
+        error = DataError(
+            f"sequence {rows[0]['sequence']} of {supersession.superseded[0].chain}: no such row in "
+            f"{', '.join(s.key for s in supersession.superseding)}, which covers it",
+            hint="the segments below stay; compare them with `floe segments cat`",
+            code="E-ROWS-MISSING",
+        )
+        return unproved(self._store, supersession, error)
+
+    def _frame(self, stretches: Sequence[Stretch[SegmentRef]]) -> DataFrame:
+        """The rows of `stretches` as they are, with their place among them in the column `segment`."""
+        session = self._spark.session()
+        if not self._is_registered:
+            from compaction.source import source_of
+
+            session.dataSource.register(source_of(self._settings, FORMAT))
+            self._is_registered = True
+        named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in stretches]
+        return session.read.format(FORMAT).option("segments", json.dumps(named)).load()
+
+
+def _is_disjoint(supersession: Supersession) -> bool:
+    ranges = [s.coverage for s in supersession.superseded]
+    return all(not b.overlaps(a) for a, b in pairwise(ranges))
+
+
+def _parts(supersessions: Sequence[Supersession]) -> list[list[Supersession]]:
+    """Some at a time: the options of one read name every segment."""
+    parts: list[list[Supersession]] = []
+    room = 0
+    for supersession in supersessions:
+        size = len(supersession.superseded) + 1
+        if size > room:
+            parts.append([])
+            room = max(SEGMENTS_AT_ONCE, size)
+        parts[-1].append(supersession)
+        room -= size
+    return parts
+
+
+def _both_sides(supersession: Supersession) -> list[Stretch[SegmentRef]]:
+    return [*map(_whole, supersession.superseded), *supersession.stretches]
+
+
+def _whole(segment: SegmentRef) -> Stretch[SegmentRef]:
+    return Stretch(segment, segment.coverage)
+
+
+def _hash(columns: Sequence[str]) -> Column:
+    """A hash of the row's `columns`; nulls count too, so that no value moves from one to another unseen."""
+    from pyspark.sql.functions import col, xxhash64
+
+    return xxhash64(*(part for name in columns for part in (col(name), col(name).isNull())))
+
+
+def _content(frame: DataFrame) -> DataFrame:
+    """Sequence and hash of the content of each row."""
+    return frame.select("sequence", _hash(["sequence", *CONTENT_COLUMNS]).alias("hash"))
+
+
+def _sum_columns(row_hash: Column) -> list[Column]:
+    from pyspark.sql import functions as f
+
+    return [
+        f.count(f.lit(1)).alias("rows"),
+        f.min("sequence").alias("least"),
+        f.max("sequence").alias("greatest"),
+        # 2^63 rows could not overflow 38 digits.
+        f.sum(row_hash.cast("decimal(38,0)")).alias("hashes"),
+    ]
+
+
+def _as_sums(row: Any) -> Sums:
+    return Sums(row["rows"], row["least"], row["greatest"], int(row["hashes"] or 0))
+
+
+def _total(sums: Mapping[int, Sums], places: Iterable[int]) -> Sums:
+    total = Sums()
+    for place in places:
+        total = total.plus(sums.get(place, Sums()))
+    return total
+
+
+def _collected(what: str, frame: DataFrame) -> list[Any]:
+    try:
+        return list(frame.collect())
+    except Exception as error:  # Spark raises its own, py4j's and the source's errors
+        raise spark_error(what, error) from error

@@ -1,0 +1,137 @@
+"""What a run did, or would do, as rows of a table and as JSON whose fields are stable."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from common.chain import Chain
+from common.segments.segment import SegmentRef
+from compaction.merge import Merged
+from compaction.plan import Output
+from compaction.run import Report, Survey
+from compaction.verify import ChainReport
+
+COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
+VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "problems")
+
+
+def report_rows(report: Report) -> list[list[object]]:
+    """One row for each output, one for the deletions of each chain and level."""
+    return [_merged_row(m) for m in report.merged] + _deleted_rows("deleted", report.deleted)
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    return {
+        "merged": [
+            {
+                **_output_json(m.output),
+                "key": m.ref.key,
+                "size": m.ref.size,
+                "rows": m.rows,
+                "raw_bytes": m.raw_bytes,
+            }
+            for m in report.merged
+        ],
+        "tombstones": report.tombstones,
+        "deleted": [_segment_json(s) for s in report.deleted],
+        "failures": [
+            {"what": f.what, "error": f.line, "exit_code": f.exit_code, "damaged": sorted(f.damaged)}
+            for f in report.failures
+        ],
+    }
+
+
+def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
+    """A row for each segment that would be read or deleted: its key and bytes."""
+    rows: list[list[object]] = []
+    for survey in surveys:
+        for output in survey.outputs:
+            rows += [
+                ["merge", s.key, s.size, f"level {output.level} {output.coverage}"] for s in output.inputs
+            ]
+        rows += [["delete", s.key, s.size, None] for s in survey.going]
+    return rows
+
+
+PREVIEW_COLUMNS = ("action", "key", "bytes", "into")
+
+
+def preview_json(surveys: Iterable[Survey]) -> dict[str, Any]:
+    surveys = list(surveys)
+    return {
+        "outputs": [
+            {**_output_json(o), "inputs": [_segment_json(s) for s in o.inputs]}
+            for survey in surveys
+            for o in survey.outputs
+        ],
+        "unproved": sum(len(supersession.superseded) for s in surveys for supersession in s.leftovers),
+        "deletable": [_segment_json(s) for survey in surveys for s in survey.going],
+    }
+
+
+def verify_row(report: ChainReport) -> list[object]:
+    return [
+        report.chain,
+        report.coverage,
+        " ".join(f"{level}:{count}" for level, count in report.segments.items()) or None,
+        report.size,
+        report.overlapping,
+        len(report.problems),
+    ]
+
+
+def verify_json(report: ChainReport) -> dict[str, Any]:
+    coverage = report.coverage
+    return {
+        **_chain_json(report.chain),
+        "first": coverage and coverage.first,
+        "last": coverage and coverage.last,
+        "segments": {str(level): count for level, count in report.segments.items()},
+        "size": report.size,
+        "overlapping": report.overlapping,
+        "problems": [{"kind": p.kind, "text": p.text} for p in report.problems],
+    }
+
+
+def _merged_row(merged: Merged) -> list[object]:
+    output = merged.output
+    return [
+        "merged",
+        output.chain,
+        output.level,
+        output.coverage,
+        len(output.inputs),
+        output.size,
+        merged.ref.size,
+    ]
+
+
+def _deleted_rows(action: str, segments: Iterable[SegmentRef]) -> list[list[object]]:
+    groups: defaultdict[tuple[Chain, int], list[SegmentRef]] = defaultdict(list)
+    for segment in segments:
+        groups[segment.chain, segment.level].append(segment)
+    return [
+        [action, chain, level, None, len(group), sum(s.size for s in group), None]
+        for (chain, level), group in sorted(groups.items())
+    ]
+
+
+def _output_json(output: Output) -> dict[str, Any]:
+    return {
+        **_chain_json(output.chain),
+        "level": output.level,
+        "first": output.coverage.first,
+        "last": output.coverage.last,
+        "input_count": len(output.inputs),
+        "input_bytes": output.size,
+    }
+
+
+def _segment_json(segment: SegmentRef) -> dict[str, Any]:
+    return {"key": segment.key, "size": segment.size}
+
+
+def _chain_json(chain: Chain) -> dict[str, Any]:
+    return dict(chain.log_context())

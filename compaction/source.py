@@ -1,0 +1,218 @@
+"""`spark.read.format("floe")`: the archive as a table, each covered sequence once.
+
+    from compaction.source import register
+    register(spark)
+    spark.read.format("floe").option("config", "central.yaml").option("site", "us-east").load()
+
+One partition of the DataFrame for each stretch of the cover, so a glob's double counting cannot happen.
+Filters are pushed down only with option `pushdown`: Spark refuses *every* read of a source that can push
+filters unless `spark.sql.python.filterPushdown.enabled` is on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from common.chain import Chain
+from common.errors import SegmentCorrupt
+from common.objects.open import layout_of, open_objects
+from common.objects.port import ObjectStore
+from common.segments.documents import ChainStore
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentGone, SegmentStore
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover
+from common.settings.root import Settings
+from compaction.reading import read_segment, read_stretch
+from compaction.source_columns import HEADERS_PARSED, arranged, segment_columns
+from compaction.source_options import ReadOptions, has_pushdown, parse_options
+
+_LISTINGS_AT_ONCE = 8
+
+
+def register(spark: SparkSession) -> None:
+    """Make `spark.read.format("floe")` known to the session."""
+    spark.dataSource.register(FloeDataSource)
+
+
+class FloeDataSource(DataSource):
+    """Floe's archive. Options: `docs/compaction.md`."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "floe"
+
+    def read_options(self) -> ReadOptions:
+        """What the options ask for."""
+        return parse_options(self.options)
+
+    def schema(self) -> StructType:
+        return StructType([_spark_field(field) for field in self.read_options().schema()])
+
+    def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
+        options = self.read_options()
+        return _FilteringReader(options) if has_pushdown(self.options) else _Reader(options)
+
+
+def source_of(settings: Settings, name: str) -> type[FloeDataSource]:
+    """The same source under `name`, its store given in code: no secret travels as a Spark option."""
+
+    class _Given(FloeDataSource):
+        @classmethod
+        def name(cls) -> str:
+            return name
+
+        def read_options(self) -> ReadOptions:
+            asked = parse_options({"url": settings.store.url, **self.options})
+            return replace(asked, store=settings.store, spool_dir=settings.spool_dir)
+
+    return _Given
+
+
+@dataclass
+class _Part(InputPartition):
+    """One stretch, and its number among the partitions of the read."""
+
+    stretch: Stretch[SegmentRef]
+    number: int
+
+
+class _Reader(DataSourceReader):
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[InputPartition]:
+        stretches = self._covers() if self._options.segments is None else self._named()
+        return [_Part(stretch, number) for number, stretch in enumerate(stretches)]
+
+    def _named(self) -> list[Stretch[SegmentRef]]:
+        objects, store = _open_store(self._options)
+        stretches = []
+        for key, rows in self._options.segments or ():
+            name = store.layout.parse_segment(key)
+            if name is None:
+                raise SegmentCorrupt(f"option segments: expected the key of a segment, found {key!r}")
+            info = objects.head(key)
+            if info is None:
+                raise SegmentGone(f"segment {key}: not in the store any more")
+            stretches.append(Stretch(SegmentRef(name, key, info.size, info.modified), rows or name.coverage))
+        return stretches
+
+    def _covers(self) -> list[Stretch[SegmentRef]]:
+        objects, store = _open_store(self._options)
+        rows, wanted = self._options.rows, self._options.chain
+        site, feed = (str(wanted[n]) if n in wanted else None for n in ("site", "feed"))
+        chains = ChainStore(objects, store.layout).chains(site=site, feed=feed)
+
+        def stretches(chain: Chain) -> list[Stretch[SegmentRef]]:
+            return cover(store.list(chain, position=rows.first), rows.first, rows.last)
+
+        with ThreadPoolExecutor(_LISTINGS_AT_ONCE) as pool:
+            found = pool.map(stretches, [chain for chain in chains if self._options.selects(chain)])
+            return [stretch for chain_stretches in found for stretch in chain_stretches]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if not isinstance(partition, _Part):
+            return  # Spark's way to say that there are no partitions
+        schema, stretch = self._options.schema(), partition.stretch
+        _objects, store = _open_store(self._options)
+        # Segments that are named are wanted as they are: nothing else may stand in for them.
+        reading = read_segment if self._options.segments is not None else read_stretch
+        for batch in reading(store, stretch, segment_columns(schema)):
+            yield arranged(batch, schema, stretch.segment.chain, partition.number)
+
+
+class _FilteringReader(_Reader):
+    """Reads less where filters allow it; Spark applies every filter again."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
+        first, last = self._options.rows.first, self._options.rows.last
+        for condition in filters:
+            low, high = _bounds(condition)
+            first, last = max(first, low), min(last, high)
+        self._options = replace(self._options, rows=_range_or_nothing(first, last))
+        return filters
+
+
+def _range_or_nothing(first: int, last: int) -> SequenceRange:
+    # No segment reaches the very last sequence of all, and an empty range has no value of its own.
+    return SequenceRange(first, last) if first <= last else SequenceRange(MAX_SEQUENCE, MAX_SEQUENCE)
+
+
+def _bounds(condition: Filter) -> tuple[int, int]:
+    """The least and the greatest sequence that `condition` can be true for."""
+    if getattr(condition, "attribute", None) != ("sequence",):
+        return 1, MAX_SEQUENCE
+    match condition:
+        case EqualTo(_, int(value)):
+            return value, value
+        case In(_, values) if values and all(isinstance(value, int) for value in values):
+            return min(values), max(values)
+        case GreaterThan(_, int(value)):
+            return value + 1, MAX_SEQUENCE
+        case GreaterThanOrEqual(_, int(value)):
+            return value, MAX_SEQUENCE
+        case LessThan(_, int(value)):
+            return 1, value - 1
+        case LessThanOrEqual(_, int(value)):
+            return 1, value
+    return 1, MAX_SEQUENCE
+
+
+def _spark_field(field: Any) -> StructField:
+    kind = ArrayType(_HEADER) if field.name == HEADERS_PARSED.name else _SPARK_TYPES[field.type]
+    return StructField(field.name, kind, field.nullable)
+
+
+_HEADER = StructType([StructField("name", StringType()), StructField("value", StringType())])
+_SPARK_TYPES: dict[pa.DataType, DataType] = {
+    pa.int32(): IntegerType(),
+    pa.int64(): LongType(),
+    pa.timestamp("us", tz="UTC"): TimestampType(),
+    pa.string(): StringType(),
+    pa.binary(): BinaryType(),
+}
+
+_stores: dict[str, tuple[ObjectStore, SegmentStore]] = {}
+
+
+def _open_store(options: ReadOptions) -> tuple[ObjectStore, SegmentStore]:
+    """The store, opened once in each process: Spark gives one Python process many small partitions."""
+    settings = options.store
+    identity = (
+        f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
+    )
+    if identity not in _stores:
+        objects = open_objects(settings)
+        spool_dir = Path(options.spool_dir) if options.spool_dir else None
+        _stores[identity] = objects, SegmentStore(objects, layout_of(settings), spool_dir=spool_dir)
+    return _stores[identity]

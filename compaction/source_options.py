@@ -1,0 +1,161 @@
+"""What `spark.read.format("floe")` is asked for: options as text, and the columns that follow from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pydantic import ValidationError
+
+from common.chain import Chain
+from common.errors import UsageError
+from common.segments.parquet import SCHEMA
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.settings.store import StoreSettings
+from compaction.source_columns import CHAIN_FIELDS, HEADERS_PARSED, SEGMENT
+
+_STORE_OPTIONS = {
+    "url",
+    "prefix",
+    "endpoint_url",
+    "region",
+    "addressing_style",
+    "checksum",
+    "access_key_id",
+    "secret_access_key",
+}
+_OPTIONS = _STORE_OPTIONS | {
+    "config",
+    *CHAIN_FIELDS.names,
+    "from_sequence",
+    "to_sequence",
+    "columns",
+    "headers_parsed",
+    "pushdown",
+    "segments",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What to read, and with which columns.
+
+    `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain.
+    `columns`: None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover,
+    None usually.
+    """
+
+    store: StoreSettings
+    spool_dir: str
+    chain: Mapping[str, str | int]
+    rows: SequenceRange
+    columns: tuple[str, ...] | None
+    headers_parsed: bool
+    segments: tuple[tuple[str, SequenceRange | None], ...] | None = None
+
+    def selects(self, chain: Chain) -> bool:
+        """Whether `chain` is one of those to read."""
+        return all(getattr(chain, name) == value for name, value in self.chain.items())
+
+    def schema(self) -> pa.Schema:
+        """The columns of the result: the parts of the chain not given, a segment's, others."""
+        fields = [field for field in CHAIN_FIELDS if field.name not in self.chain]
+        fields += list(SCHEMA.remove_metadata())
+        fields += [HEADERS_PARSED] if self.headers_parsed else []
+        fields += [SEGMENT] if self.segments is not None else []
+        if self.columns is not None:
+            fields = [field for field in fields if field.name in self.columns]
+        return pa.schema([field.remove_metadata() for field in fields])
+
+
+def parse_options(options: Mapping[str, str]) -> ReadOptions:
+    """Raises UsageError, naming the option, for one that is unknown or wrong; ConfigError from `config`."""
+    given = {name.lower(): value for name, value in options.items()}
+    if unknown := sorted(given.keys() - _OPTIONS):
+        raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(_OPTIONS))}")
+    store, spool_dir = _store(given)
+    parsed = ReadOptions(
+        store=store,
+        spool_dir=spool_dir,
+        chain=_chain(given),
+        rows=_rows(given),
+        columns=_columns(given),
+        headers_parsed=_flag(given, "headers_parsed"),
+        segments=_segments(given),
+    )
+    if parsed.columns is not None and (missing := set(parsed.columns) - set(parsed.schema().names)):
+        raise UsageError(f"option columns: no column {sorted(missing)[0]!r}")
+    return parsed
+
+
+def has_pushdown(options: Mapping[str, str]) -> bool:
+    """Whether filters are to be pushed down."""
+    return _flag({name.lower(): value for name, value in options.items()}, "pushdown")
+
+
+def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str]:
+    fields = {name: given[name] for name in _STORE_OPTIONS & given.keys()}
+    if path := given.get("config"):
+        if fields:
+            raise UsageError(f"option config: excludes {', '.join(sorted(fields))}")
+        from common.service.config import load
+
+        settings = load(path)
+        return settings.store, settings.spool_dir
+    try:
+        return StoreSettings.model_validate(fields), ""
+    except ValidationError as error:
+        # pydantic's text is told without what was found: it may be a secret.
+        raise UsageError(f"options of the store: {_problems(error)}", hint="or give option config") from None
+
+
+def _problems(error: ValidationError) -> str:
+    found = error.errors(include_input=False, include_url=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in found)
+
+
+def _chain(given: Mapping[str, str]) -> dict[str, str | int]:
+    numbers = {n: _number(given, n, 0, 65_535) for n in ("incarnation", "partition") if n in given}
+    return {n: given[n] for n in ("site", "feed") if n in given} | numbers
+
+
+def _rows(given: Mapping[str, str]) -> SequenceRange:
+    first = _number(given, "from_sequence", 1, MAX_SEQUENCE) if "from_sequence" in given else 1
+    last = _number(given, "to_sequence", 1, MAX_SEQUENCE) if "to_sequence" in given else MAX_SEQUENCE
+    if last < first:
+        raise UsageError(f"option to_sequence: expected at least from_sequence {first}, found {last}")
+    return SequenceRange(first, last)
+
+
+def _columns(given: Mapping[str, str]) -> tuple[str, ...] | None:
+    names = [name.strip() for name in given.get("columns", "").split(",") if name.strip()]
+    return tuple(names) or None
+
+
+def _segments(given: Mapping[str, str]) -> tuple[tuple[str, SequenceRange | None], ...] | None:
+    if "segments" not in given:
+        return None
+    try:
+        return tuple(
+            (str(key), SequenceRange(*rows) if rows else None) for key, rows in json.loads(given["segments"])
+        )
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"option segments: expected JSON [[key, [first, last] or null], …]: {error}"
+        ) from error
+
+
+def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = given[name]
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
+        raise UsageError(f"option {name}: expected a number from {low} to {high}, found {text!r:.60}")
+    return int(text)
+
+
+def _flag(given: Mapping[str, str], name: str) -> bool:
+    text = given.get(name, "false").lower()
+    if text not in ("true", "false"):
+        raise UsageError(f"option {name}: expected true or false, found {text!r:.60}")
+    return text == "true"

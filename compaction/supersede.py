@@ -1,0 +1,150 @@
+"""Which segments may replace which: a strict order, so that two jobs can never delete each other's output.
+
+A segment may be superseded only by segments of a higher level, or by one of the same level and coverage with
+a larger name. Contained means: the cover of the superseding segments, together, accounts for its whole
+coverage. What is contained is a candidate only: `compaction.compare` and `compaction.proof` read its rows
+before anything is written down, and `compaction.tombstones` says what may go.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange, Stretch, cover
+
+
+@dataclass(frozen=True, slots=True)
+class Supersession:
+    """Segments, and what accounts for them from now on.
+
+    `superseded`: ascending by coverage. `stretches`: the rows of the superseding segments that readers take
+    there, ascending. `exact`: the superseding segment was made of exactly these, so it holds no other rows.
+    """
+
+    superseded: tuple[SegmentRef, ...]
+    stretches: tuple[Stretch[SegmentRef], ...]
+    exact: bool = False
+
+    @property
+    def superseding(self) -> tuple[SegmentRef, ...]:
+        """The segments of `stretches`, each once."""
+        return tuple({s.segment.key: s.segment for s in self.stretches}.values())
+
+    def halves(self) -> list[Supersession]:
+        """The same in two parts, to find which of many segments is not contained after all."""
+        middle = len(self.superseded) // 2
+        parts = [part for part in (self.superseded[:middle], self.superseded[middle:]) if part]
+        return [Supersession(part, self._within(part)) for part in parts]
+
+    def _within(self, part: tuple[SegmentRef, ...]) -> tuple[Stretch[SegmentRef], ...]:
+        """`stretches` as far as they concern `part`."""
+        rows = SequenceRange(min(s.coverage.first for s in part), max(s.coverage.last for s in part))
+        common = [(stretch.segment, stretch.rows.intersection(rows)) for stretch in self.stretches]
+        return tuple(Stretch(segment, both) for segment, both in common if both)
+
+
+def may_supersede(upper: SegmentRef, lower: SegmentRef) -> bool:
+    """The strict order: whether `upper` stands above `lower`."""
+    if upper.chain != lower.chain:
+        return False
+    if upper.level == lower.level:
+        return upper.coverage == lower.coverage and upper.name > lower.name
+    return upper.level > lower.level
+
+
+def made_by(output: SegmentRef, inputs: Iterable[SegmentRef]) -> Supersession:
+    """What a merge of `inputs` into `output` supersedes."""
+    ascending = tuple(sorted(inputs, key=_by_coverage))
+    return Supersession(ascending, (Stretch(output, output.coverage),), exact=True)
+
+
+def contained(segments: Sequence[SegmentRef]) -> list[Supersession]:
+    """All of one chain's `segments` that others of them may supersede, grouped by what replaces them.
+
+    Segments that a tombstone already condemns must be left out: they supersede nothing.
+    """
+    groups: dict[tuple[Stretch[SegmentRef], ...], list[SegmentRef]] = {}
+    for stretches, segment in _contained(segments):
+        groups.setdefault(stretches, []).append(segment)
+    return [Supersession(tuple(sorted(g, key=_by_coverage)), stretches) for stretches, g in _joined(groups)]
+
+
+def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
+    """The segments of `level` that nothing supersedes yet: what a merge of the level has to read."""
+    above = _Cover([s for s in segments if s.level > level])
+    largest = _largest_twins(s for s in segments if s.level == level)
+    return [s for s in largest.values() if not above.over(s.coverage)]
+
+
+def _contained(
+    segments: Sequence[SegmentRef],
+) -> Iterator[tuple[tuple[Stretch[SegmentRef], ...], SegmentRef]]:
+    # From the top down, so that a segment is replaced by what stays and not by what is itself replaced.
+    staying: list[SegmentRef] = []
+    for level in sorted({s.level for s in segments}, reverse=True):
+        above, same = _Cover(staying), [s for s in segments if s.level == level]
+        largest = _largest_twins(same)
+        for segment in same:
+            twin = largest[segment.coverage]
+            if stretches := above.over(segment.coverage):
+                yield stretches, segment
+            elif twin is not segment:
+                yield (Stretch(twin, twin.coverage),), segment
+            else:
+                staying.append(segment)
+
+
+def _joined(
+    groups: dict[tuple[Stretch[SegmentRef], ...], list[SegmentRef]],
+) -> list[tuple[tuple[Stretch[SegmentRef], ...], list[SegmentRef]]]:
+    """Groups whose stretches come from the same one segment, as one: the usual case, a merge's inputs."""
+    single: defaultdict[str, list[tuple[Stretch[SegmentRef], list[SegmentRef]]]] = defaultdict(list)
+    joined = []
+    for stretches, superseded in groups.items():
+        if len(stretches) == 1:
+            single[stretches[0].segment.key].append((stretches[0], superseded))
+        else:
+            joined.append((stretches, superseded))
+    for parts in single.values():
+        rows = SequenceRange(min(s.rows.first for s, _ in parts), max(s.rows.last for s, _ in parts))
+        together = [segment for _, superseded in parts for segment in superseded]
+        joined.append(((Stretch(parts[0][0].segment, rows),), together))
+    return joined
+
+
+def _largest_twins(segments: Iterable[SegmentRef]) -> dict[SequenceRange, SegmentRef]:
+    largest: dict[SequenceRange, SegmentRef] = {}
+    for segment in segments:
+        if segment.coverage not in largest or segment.name > largest[segment.coverage].name:
+            largest[segment.coverage] = segment
+    return largest
+
+
+def _by_coverage(segment: SegmentRef) -> tuple[SequenceRange, str]:
+    return segment.coverage, segment.name
+
+
+class _Cover:
+    """The cover of some segments, computed once, asked often."""
+
+    def __init__(self, segments: Sequence[SegmentRef]) -> None:
+        self._stretches = cover(segments, 1)
+        self._firsts = [stretch.rows.first for stretch in self._stretches]
+
+    def over(self, coverage: SequenceRange) -> tuple[Stretch[SegmentRef], ...]:
+        """The stretches that account for all of `coverage`, trimmed to it; empty if any of it is a hole."""
+        taken: list[Stretch[SegmentRef]] = []
+        position = coverage.first
+        index = bisect_right(self._firsts, position) - 1
+        while 0 <= index < len(self._stretches) and position in self._stretches[index].rows:
+            stretch = self._stretches[index]
+            rows = SequenceRange(position, min(stretch.rows.last, coverage.last))
+            taken.append(Stretch(stretch.segment, rows))
+            if rows.last == coverage.last:
+                return tuple(taken)
+            position, index = rows.last + 1, index + 1
+        return ()

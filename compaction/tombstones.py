@@ -1,0 +1,256 @@
+"""What has been superseded and why it may go: one small object for each supersession.
+
+    {prefix}/_floe/tombstones/site=…/…/partition={n}/{last:020d}-{first:020d}-{sha256[:16]}.json
+
+A tombstone is written once the rows of its superseded segments were found in the superseding ones, and its
+age by the store's clock is the grace. It holds no time and no host: two jobs, or a job that is run again,
+write the same bytes under the same name. What a tombstone says is untrusted until its name, its hash and
+every rule of `compaction.supersede` have been checked; a damaged one is reported and never acted on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.chain import Chain
+from common.errors import DataError, FloeError, OutcomeUnknown
+from common.objects.port import ObjectStore
+from common.segments.layout import Layout
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange, holes
+from compaction.supersede import Supersession, may_supersede
+
+FORMAT_VERSION = 1
+MAX_BYTES = 16 << 20
+
+_NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """Segments that were proved to be in others. Their `modified` is 0: a tombstone holds no times."""
+
+    superseded: tuple[SegmentRef, ...]
+    superseding: tuple[SegmentRef, ...]
+
+    @classmethod
+    def of(cls, supersession: Supersession) -> Tombstone:
+        return cls(
+            tuple(sorted(map(_timeless, supersession.superseded), key=_order)),
+            tuple(sorted(map(_timeless, supersession.superseding), key=_order)),
+        )
+
+    @property
+    def chain(self) -> Chain:
+        return self.superseded[0].chain
+
+    @property
+    def coverage(self) -> SequenceRange:
+        """From the first to the last sequence of the superseded segments."""
+        ranges = [s.coverage for s in self.superseded]
+        return SequenceRange(min(r.first for r in ranges), max(r.last for r in ranges))
+
+    @property
+    def name(self) -> str:
+        """The last part of its key."""
+        digest = hashlib.sha256(self.to_json()).hexdigest()[:16]
+        return f"{self.coverage.last:020d}-{self.coverage.first:020d}-{digest}.json"
+
+    def problem(self) -> str:
+        """What rule it breaks; empty if it keeps them all."""
+        for lower in self.superseded:
+            above = [u for u in self.superseding if may_supersede(u, lower)]
+            if len(above) < len(self.superseding):
+                return f"{lower.name} is not below all that is to supersede it"
+            if holes((u.coverage for u in above), lower.coverage):
+                return f"{lower.name} is not contained in what is to supersede it"
+        return ""
+
+    def to_json(self) -> bytes:
+        document = {
+            "format_version": FORMAT_VERSION,
+            "superseded": [_entry(s) for s in self.superseded],
+            "superseding": [_entry(s) for s in self.superseding],
+        }
+        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, raw: bytes, layout: Layout, chain: Chain) -> Tombstone:
+        """Raises ValueError, naming what is wrong, unless `raw` is one of `chain` that keeps the rules."""
+        document = json.loads(raw)
+        if not isinstance(document, dict) or document.keys() != _FIELDS:
+            raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
+        if document["format_version"] != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version: expected {FORMAT_VERSION}, found {document['format_version']!r:.40}"
+            )
+        tombstone = cls(
+            _refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain)
+        )
+        if problem := tombstone.problem():
+            raise ValueError(problem)
+        return tombstone
+
+
+_FIELDS = {"format_version", "superseded", "superseding"}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A tombstone that is in the store. `written`: seconds since 1970 UTC by the store's clock."""
+
+    tombstone: Tombstone
+    key: str
+    written: float
+
+
+def condemned(standing: Iterable[Standing]) -> set[str]:
+    """The keys of all superseded segments: none of them may supersede another."""
+    return {s.key for stone in standing for s in stone.tombstone.superseded}
+
+
+def valid(segments: Iterable[SegmentRef], standing: Sequence[Standing]) -> list[Standing]:
+    """Those whose superseding segments are all listed, with the same length, and not condemned themselves."""
+    sizes, gone = {s.key: s.size for s in segments}, condemned(standing)
+    return [
+        stone
+        for stone in standing
+        if all(sizes.get(s.key) == s.size and s.key not in gone for s in stone.tombstone.superseding)
+    ]
+
+
+def deletable(
+    segments: Sequence[SegmentRef], standing: Sequence[Standing], now: float, grace: float
+) -> list[tuple[Standing, tuple[SegmentRef, ...]]]:
+    """What may be deleted of one chain's `segments`, by tombstone; the caller still checks what stays.
+
+    `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches the
+    chain's greatest end stays, and so does one whose length is not what the tombstone says.
+    """
+    listed = {s.key: s for s in segments}
+    greatest = max((s.coverage.last for s in segments), default=0)
+    found = []
+    for stone in valid(segments, standing):
+        going = [listed[s.key] for s in stone.tombstone.superseded if _is_listed(s, listed)]
+        may_go = tuple(s for s in going if s.coverage.last < greatest)
+        # Without a grace no clock is asked: a store may round the times of objects.
+        if may_go and (not grace or now - stone.written >= grace):
+            found.append((stone, may_go))
+    return found
+
+
+def done(segments: Iterable[SegmentRef], standing: Iterable[Standing]) -> list[Standing]:
+    """The tombstones whose superseded segments are all gone from the listing."""
+    listed = {s.key for s in segments}
+    return [t for t in standing if not any(s.key in listed for s in t.tombstone.superseded)]
+
+
+def _is_listed(segment: SegmentRef, listed: dict[str, SegmentRef]) -> bool:
+    return segment.key in listed and listed[segment.key].size == segment.size
+
+
+class Tombstones:
+    """The tombstones of a store."""
+
+    def __init__(self, objects: ObjectStore, layout: Layout) -> None:
+        self._objects, self._layout = objects, layout
+
+    def list(self, chain: Chain) -> tuple[list[Standing], list[FloeError]]:
+        """The chain's sound tombstones by range, and a DataError (E-STATE-JSON) for each other object."""
+        standing: list[Standing] = []
+        problems: list[FloeError] = []
+        for info in self._objects.list(self._layout.tombstones_prefix(chain)):
+            try:
+                tombstone = self._read(chain, info.key, info.size)
+            except (ValueError, RecursionError) as error:
+                problems.append(_unsound(info.key, error))
+            else:
+                if tombstone:
+                    standing.append(Standing(tombstone, info.key, info.modified))
+        return standing, problems
+
+    def put(self, supersession: Supersession) -> str:
+        """Write it down, read it back, and return its key; an equal one that is there already keeps its age.
+
+        Raises DataError where `supersession` breaks a rule, and OutcomeUnknown if it does not read back.
+        """
+        tombstone = Tombstone.of(supersession)
+        if problem := tombstone.problem():
+            raise DataError(problem, code="E-TOMBSTONE")
+        key, body = self._layout.tombstones_prefix(tombstone.chain) + tombstone.name, tombstone.to_json()
+        if self._objects.get(key) != body:
+            self._objects.put(key, body, sha256=hashlib.sha256(body).hexdigest())
+            if self._objects.get(key) != body:
+                raise OutcomeUnknown(f"tombstone {key}: what was read back is not what was written")
+        return key
+
+    def delete(self, stone: Standing) -> None:
+        """Remove one whose work is done."""
+        self._objects.delete(stone.key)
+
+    def now(self) -> float:
+        """Seconds since 1970 UTC by the store's clock, taken from an object written for it."""
+        key = self._layout.clock()
+        self._objects.put(key, b"")
+        info = self._objects.head(key)
+        if info is None:
+            raise OutcomeUnknown(f"object {key}: written and not found")
+        return info.modified
+
+    def _read(self, chain: Chain, key: str, size: int) -> Tombstone | None:
+        """None if it was deleted meanwhile; raises ValueError for one that is not sound."""
+        match = _NAME.fullmatch(key.rpartition("/")[2])
+        if not match:
+            raise ValueError("foreign name")
+        if size > MAX_BYTES:
+            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {size}")
+        raw = self._objects.get(key, length=MAX_BYTES + 1)
+        if raw is None:
+            return None
+        if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
+            raise ValueError(f"expected content with SHA-256 {match['digest']}…")
+        return Tombstone.from_json(raw, self._layout, chain)
+
+
+def _unsound(key: str, error: Exception) -> DataError:
+    return DataError(
+        f"tombstone {key}: {error}",
+        hint="nothing is deleted by it; look who wrote it, then delete that object",
+        code="E-STATE-JSON",
+    )
+
+
+def _timeless(segment: SegmentRef) -> SegmentRef:
+    return SegmentRef(segment.segment, segment.key, segment.size, 0.0)
+
+
+def _order(segment: SegmentRef) -> tuple[int, str]:
+    return segment.level, segment.name
+
+
+def _entry(segment: SegmentRef) -> dict[str, Any]:
+    return {"level": segment.level, "name": segment.name, "size": segment.size}
+
+
+def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
+    if not isinstance(entries, list) or not entries:
+        raise ValueError("expected a list of segments that is not empty")
+    return tuple(_ref(entry, layout, chain) for entry in entries)
+
+
+def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
+    if not isinstance(entry, dict) or entry.keys() != {"level", "name", "size"}:
+        raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
+    level, name, size = entry["level"], entry["name"], entry["size"]
+    if type(level) is not int or type(name) is not str or type(size) is not int:
+        raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
+    key = layout.segments_prefix(chain, level) + name
+    segment = layout.parse_segment(key)
+    if segment is None:
+        raise ValueError(f"expected the name of a segment, found {name!r:.80}")
+    return SegmentRef(segment, key, size, 0.0)

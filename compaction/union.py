@@ -1,0 +1,138 @@
+"""The rows of several segments as one: in sequence order, each sequence once, in bounded memory.
+
+Segments that do not overlap are passed through batch by batch. Where they overlap, the rows up to the
+sequence that every open segment has reached are put together, a batch of each at a time; equal sequences
+must have equal content, else two histories met under one name (a fork) and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import pyarrow as pa
+
+from common.segments.parquet import SegmentReader
+from common.segments.segment import SegmentRef
+from common.sequences import preference
+from compaction.failures import naming
+from compaction.rows import CONTENT_COLUMNS, Values, count_up_to, first_difference, fork, pc
+
+Open = Callable[[SegmentRef], SegmentReader]
+_Parts = list[tuple[SegmentRef, pa.RecordBatch]]
+
+
+def union(segments: Iterable[SegmentRef], open_segment: Open) -> Iterator[pa.RecordBatch]:
+    """The rows of `segments` in ascending order; where they overlap, those of equal sequence once.
+
+    A segment is opened when its coverage is reached and closed when its rows are out. Raises DataError, code
+    E-FORK, naming two segments that differ in one sequence; what `open_segment` and reading raise.
+    """
+    waiting = deque(sorted(segments, key=lambda s: (s.coverage, s.name)))
+    runs: list[_Run] = []
+    try:
+        while runs or waiting:
+            _open_reached(waiting, runs, open_segment)
+            runs = [run for run in runs if not run.is_over]
+            if runs:
+                yield _next_batch(runs)
+    finally:
+        for run in runs:
+            run.close()
+
+
+class _Run:
+    """One open segment and the rows of it that are next."""
+
+    def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
+        self.segment = segment
+        self._reader = reader
+        self._batches = reader.batches()
+        self.head: pa.RecordBatch | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.head is None
+
+    @property
+    def last(self) -> int:
+        """The last sequence of the rows at hand."""
+        assert self.head is not None
+        return int(self.head.column("sequence")[-1].as_py())
+
+    def advance(self) -> None:
+        """Take the next batch; after the last one the segment is closed."""
+        with naming(self.segment):
+            self.head = next(self._batches, None)
+        if self.head is None:
+            self.close()
+
+    def take(self, last: int) -> pa.RecordBatch:
+        """The rows at hand up to sequence `last`."""
+        assert self.head is not None
+        count = self.head.num_rows if self.last <= last else count_up_to(self.head.column("sequence"), last)
+        taken, rest = self.head.slice(0, count), self.head.slice(count)
+        self.head = rest
+        if not rest.num_rows:
+            self.advance()
+        return taken
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _open_reached(waiting: deque[SegmentRef], runs: list[_Run], open_segment: Open) -> None:
+    """Open what covers a sequence up to the least that all open runs have at hand, or the next of all."""
+    while waiting:
+        at_hand = [run.last for run in runs if not run.is_over]
+        if at_hand and waiting[0].coverage.first > min(at_hand):
+            return
+        segment = waiting.popleft()
+        with naming(segment):
+            runs.append(_Run(segment, open_segment(segment)))
+        runs[-1].advance()
+
+
+def _next_batch(runs: list[_Run]) -> pa.RecordBatch:
+    last = min(run.last for run in runs)
+    # Among equal rows the first stays: that of the segment which the cover rule prefers.
+    ordered = sorted(runs, key=lambda run: preference(run.segment), reverse=True)
+    taken = [(run.segment, run.take(last)) for run in ordered]
+    parts = [(segment, batch) for segment, batch in taken if batch.num_rows]
+    return parts[0][1] if len(parts) == 1 else _together(parts)
+
+
+def _together(parts: _Parts) -> pa.RecordBatch:
+    """The rows of overlapping batches, sorted, of each sequence the first; raises DataError for a fork."""
+    table = pa.Table.from_batches([batch for _, batch in parts])
+    order: Values = pc.sort_indices(
+        table.column("sequence")
+    )  # stable: equal sequences keep the order of the parts
+    merged = table.take(order)
+    sequences: Values = merged.column("sequence").combine_chunks()
+    repeats: Values = pc.equal(sequences[1:], sequences[:-1])
+    if pc.any(repeats).as_py():
+        _check_fork(merged, order, repeats, parts)
+        merged = merged.filter(pa.concat_arrays([pa.array([True]), pc.invert(repeats)]))
+    [batch] = merged.combine_chunks().to_batches()
+    return batch
+
+
+def _check_fork(merged: pa.Table, order: Values, repeats: Values, parts: _Parts) -> None:
+    later = pc.add(pc.indices_nonzero(repeats), 1)
+    earlier = pc.subtract(later, 1)
+    for name in CONTENT_COLUMNS:
+        values = merged.column(name)
+        if (found := first_difference(values.take(earlier), values.take(later))) is not None:
+            row = later[found].as_py()
+            one, other = (_part_of(order[row - n].as_py(), parts) for n in (1, 0))
+            raise fork(one, other, merged.column("sequence")[row].as_py())
+
+
+def _part_of(row: int, parts: _Parts) -> SegmentRef:
+    """The segment that row number `row` of all parts together came from."""
+    for segment, batch in parts:
+        if row < batch.num_rows:
+            return segment
+        row -= batch.num_rows
+    raise AssertionError("unreachable")

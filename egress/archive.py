@@ -1,0 +1,164 @@
+"""One chain's place in the object store, and its high-water mark in the state bucket.
+
+The listing says what is archived; the mark is there to catch a listing that shows less than was put once.
+"""
+
+from __future__ import annotations
+
+import json
+
+from common.chain import Chain
+from common.errors import DataError, Stopped, Unavailable
+from common.failpoints import failpoint
+from common.jetstream.kv import KeyValue, state_key
+from common.segments.documents import ChainStore
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.segments.writer import SpooledSegment
+from common.sequences import extends
+from common.service.logs import get_logger
+from common.service.threads import Threads
+from egress.position import end_of
+
+log = get_logger("egress.archive")
+
+
+class Marks:
+    """High-water marks: the last sequence of a chain that was put and read back. They only rise."""
+
+    def __init__(self, state: KeyValue) -> None:
+        self._state = state
+
+    @staticmethod
+    def key(chain: Chain) -> str:
+        """Where the mark of a chain stands."""
+        parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
+        return state_key("egress", "mark", *parts)
+
+    @staticmethod
+    def value(end: int) -> str:
+        """What the key holds for a mark at `end`."""
+        return json.dumps({"end": end})
+
+    @property
+    def bucket(self) -> str:
+        return self._state.bucket
+
+    async def get(self, chain: Chain) -> int | None:
+        """The mark; None if there is none. Raises DataError for a value that is none."""
+        entry = await self._state.get(self.key(chain))
+        return None if entry is None else self._parse(chain, entry.value)
+
+    async def raise_to(self, chain: Chain, end: int) -> None:
+        """Have the mark at `end` or above."""
+        key, value = self.key(chain), self.value(end).encode()
+        while True:
+            entry = await self._state.get(key)
+            if entry is None:
+                done = await self._state.create(key, value)
+            elif self._parse(chain, entry.value) >= end:
+                return
+            else:
+                done = await self._state.update(key, value, entry.revision)
+            if done is not None:
+                return
+
+    def _parse(self, chain: Chain, value: bytes) -> int:
+        try:
+            end = json.loads(value)["end"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            end = None
+        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
+            raise DataError(
+                f"high-water mark of {chain}: expected an end, found {value!r:.60}",
+                hint=f"look at key {self.key(chain)} of the state bucket; without it the listing is believed",
+                code="E-STATE-KV",
+            )
+        return end
+
+
+class Archive:
+    """What is archived of one chain, and the steps by which more is."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        first: int,
+        store: SegmentStore,
+        chains: ChainStore,
+        marks: Marks,
+        threads: Threads,
+    ) -> None:
+        self.chain, self.first = chain, first
+        self.refs: list[SegmentRef] = []
+        self._mark: int | None = None
+        self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
+
+    @property
+    def end(self) -> int:
+        """The last sequence covered; 0 if none is."""
+        return end_of(ref.coverage for ref in self.refs)
+
+    async def load(self) -> None:
+        """List the chain. Raises Unavailable, E-LISTING, where the listing shows less than was put."""
+        self.refs = await self._threads.run(self._store.list, self.chain)
+        self._mark = await self._marks.get(self.chain)
+        if self._mark is not None and self._mark >= self.first and self.end < self._mark:
+            raise Unavailable(
+                f"listing of {self.chain}: expected to reach the high-water mark {self._mark}, "
+                f"found its end at {self.end}",
+                hint="asked again until it does; if the objects are lost, "
+                f"nats kv del {self._marks.bucket} {Marks.key(self.chain)}",
+                code="E-LISTING",
+            )
+
+    def is_hollow(self, source_first: int) -> bool:
+        """Whether an empty listing may hide what was archived: no mark says that nothing was, and the source
+        no longer holds everything from the chain's beginning on."""
+        return not self.refs and self._mark is None and source_first > self.first
+
+    def hollow(self, source_first: int) -> Stopped:
+        """The error where it may."""
+        return Stopped(
+            f"{self.chain}: no segment and no high-water mark, and the source holds {source_first} on, "
+            f"while the chain begins at {self.first}",
+            hint=f"restore the objects; if nothing was ever archived, nats kv put {self._marks.bucket} "
+            f"{Marks.key(self.chain)} '{Marks.value(self.first - 1)}'",
+            code="E-EMPTY-ARCHIVE",
+        )
+
+    async def mend(self) -> None:
+        """Bring a mark or a tail up to the end that a crash has left behind."""
+        end = max(self.end, self.first - 1)
+        if self._mark is None or self._mark < end:
+            await self._marks.raise_to(self.chain, end)
+            self._mark = end
+        if self.refs and await self._threads.run(self._chains.read_tail, self.chain) != self.end:
+            await self._threads.run(self._chains.write_tail, self.chain, self.end)
+
+    async def is_covered(self, sequence: int) -> bool:
+        """Whether a segment that egress wrote covers `sequence`, by a listing from there."""
+        refs = await self._threads.run(self._store.list, self.chain, position=sequence, level=0)
+        return any(extends(ref.coverage, sequence) for ref in refs)
+
+    # The order in which a segment is put: the object, read back; then the tail, by which readers notice it;
+    # then the mark, which says that the listing must show it. A crash in between leaves a tail or a mark
+    # behind: `mend`.
+
+    async def put(self, spooled: SpooledSegment) -> SegmentRef:
+        """Put the segment and read it back. May be called again after any error."""
+        failpoint("egress.before_put")
+        ref = await self._threads.run(self._store.put, spooled)
+        self.refs.append(ref)
+        failpoint("egress.after_put")
+        return ref
+
+    async def write_tail(self) -> None:
+        """Let the tail say where coverage ends."""
+        await self._threads.run(self._chains.write_tail, self.chain, self.end)
+        failpoint("egress.after_tail")
+
+    async def raise_mark(self) -> None:
+        """Raise the high-water mark to where coverage ends."""
+        await self._marks.raise_to(self.chain, self.end)
+        failpoint("egress.after_mark")

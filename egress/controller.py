@@ -1,0 +1,157 @@
+"""The egress service: one task for each feed, leases, readiness, drain.
+
+A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
+what is unreachable is tried again, and an instance without the lease stands by. Only errors that nobody
+foresaw end it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from common.chain import Chain
+from common.clock import Clock, wait_for
+from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Lease, Leases
+from common.service.logs import get_logger
+from common.service.monitor import Health
+from common.service.threads import Threads
+from common.settings.egress import FeedSettings
+from egress import metrics
+from egress.backoff import Backoff
+from egress.parts import Parts
+from egress.report import FeedReport
+from egress.worker import Worker
+
+log = get_logger("egress.controller")
+
+REEXAMINE = 30.0  # seconds until a stopped chain is looked at again
+BEAT = 1.0  # seconds
+ABANDON = 2.0  # seconds to let go of what was not drained in time
+THREADS = 3  # of a feed: one encodes, one puts, one looks
+
+
+def lease_key(feed: Chain) -> str:
+    """One lease for all incarnations: whoever holds it may begin the next."""
+    return state_key("egress", feed.site, feed.feed, str(feed.partition))
+
+
+class Feed:
+    """One feed of this process: waits for its lease, works under it, gives it back."""
+
+    def __init__(
+        self,
+        site: str,
+        settings: FeedSettings,
+        parts: Parts,
+        leases: Leases,
+        ttl: float,
+        health: Health,
+        reexamine: float = REEXAMINE,
+    ) -> None:
+        self._parts, self._leases, self._ttl, self._reexamine = parts, leases, ttl, reexamine
+        self._chain = Chain(site, settings.name)
+        self._threads = Threads(f"egress-{settings.name}", THREADS)
+        self._report = FeedReport(self._chain, settings.stream, health)
+        self._worker = Worker(site, settings, parts, self._threads, self._report)
+        self._backoff = Backoff(parts.rng)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set and everything is put."""
+        try:
+            while not stop.is_set():
+                lease = await self._acquire()
+                if lease is None:
+                    # Three times in its life, so that a standby takes over soon after it has expired.
+                    await wait_for(stop, self._ttl / 3 * self._parts.rng.uniform(0.8, 1.0))
+                else:
+                    await self._hold(lease, stop)
+        finally:
+            self._threads.close()
+
+    async def _acquire(self) -> Lease | None:
+        """The lease; None where another instance holds it, or nobody can say."""
+        key = lease_key(self._chain)
+        try:
+            lease = await self._leases.acquire(key)
+            if lease is None:
+                self._report.standby(await self._leases.holder(key))
+            return lease
+        except (Unavailable, OutcomeUnknown) as error:
+            self._report.waits(error)
+            return None
+
+    async def _hold(self, lease: Lease, stop: asyncio.Event) -> None:
+        """Work under the lease until it is lost or `stop` is set.
+
+        It is given back only when no upload is under way any more: another instance would begin beside it.
+        """
+        self._report.working()
+        keeping = asyncio.create_task(lease.keep(), name=f"lease {self._chain}")
+        try:
+            while lease.is_usable() and not stop.is_set():
+                await self._work(lease, stop)
+            await self._threads.idle()
+        finally:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await keeping
+        await lease.release()
+
+    async def _work(self, lease: Lease, stop: asyncio.Event) -> None:
+        try:
+            await self._worker.run(lease, stop)
+            self._backoff.reset()
+        except LeaseLost as error:
+            log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
+            lease.lost.set()
+        except (Unavailable, OutcomeUnknown) as error:
+            self._report.waits(error)
+            await wait_for(stop, self._backoff.next())
+        except FloeError as error:
+            self._report.stopped(error)
+            await wait_for(stop, self._reexamine)
+
+
+async def run_feeds(
+    feeds: Sequence[Feed], parts: Parts, health: Health, stop: asyncio.Event, shutdown_timeout: float
+) -> bool:
+    """Run until `stop` is set and all feeds have drained; whether they have, in `shutdown_timeout` seconds.
+
+    What was not drained keeps its lease until it expires: its uploads may still be on their way.
+    """
+    tasks = {
+        asyncio.create_task(_run_all(feeds, stop), name="feeds"),
+        asyncio.create_task(_deadline(stop, parts.clock, shutdown_timeout), name="deadline"),
+        asyncio.create_task(_beat(parts, health), name="beat"),
+    }
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=ABANDON)
+    for task in done:
+        task.result()
+    return any(task.get_name() == "feeds" for task in done)
+
+
+async def _run_all(feeds: Sequence[Feed], stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for feed in feeds:
+            tasks.create_task(feed.run(stop))
+
+
+async def _deadline(stop: asyncio.Event, clock: Clock, seconds: float) -> None:
+    await stop.wait()
+    await clock.sleep(seconds)
+    log.error("not drained in time", action="drain_timeout", seconds=seconds)
+
+
+async def _beat(parts: Parts, health: Health) -> None:
+    metrics.memory_limit.set(parts.budget.limit)
+    while True:
+        health.beat()
+        metrics.memory_used.set(parts.budget.used)
+        await parts.clock.sleep(BEAT)

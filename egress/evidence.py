@@ -1,0 +1,187 @@
+"""Gathers what `egress.identity` judges: what the source holds in the places of archived messages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.chain import Chain
+from common.clock import Clock
+from common.errors import DataError, Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.streams import StreamInfo, get_message, parse_time, stream_info
+from common.segments.parquet import messages
+from common.segments.segment import SegmentRef, Tip
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, choose
+from common.service.logs import get_logger
+from common.service.threads import Threads
+from egress.identity import Evidence, Held, Source, Witness
+from egress.parts import Confirming
+
+T = TypeVar("T")
+
+log = get_logger("egress.evidence")
+
+ABSENT_TIPS = 100  # tips that the source does not hold, after which a row of the archive is compared instead
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a chain's past.
+
+    `created`: as `stream.json` has it. `refs`: the chain's segments. `older`: the chains of former
+    incarnations, newest first. `received`: the tip of what was received and not archived yet.
+    """
+
+    created: str
+    refs: Sequence[SegmentRef]
+    older: Sequence[Chain] = ()
+    received: Tip | None = None
+
+    @property
+    def end(self) -> int:
+        """The last sequence covered; 0 if none is."""
+        return max((ref.coverage.last for ref in self.refs), default=0)
+
+
+class Examiner:
+    """Compares the archive of one feed with its stream. Tips are read from the store once."""
+
+    def __init__(self, store: SegmentStore, stream: str, threads: Threads) -> None:
+        self._store, self._stream, self._threads = store, stream, threads
+        self._tips: dict[str, Tip | None] = {}
+
+    async def examine(self, client: FloeClient, known: Known) -> Evidence:
+        """What the source says now. Raises Unavailable where source or store cannot be asked."""
+        info = await stream_info(client, self._stream)
+        if info is None:
+            return Evidence(None, known.created, known.end)
+        source = source_of(info)
+        tips = await self._witnesses(client, known.refs, source)
+        received = None if known.received is None else await self._compare(client, known.received, source)
+        matches = any(w.held is Held.EQUAL for w in (*tips, *([received] if received else [])))
+        older = None if matches else await self._matching_incarnation(client, known.older, source)
+        return Evidence(source, known.created, known.end, tuple(tips), received, older)
+
+    async def _matching_incarnation(
+        self, client: FloeClient, older: Sequence[Chain], source: Source
+    ) -> int | None:
+        for chain in older:
+            refs = await self._threads.run(self._store.list, chain, position=source.first)
+            witnesses = await self._witnesses(client, refs, source)
+            if any(witness.held is Held.EQUAL for witness in witnesses):
+                return chain.incarnation
+        return None
+
+    async def _witnesses(
+        self, client: FloeClient, refs: Sequence[SegmentRef], source: Source
+    ) -> list[Witness]:
+        """From the newest tip back to the first that is held; where that differs, the oldest held one too.
+
+        Of one history whatever is older than an equal message is equal, so the oldest held tip tells whether
+        any is.
+        """
+        newest_first = sorted(refs, key=lambda ref: ref.coverage, reverse=True)
+        found = await self._walk(client, newest_first, source)
+        if found and found[-1].held is Held.DIFFERENT:
+            oldest = await self._walk(client, reversed(newest_first), source)
+            found += [witness for witness in oldest if witness.tip.sequence < found[-1].tip.sequence][-1:]
+        elif not any(witness.held is Held.EQUAL for witness in found):
+            found += await self._row_witness(client, refs, source)
+        return found
+
+    async def _walk(self, client: FloeClient, refs: Iterable[SegmentRef], source: Source) -> list[Witness]:
+        """The witnesses in the order of `refs`, up to the first that the source holds."""
+        found: list[Witness] = []
+        for ref in refs:
+            if found and ref.coverage.last < source.first:
+                continue  # no tip of these can be held
+            tip = await self._tip(ref)
+            if tip is None:
+                continue
+            found.append(await self._compare(client, tip, source))
+            if found[-1].held is not Held.ABSENT or len(found) >= ABSENT_TIPS:
+                break
+        return found
+
+    async def _row_witness(
+        self, client: FloeClient, refs: Sequence[SegmentRef], source: Source
+    ) -> list[Witness]:
+        """The source's first message against the archive's row: where all tips were deleted one by one."""
+        ref = choose(refs, source.first)
+        if ref is None or source.first_timestamp_ns is None:
+            return []
+        try:
+            tip = await self._threads.run(self._row, ref, source.first)
+        except DataError as error:
+            log.warning("no row", action="no_tip", error=str(error), **ref.log_context())
+            return []
+        return [] if tip is None else [await self._compare(client, tip, source)]
+
+    def _row(self, ref: SegmentRef, sequence: int) -> Tip | None:
+        with self._store.open(ref) as reader:
+            for batch in reader.batches(SequenceRange(sequence, sequence)):
+                return next((Tip.of(message) for message in messages(batch)), None)
+        return None
+
+    async def _tip(self, ref: SegmentRef) -> Tip | None:
+        """None where no message was examined, where a merge replaced the segment, or where it is damaged."""
+        if ref.key not in self._tips:
+            try:
+                self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
+            except DataError as error:
+                log.warning("no tip", action="no_tip", error=str(error), **ref.log_context())
+                return None
+        return self._tips[ref.key]
+
+    async def _compare(self, client: FloeClient, tip: Tip, source: Source) -> Witness:
+        if not source.first <= tip.sequence <= source.last:
+            return Witness(tip, Held.ABSENT)
+        message = await get_message(client, self._stream, tip.sequence)
+        if message is None:
+            return Witness(tip, Held.ABSENT)
+        return Witness(tip, Held.EQUAL if Tip.of(message) == tip else Held.DIFFERENT)
+
+
+def source_of(info: StreamInfo) -> Source:
+    """The stream as identity sees it."""
+    holds = info.messages > 0
+    return Source(
+        info.created,
+        max(1, info.first_sequence),
+        info.last_sequence,
+        parse_time(info.first_timestamp) if holds else None,
+        parse_time(info.last_timestamp) if holds else None,
+    )
+
+
+async def confirm(
+    ask: Callable[[], Awaitable[T]],
+    clock: Clock,
+    confirming: Confirming,
+    *,
+    harmless: Callable[[T], bool],
+    outline: Callable[[T], Hashable],
+) -> T:
+    """The answer that `ask`, on a fresh connection each time, gives again and again; equal ones have one
+    `outline`.
+
+    A harmless answer is taken at once, because nothing is stopped, minted or skipped for it. The others need
+    agreement over time: the STREAM.INFO of a deposed leader is stale. Raises Unavailable where answers keep
+    changing.
+    """
+    answers: list[T] = []
+    for attempt in range(confirming.attempts):
+        if attempt:
+            await clock.sleep(confirming.span / (confirming.times - 1))
+        answer = await ask()
+        if harmless(answer):
+            return answer
+        if answers and outline(answers[-1]) != outline(answer):
+            answers = []
+        answers.append(answer)
+        if len(answers) == confirming.times:
+            return answer
+    raise Unavailable("the stream answers differently each time it is asked", code="E-UNSURE")

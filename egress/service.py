@@ -1,0 +1,177 @@
+"""Makes the components of egress from the settings, and runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+from common.clock import Clock, SystemClock, wait_for
+from common.errors import ConfigError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Leases, new_owner
+from common.jetstream.streams import stream_info
+from common.objects.open import open_objects
+from common.objects.port import ObjectStore
+from common.service.logs import flush, get_logger
+from common.service.monitor import Health, Monitor
+from common.service.shutdown import stop_on_signals
+from common.service.threads import Threads, busy_threads
+from common.service.version import version
+from common.service.wiring import open_chains, open_store
+from common.settings.root import Settings
+from egress.backoff import Backoff
+from egress.budget import Budget
+from egress.controller import REEXAMINE, Feed, run_feeds
+from egress.parts import Parts, Tuning
+
+T = TypeVar("T")
+
+log = get_logger("egress.service")
+
+NOT_DRAINED = 75  # exit code: try again, what was read and not stored is read again
+
+
+async def serve(settings: Settings, *, tuning: Tuning | None = None, reexamine: float = REEXAMINE) -> int:
+    """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin."""
+    if not settings.egress.feeds:
+        raise ConfigError("egress.feeds: expected at least one feed, found none")
+    clock = SystemClock()
+    health = Health(clock)
+    monitor = Monitor(settings.egress.monitor.listen, health)
+    monitor.start()
+    try:
+        async with stop_on_signals() as stop:
+            service = Service(settings, tuning or Tuning(), reexamine, clock, health, stop)
+            drained = await service.run()
+    finally:
+        monitor.close()
+    if busy_threads():
+        # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
+        log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
+        flush()
+        os._exit(NOT_DRAINED)
+    return 0 if drained else NOT_DRAINED
+
+
+class _StopAskedError(Exception):
+    """The stop came before the start was complete."""
+
+
+class Service:
+    """One egress process. What cannot be reached at the start is waited for, like later on."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        tuning: Tuning,
+        reexamine: float,
+        clock: Clock,
+        health: Health,
+        stop: asyncio.Event,
+    ) -> None:
+        self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
+        self._clock, self._health, self._stop = clock, health, stop
+        self._rng = random.SystemRandom()
+
+    async def run(self) -> bool:
+        """Until the stop is asked for and all is drained; whether it was, in time."""
+        async with AsyncExitStack() as stack:
+            try:
+                feeds, parts = await self._start(stack)
+            except _StopAskedError:
+                return True
+            return await run_feeds(
+                feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout
+            )
+
+    async def _start(self, stack: AsyncExitStack) -> tuple[list[Feed], Parts]:
+        settings = self._settings
+        objects = open_objects(settings.store)
+        chains = open_chains(settings, objects)
+        await self._patiently("objects", lambda: self._look_into(objects, chains.layout.tails_prefix()))
+        # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.
+        data, control = [await self._client(stack, name) for name in ("data", "control")]
+        state, leases = await self._patiently("nats", lambda: self._buckets(control))
+        store = open_store(settings, objects)
+        stack.callback(store.close)
+        parts = Parts(
+            client=data,
+            connect=lambda: self._connect("check"),
+            state=state,
+            objects=objects,
+            store=store,
+            chains=chains,
+            budget=Budget(settings.egress.memory_limit, len(settings.egress.feeds)),
+            clock=self._clock,
+            rng=self._rng,
+            writer=f"floe {version()}",
+            tuning=self._tuning,
+        )
+        return [self._feed(number, parts, leases) for number in range(len(settings.egress.feeds))], parts
+
+    def _feed(self, number: int, parts: Parts, leases: Leases) -> Feed:
+        egress = self._settings.egress
+        return Feed(
+            self._settings.site,
+            egress.feeds[number],
+            parts,
+            leases,
+            egress.lease_ttl,
+            self._health,
+            self._reexamine,
+        )
+
+    async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
+        """What `step` returns, once what it needs can be reached."""
+        backoff = Backoff(self._rng)
+        while not self._stop.is_set():
+            try:
+                result = await step()
+            except (Unavailable, OutcomeUnknown) as error:
+                log.warning("waiting", action="waiting", part=part, code=error.code, error=str(error))
+                self._health.set_ready(part, False, error.message)
+                await wait_for(self._stop, backoff.next())
+            else:
+                self._health.set_ready(part, True)
+                return result
+        raise _StopAskedError
+
+    async def _look_into(self, objects: ObjectStore, prefix: str) -> None:
+        """A wrong bucket or credential ends the start, before anything is read."""
+        threads = Threads("egress-start", 1)
+        try:
+            await threads.run(objects.list, prefix, limit=1)
+        finally:
+            threads.close()
+
+    async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
+        client = await self._patiently("nats", lambda: self._connect(name))
+        stack.push_async_callback(client.aclose)
+        client.add_listener(
+            lambda is_up: self._health.set_ready(f"nats {name}", is_up, "the connection is down")
+        )
+        return client
+
+    async def _connect(self, name: str) -> FloeClient:
+        settings = self._settings
+        title = f"floe egress {settings.site} {name}"
+        return await connect(settings.nats_for("egress"), name=title, clock=self._clock, rng=self._rng)
+
+    async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:
+        egress = self._settings.egress
+        replicas = egress.kv_replicas or await self._stream_replicas(client)
+        state = await KeyValue.open(client, egress.state_bucket, replicas=replicas)
+        bucket = await KeyValue.open(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
+        owner = new_owner(self._settings.instance)
+        return state, Leases(bucket, owner, egress.lease_ttl, self._clock)
+
+    async def _stream_replicas(self, client: FloeClient) -> int:
+        """As many as the most replicated of the streams has."""
+        streams = {feed.stream for feed in self._settings.egress.feeds}
+        found = [await stream_info(client, stream) for stream in sorted(streams)]
+        return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)

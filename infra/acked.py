@@ -1,0 +1,142 @@
+"""Publishing many messages to a stream and knowing of each whether the server stored it.
+
+Every message carries a reply subject of its own, so acknowledgements are counted exactly and in any order,
+with a bounded number under way: a server that falls behind slows the publisher instead of dropping messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.clock import wait_for
+from common.errors import Unavailable
+from common.jetstream.client import FloeClient, RawSubscription, frame
+
+WINDOW = 4096  # messages under way
+ACK_TIMEOUT = 10.0  # seconds without any acknowledgement until those under way count as unknown
+FLUSH_BYTES = 256 * 1024  # what is queued between two waits for the socket
+
+Frame = Callable[[bytes, bytes, bytes | None, bytes | None], bytes]
+OnStored = Callable[[int, int], None]  # number of the message (0 is the first published), its sequence
+
+
+@dataclass(slots=True)
+class Published:
+    """What became of the messages. `unknown`: neither acknowledged nor refused in time."""
+
+    sent: int = 0
+    stored: int = 0
+    duplicates: int = 0
+    unknown: int = 0
+    bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def line(self) -> str:
+        """One line for people."""
+        refused = "".join(f"; refused {count}: {why}" for why, count in self.refused.most_common(3))
+        more = f", {self.duplicates} duplicates" * bool(self.duplicates) + f", {self.unknown} unknown" * bool(
+            self.unknown
+        )
+        return f"{self.sent:,} sent, {self.stored:,} stored{more}{refused}"
+
+
+class AckedPublisher:
+    """Use as `async with AckedPublisher(client) as publisher`; leaving waits for what is under way."""
+
+    def __init__(
+        self, client: FloeClient, *, window: int = WINDOW, on_stored: OnStored | None = None
+    ) -> None:
+        self.published = Published()
+        self._client, self._window, self._on_stored = client, window, on_stored
+        self._inbox = client.new_inbox().encode() + b"."
+        self._under_way: set[int] = set()
+        self._queued = 0
+        self._progress = asyncio.Event()
+        self._subscription: RawSubscription | None = None
+
+    async def __aenter__(self) -> AckedPublisher:
+        self._subscription = await self._client.subscribe_raw(self._inbox.decode() + "*", self._take)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            await self.settle()
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    async def publish(
+        self, subject: bytes, payload: bytes, headers: bytes | None = None, *, make: Frame = frame
+    ) -> int:
+        """Send one message when there is room; its number. Raises ValueError for what `make` refuses."""
+        number = self.published.sent
+        data = make(subject, payload, headers, self._inbox + b"%d" % number)
+        while len(self._under_way) >= self._window:
+            await self._wait()
+        await self._send(data)
+        self._under_way.add(number)
+        self.published.sent += 1
+        self.published.bytes += len(payload) + len(headers or b"")
+        self._queued += len(data)
+        if self._queued >= FLUSH_BYTES:
+            await self.flush()
+        return number
+
+    async def flush(self) -> None:
+        """Hand what is queued to the socket. Raises Unavailable where the connection stays lost."""
+        self._queued = 0
+        try:
+            await self._client.flush_writes()
+        except Unavailable:
+            await self._reconnected()
+
+    async def settle(self) -> Published:
+        """Wait until each message is acknowledged, refused or given up as unknown."""
+        await self.flush()
+        while self._under_way:
+            await self._wait()
+        return self.published
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            self._client.send(data)
+        except Unavailable:
+            await self._reconnected()
+            self._client.send(data)
+
+    async def _reconnected(self) -> None:
+        """Give up what was under way and wait for the connection. Raises Unavailable if it stays lost."""
+        self._give_up()
+        if not await self._client.wait_up(ACK_TIMEOUT):
+            raise Unavailable(f"the NATS connection was lost and did not come back within {ACK_TIMEOUT:g} s")
+
+    async def _wait(self) -> None:
+        await self.flush()
+        self._progress.clear()
+        if self._under_way and not await wait_for(self._progress, ACK_TIMEOUT):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self.published.unknown += len(self._under_way)
+        self._under_way.clear()
+
+    def _take(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        number = int(subject[len(self._inbox) :])
+        if number not in self._under_way:  # given up before
+            return
+        self._under_way.remove(number)
+        self._progress.set()
+        ack = json.loads(payload) if payload else {}
+        if "error" in ack:
+            self.published.refused[ack["error"].get("description", "without a reason")] += 1
+        elif "seq" not in ack:
+            self.published.refused["no stream takes this subject"] += 1
+        elif ack.get("duplicate"):
+            self.published.duplicates += 1
+        else:
+            self.published.stored += 1
+            if self._on_stored:
+                self._on_stored(number, ack["seq"])

@@ -1,0 +1,147 @@
+"""The commands that surround Floe: `floe emulate` and `floe demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from common.clock import SystemClock
+from common.errors import UsageError
+from common.service.click_types import Duration, Size
+from common.service.output import print_json
+
+if TYPE_CHECKING:
+    from common.settings.nats import NatsSettings
+
+T = TypeVar("T")
+
+EMULATE_HELP = """Publish what a fleet of nodes would publish, into a stream.
+
+Each node registers once in every interval with a document of 1 to 15 KB: its name, the time, facts and
+counters, varied from the facts of this machine. What was published is compared with what the stream stored.
+
+\b
+Examples:
+  floe emulate --server nats://127.0.0.1:4222 --create --nodes 500 --interval 5m
+  floe emulate -c site.yaml --stream NODE_DATA --rate 20000 --max-size 3K --count 1000000
+  floe emulate -c site.yaml --stream NODE_DATA --rate 0 --duration 1m --seed 7
+"""
+
+DEMO_HELP = """Run everything on this machine: two sites, a bucket, a centre, and Floe between them.
+
+Publishes for a while, kills egress and ingress and starts them again, compacts with Spark, then compares
+source, archive and target message by message. Ends with one line, and exit code 0 only if every number in it
+is 0. Needs Java 17 or 21; uses loopback only and one temporary folder.
+
+\b
+Examples:
+  floe demo
+  floe demo --seconds 120 --rate 1000
+  floe demo --keep            # leaves data, logs and configurations to look at
+  floe demo --json --seed 7
+"""
+
+
+@click.command(help=EMULATE_HELP)
+@click.option(
+    "-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Take the connection from here."
+)
+@click.option("--server", help="Or connect to this URL.")
+@click.option("--stream", default="NODE_DATA", show_default=True, help="The stream to publish into.")
+@click.option("--create", is_flag=True, help="Make the stream if it is missing.")
+@click.option(
+    "--subject",
+    default="choria.node_metadata.{sender}",
+    show_default=True,
+    help="Where each node publishes; {sender} is its name.",
+)
+@click.option("--nodes", type=click.IntRange(min=1), default=100, show_default=True, help="How many nodes.")
+@click.option(
+    "--interval", type=Duration(), default="5m", show_default=True, help="How often each one publishes."
+)
+@click.option("--rate", type=click.FloatRange(min=0), help="Messages per second of the fleet; 0: all it can.")
+@click.option("--min-size", type=Size(), default="1K", show_default=True, help="Smallest document, about.")
+@click.option("--max-size", type=Size(), default="15K", show_default=True, help="Largest document, about.")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after so many messages.")
+@click.option("--duration", type=Duration(), help="Stop after so long.")
+@click.option("--seed", type=int, help="The same seed makes the same fleet; default: random.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def emulate(**options: Any) -> None:
+    from infra.emulate import Emulation, run_emulation
+
+    as_json = options.pop("as_json")
+    settings = _connection(options.pop("config"), options.pop("server"))
+    options["seed"] = _seed(options["seed"])
+    result = asyncio.run(run_emulation(Emulation(settings=settings, **options)))
+    if as_json:
+        print_json(result)
+    else:
+        click.echo(result["line"])
+
+
+@click.command(help=DEMO_HELP)
+@click.option(
+    "--seconds", type=click.FloatRange(min=5), default=40, show_default=True, help="How long to publish."
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=1),
+    default=400,
+    show_default=True,
+    help="Registrations per second at each site.",
+)
+@click.option("--seed", type=int, help="The same seed publishes the same messages; default: random.")
+@click.option("--keep", is_flag=True, help="Leave the folder behind.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else on stdout.")
+def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> None:
+    from infra.demo import STEPS, Options, run_demo
+    from infra.demo_publish import Load
+    from infra.demo_view import ConsoleView, QuietView
+
+    options = Options(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
+    clock = SystemClock()
+    if as_json:
+        result = asyncio.run(_until_terminated(run_demo(options, QuietView(), clock)))
+        print_json(result.to_json())
+    else:
+        view = ConsoleView(clock, STEPS)
+        with view.running():
+            result = asyncio.run(_until_terminated(run_demo(options, view, clock)))
+        click.echo(f"\n{result.comparison().line()}")
+    sys.exit(0 if result.ok else 1)
+
+
+def _seed(given: int | None) -> int:
+    return random.SystemRandom().getrandbits(32) if given is None else given
+
+
+def _connection(config: str | None, server: str | None) -> NatsSettings:
+    """Where to connect: the URL, else what the configuration says for egress, else this machine."""
+    if config and server:
+        raise UsageError("--server and --config: expected at most one of them")
+    if config:
+        from common.service.wiring import load_settings
+
+        return load_settings(config).nats_for("egress")
+    from common.service.logs import configure
+    from common.settings.nats import NatsSettings
+
+    configure()
+    return NatsSettings(url=(server,)) if server else NatsSettings()
+
+
+async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:
+    """Run it; SIGTERM cancels it as Ctrl-C does, so that it cleans up."""
+    task = asyncio.ensure_future(running)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await task
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

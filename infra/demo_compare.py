@@ -1,0 +1,91 @@
+"""The demo's last step: every chain read in three places, by Floe's own code and by Spark, and compared."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.chain import Chain
+from common.errors import FloeError
+from common.jetstream.client import FloeClient
+from common.service import config
+from common.service.wiring import open_chains, open_store
+from infra.demo_result import Readings
+from infra.demo_services import run_command
+from infra.demo_world import NODES, PREFIX, STREAMS, TARGET, World
+from infra.oracle import Trace, prefixed
+from infra.oracle_archive import archive_holes, archived
+from infra.oracle_streams import Arrived, source_trace, target_traces
+
+
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """One chain of the archive, read through the cover rule. `segments`: how many by level."""
+
+    trace: Trace
+    segments: Mapping[int, int]
+    stored_bytes: int
+    holes: tuple[str, ...]
+
+
+def read_archive(world: World) -> dict[Chain, Archived]:
+    """All chains in the bucket, with subjects as the target has them."""
+    settings = config.load(str(world.central_config))
+    store = open_store(settings)
+    found = {}
+    for chain in open_chains(settings).chains():
+        refs = store.list(chain)
+        found[chain] = Archived(
+            Trace.of(archived(store, chain), prefixed(PREFIX)),
+            Counter(ref.level for ref in refs),
+            sum(ref.size for ref in refs),
+            tuple(str(hole) for hole in archive_holes(store, chain)),
+        )
+    return found
+
+
+async def read_chains(
+    clients: Mapping[str, FloeClient], archive: Mapping[Chain, Archived]
+) -> tuple[list[Readings], list[str]]:
+    """Each chain as it stands in source, archive and target; and what is wrong beside the messages."""
+    arrived = await target_traces(clients["central"], TARGET)
+    expected = [Chain(site, stream) for site in clients if site != "central" for stream in STREAMS]
+    problems = _strangers(expected, archive, arrived)
+    readings = []
+    for chain in expected:
+        source = await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
+        held = archive.get(chain, Archived(Trace(), {}, 0, ()))
+        problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
+        target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
+        readings.append(Readings(chain, source, held.trace, target, delays, held.segments, held.stored_bytes))
+    return readings, problems
+
+
+def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: Arrived) -> list[str]:
+    """Chains and messages that nobody published."""
+    found = sorted({*archive, *arrived.traces} - set(expected))
+    problems = [f"{chain}: a chain that no site has" for chain in found]
+    if arrived.foreign:
+        problems.append(f"{arrived.foreign} messages in {TARGET} without provenance")
+    return problems
+
+
+async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[str]]:
+    """Count the archive's rows with a Spark query; a sentence about it, and what differs from our reading."""
+    out = await run_command(
+        world.folder, "spark query", "compaction.summary", "-c", str(world.central_config)
+    )
+    try:
+        rows = {Chain.parse(row["chain"]): row for row in json.loads(out)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FloeError(f"spark query: expected JSON, found {out[:80]!r}", code="E-DEMO") from error
+    problems = []
+    for reading in readings:
+        counted = rows.get(reading.chain, {}).get("messages", 0)
+        if counted != len(reading.archive):
+            problems.append(f"{reading.chain}: expected {len(reading.archive)} rows, Spark found {counted}")
+    total = sum(row["messages"] for row in rows.values())
+    senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)
+    return f"Spark, reading the segments: {total:,} messages, {senders:,} nodes registered", problems

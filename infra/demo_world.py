@@ -1,0 +1,173 @@
+"""The demo's small world: two sites, a bucket and a centre, all on loopback in one temporary folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infra.demo_services import Service
+from infra.local.nats import NatsServer
+from infra.local.seaweedfs import SeaweedFS
+
+SITES = ("us-east", "eu-west")
+NODES, AWKWARD = "NODES", "AWKWARD"  # the streams of a site
+TARGET, PREFIX = "FLEET", "fleet"
+BUCKET = "floe"
+
+# A maximal message of a site becomes larger by its provenance header; the centre has room for it.
+CENTRAL_MAX_PAYLOAD = 2 * 1024 * 1024
+
+STREAMS: dict[str, dict[str, Any]] = {
+    NODES: {"name": NODES, "subjects": ["nodes.>"], "storage": "file"},
+    AWKWARD: {
+        "name": AWKWARD,
+        "subjects": ["awkward.>"],
+        "storage": "file",
+        "max_msgs_per_subject": 40,
+        "duplicate_window": 500_000_000,  # nanoseconds
+        "allow_rollup_hdrs": True,
+        "allow_msg_ttl": True,
+        "allow_msg_schedules": True,
+        "allow_atomic": True,
+    },
+}
+
+# Short enough that a run of a minute sees dozens of segments, two compactions and a deletion.
+SEGMENT = {"max_age": "2s", "max_messages": 5000}
+LEVELS = [
+    {
+        "from": 0,
+        "to": 1,
+        "min_age": "1s",
+        "max_wait": "2s",
+        "min_count": 2,
+        "max_count": 50,
+        "min_size": "1M",
+        "max_size": "64M",
+    }
+]
+DELETE_GRACE = "3s"
+LEASE_TTL = "3s"
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The processes of Floe, by what the demo calls them."""
+
+    egress: Mapping[str, Service]
+    ingress: Service
+
+    def all(self) -> list[Service]:
+        return [*self.egress.values(), self.ingress]
+
+    def check(self) -> None:
+        """Raises FloeError where one has ended by itself."""
+        for service in self.all():
+            service.check()
+
+
+class World:
+    """The servers, the configuration files and the processes. `close` ends all of them, whatever happened."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="floe-demo-"))
+        self._keep = keep
+        self.sites = {site: NatsServer(self.folder / f"nats-{site}", name=site) for site in SITES}
+        self.central = NatsServer(
+            self.folder / "nats-central", name="central", max_payload=CENTRAL_MAX_PAYLOAD
+        )
+        self.s3 = SeaweedFS(self.folder / "seaweedfs")
+        self.services: Services | None = None
+
+    def start(self) -> None:
+        """Start the servers; returns when all of them serve."""
+        for server in (*self.sites.values(), self.central):
+            server.start()
+        self.s3.start()
+        self.s3.create_bucket(BUCKET)
+
+    def write_configs(self) -> Services:
+        """Write a configuration for each site and one for the centre; their services, not yet started."""
+        egress = {
+            site: Service(self.folder, f"egress {site}", self._site_config(site), "egress", "run")
+            for site in SITES
+        }
+        central = self._write(self.central_config, self._central())
+        ingress = Service(self.folder, "ingress", central, "ingress", "run")
+        self.services = Services(egress, ingress)
+        return self.services
+
+    @property
+    def central_config(self) -> Path:
+        return self.folder / "central.yaml"
+
+    def close(self) -> None:
+        """End every process that this world started, and remove the folder unless it is to be kept."""
+        for service in self.services.all() if self.services else []:
+            service.kill()
+        for server in (*self.sites.values(), self.central):
+            server.kill()
+        self.s3.stop()
+        if not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _site_config(self, site: str) -> Path:
+        return self._write(
+            self.folder / f"{site}.yaml",
+            {
+                "site": site,
+                "nats": {"url": self.sites[site].url},
+                "store": self._store(),
+                "spool_dir": self._spool(site),
+                "egress": {
+                    "monitor": {"listen": ""},
+                    "lease_ttl": LEASE_TTL,
+                    "defaults": {"segment": SEGMENT},
+                    "feeds": [{"stream": NODES}, {"stream": AWKWARD}],
+                },
+            },
+        )
+
+    def _central(self) -> dict[str, Any]:
+        sources = [{"site": list(SITES), "feed": [NODES, AWKWARD], "subject_prefix": PREFIX}]
+        create = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
+        return {
+            "nats": {"url": self.central.url},
+            "store": self._store(),
+            "spool_dir": self._spool("central"),
+            "ingress": {
+                "monitor": {"listen": ""},
+                "lease_ttl": LEASE_TTL,
+                "poll_interval": "1s",
+                "targets": [{"stream": TARGET, "create": create, "sources": sources}],
+            },
+            "compaction": {
+                "spark": {"master": "local[2]", "conf": {"spark.ui.enabled": "false"}},
+                "levels": LEVELS,
+                "delete_grace": DELETE_GRACE,
+            },
+        }
+
+    def _store(self) -> dict[str, Any]:
+        return {
+            "url": f"s3://{BUCKET}",
+            "endpoint_url": self.s3.endpoint_url,
+            "access_key_id": self.s3.access_key,
+            "secret_access_key": self.s3.secret_key,
+        }
+
+    def _spool(self, name: str) -> str:
+        path = self.folder / f"spool-{name}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return str(path)
+
+    def _write(self, path: Path, document: Mapping[str, Any]) -> Path:
+        path.write_text(yaml.safe_dump(dict(document), sort_keys=False))
+        path.chmod(0o600)  # it holds the bucket's key
+        return path

@@ -1,0 +1,147 @@
+"""The fleet emulator: publishes into a stream what a fleet publishes, and checks what was stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.errors import ConfigError, DataError
+from common.jetstream.client import FloeClient
+from common.jetstream.streams import StreamInfo, create_stream, stream_info
+from infra.acked import AckedPublisher, Published
+from infra.fleet import Fleet
+
+SUBJECT = "choria.node_metadata.{sender}"
+STREAM = "NODE_DATA"
+TICK = 0.05  # seconds between two looks at what is due
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When which message is due, in seconds after the start.
+
+    `interval`: every node publishes once in so many seconds, one after the other. `rate`: messages per second
+    of the whole fleet instead; 0 means as fast as the server takes them. `count`, `duration`: where to stop,
+    whichever comes first; None means never.
+    """
+
+    nodes: int
+    interval: float = 300.0
+    rate: float | None = None
+    count: int | None = None
+    duration: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.interval <= 0 or (self.rate is not None and self.rate < 0):
+            raise ConfigError(
+                f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more"
+            )
+
+    def per_second(self) -> float:
+        """Messages per second; infinity where nothing holds them back."""
+        if self.rate is None:
+            return self.nodes / self.interval
+        return self.rate or float("inf")
+
+    def due(self, elapsed: float) -> int:
+        """How many messages must have been published `elapsed` seconds after the start."""
+        limit = self.count if self.count is not None else 2**62
+        return int(min(limit, 1 + elapsed * self.per_second()))
+
+    def is_over(self, published: int, elapsed: float) -> bool:
+        """Whether there is nothing left to do."""
+        timed_out = self.duration is not None and elapsed >= self.duration
+        return timed_out or (self.count is not None and published >= self.count)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far an emulation has come; read while it runs."""
+
+    published: Published = field(default_factory=Published)
+    elapsed: float = 0.0
+
+    def rate(self) -> float:
+        """Messages per second so far."""
+        return self.published.sent / self.elapsed if self.elapsed else 0.0
+
+
+class Emulator:
+    """One fleet publishing into one stream. `subject` holds `{sender}` where the node's name goes."""
+
+    def __init__(
+        self, client: FloeClient, fleet: Fleet, pace: Pace, clock: Clock, *, subject: str = SUBJECT
+    ) -> None:
+        if "{sender}" not in subject:
+            raise ConfigError(f"subject {subject!r}: expected it to hold {{sender}}, found none")
+        self.progress = Progress()
+        self._client, self._fleet, self._pace, self._clock = client, fleet, pace, clock
+        self._subject = subject
+        self._documents = self._endless()
+
+    async def run(self, stop: asyncio.Event) -> Published:
+        """Publish until the pace is over or `stop` is set; returns when all is acknowledged."""
+        started = self._clock.monotonic()
+        async with AckedPublisher(self._client) as publisher:
+            self.progress.published = publisher.published
+            while not stop.is_set():
+                elapsed = self.progress.elapsed = self._clock.monotonic() - started
+                if self._pace.is_over(publisher.published.sent, elapsed):
+                    break
+                await self._publish_due(publisher, elapsed, stop)
+            self.progress.elapsed = self._clock.monotonic() - started
+            return await publisher.settle()
+
+    async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: asyncio.Event) -> None:
+        """Publish what is due now, a second's worth of the fastest pace at most, and wait for the next."""
+        due = min(self._pace.due(elapsed) - publisher.published.sent, 20_000)
+        for _ in range(due):
+            if stop.is_set():
+                return
+            await publisher.publish(*next(self._documents))
+        await publisher.flush()
+        await self._clock.sleep(TICK if self._pace.per_second() != float("inf") else 0)
+
+    def _endless(self) -> Iterator[tuple[bytes, bytes]]:
+        """Subject and document, node after node, turn after turn."""
+        before, _, after = self._subject.encode().partition(b"{sender}")
+        turn = 0
+        while True:
+            for node in range(self._fleet.nodes):
+                subject = before + self._fleet.sender(node).encode() + after
+                yield subject, self._fleet.document(node, turn, self._clock.now())
+            turn += 1
+
+
+def subject_filter(subject: str) -> str:
+    """The subjects of a stream that takes what is published under `subject`."""
+    before, _, _ = subject.partition("{sender}")
+    return before.rstrip(".").rpartition(".")[0] + ".>" if not before.endswith(".") else before + ">"
+
+
+async def open_stream(client: FloeClient, stream: str, subject: str, *, create: bool) -> StreamInfo:
+    """The stream, made first if `create` and it is missing. Raises ConfigError where it is missing."""
+    info = await stream_info(client, stream)
+    if info is None and create:
+        subjects = [subject_filter(subject)]
+        info = await create_stream(client, {"name": stream, "subjects": subjects, "storage": "file"})
+    if info is None:
+        line = f"nats stream add {stream} --subjects '{subject_filter(subject)}' --defaults"
+        raise ConfigError(
+            f"stream {stream}: expected to exist, found none", hint=f"add --create, or run: {line}"
+        )
+    return info
+
+
+async def check_stored(client: FloeClient, before: StreamInfo, published: Published) -> None:
+    """Compare the stream with what was acknowledged. Raises DataError where it grew by less."""
+    after = await stream_info(client, before.name)
+    grown = after.last_sequence - before.last_sequence if after else 0
+    if grown < published.stored or published.refused or published.unknown:
+        raise DataError(
+            f"stream {before.name}: expected {published.sent} more messages, found {grown}",
+            hint=published.line(),
+            code="E-NOT-STORED",
+        )

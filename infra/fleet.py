@@ -1,0 +1,163 @@
+"""A fleet that exists only as documents: what each of N nodes publishes in each interval.
+
+A document is what a Choria server publishes as registration: `sender`, `timestamp`, agents, classes, facts
+and status. Everything in it is varied from the facts of one real machine, and is the same again for the same
+seed, node, turn and time. Nodes of one role and variant share their packages, mounts and processes, as
+machines of one role do; names, addresses, sizes and counters are each node's own. Now and then a node is
+upgraded: its variant, and with it the size of its document, changes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+
+from infra.facts import Facts
+
+ROLES = ("web", "db", "cache", "queue", "build", "edge", "mail", "dns")
+LOCATIONS = ("ams", "lon", "mlt", "nyc", "sfo", "syd")
+AGENTS = ("rpcutil", "choria_util", "package", "service", "puppet", "filemgr", "shell", "scout")
+VARIANTS = 8  # documents of one role, of different sizes
+TURNS_BETWEEN_UPGRADES = 48  # four hours at an interval of five minutes
+CPUS = (2, 4, 8, 16, 32, 64)
+GIB = 2**30
+
+PROTOCOL = "choria:registration:inventorycontent:1"
+_HEAD = (
+    b'{"protocol":"%b","sender":"%b","timestamp":%d,"identity":{"hostname":"%b","address":"10.%d.%d.%d",'
+    b'"mac":"02:%02x:%02x:%02x:%02x:%02x","serial":"%016x","processors":%d,"memory":%d},'
+)
+_STATUS = (
+    b',"status":{"uptime":%d,"load":[%d.%02d,%d.%02d,%d.%02d],"memory_free":%d,"processes":%d,"cpu_seconds":%d,'
+    b'"bytes_received":%d,"bytes_sent":%d,"total_messages":%d,"valid_messages":%d,"initializing":false}}'
+)
+_REST = 900  # bytes of all but the facts, about
+_PACKAGE_FILL = 32  # bytes of JSON that a package entry takes, about
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large documents are, in bytes: spread over the range, most of them in its lower third."""
+
+    least: int = 1024
+    most: int = 15 * 1024
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ValueError(f"sizes {self.least} to {self.most}: expected at least 1, the smaller first")
+
+    def pick(self, rng: random.Random) -> int:
+        return self.least + int((self.most - self.least) * rng.betavariate(1.1, 4.0))
+
+
+class Fleet:
+    """`nodes` nodes that publish every `interval` seconds (by which their counters grow)."""
+
+    def __init__(
+        self, facts: Facts, *, seed: int, nodes: int, interval: float = 300.0, sizes: Sizes | None = None
+    ) -> None:
+        if nodes < 1:
+            raise ValueError(f"nodes {nodes}: expected at least 1")
+        self.nodes = nodes
+        self._seed, self._interval = seed, interval
+        rng = random.Random(f"{seed} profiles")
+        sizes = sizes or Sizes()
+        self._bodies = [[_body(facts, role, sizes.pick(rng), rng) for _ in range(VARIANTS)] for role in ROLES]
+        self._processes = max(len(facts.processes), 1)
+
+    def sender(self, node: int) -> str:
+        """The host name of node 0 .. nodes-1."""
+        mixed = _mix(self._seed, node, 0)
+        return f"{ROLES[mixed % len(ROLES)]}{node:05d}.{LOCATIONS[(mixed >> 8) % len(LOCATIONS)]}.example.net"
+
+    def document(self, node: int, turn: int, now: float) -> bytes:
+        """What `node` publishes in the `turn`-th interval (0 is the first), at `now` seconds since 1970."""
+        own, mood = _mix(self._seed, node, 0), _mix(self._seed, node, turn + 1)
+        variant = (own // 64 + (turn + node) // TURNS_BETWEEN_UPGRADES) % VARIANTS
+        body = self._bodies[own % len(ROLES)][variant]
+        return self._head(node, own, int(now)) + body + self._status(own, mood, turn)
+
+    def _head(self, node: int, own: int, now: int) -> bytes:
+        sender = self.sender(node).encode()
+        memory = (1 << (own >> 20) % 9) * GIB
+        mac = (own & 255, own >> 8 & 255, own >> 16 & 255, node >> 8 & 255, node & 255)
+        address = (node >> 16 & 255, node >> 8 & 255, node & 255)
+        host = sender.split(b".")[0]
+        processors = CPUS[(own >> 24) % len(CPUS)]
+        return _HEAD % (PROTOCOL.encode(), sender, now, host, *address, *mac, own, processors, memory)
+
+    def _status(self, own: int, mood: int, turn: int) -> bytes:
+        uptime = own % (90 * 86400) + int(turn * self._interval)
+        load = mood % 400
+        return _STATUS % (
+            uptime,
+            *divmod(load, 100),
+            *divmod(load * 4 // 5 + 7, 100),
+            *divmod(load * 3 // 5 + 11, 100),
+            (mood >> 9) % (8 * GIB),
+            self._processes + (mood >> 5) % 40,
+            uptime * (own % 7 + 1) // 8,
+            uptime * (own % 65536) + mood % 1_000_000,
+            uptime * (own % 32768) + mood % 500_000,
+            uptime // 60 + mood % 50,
+            uptime // 60,
+        )
+
+
+def _mix(seed: int, a: int, b: int) -> int:
+    """64 bits that look random and depend on all three (the finish of splitmix64)."""
+    x = (seed * 0x9E3779B97F4A7C15 + a * 0xBF58476D1CE4E5B9 + b * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+def _body(facts: Facts, role: str, size: int, rng: random.Random) -> bytes:
+    """The part that nodes of one role and variant share: JSON members without the braces around them."""
+    document: dict[str, object] = {
+        "agents": sorted(rng.sample(AGENTS, rng.randint(2, len(AGENTS)))),
+        "classes": [f"roles::{role}", "profiles::base", f"profiles::{rng.choice(('blue', 'green'))}"],
+        "collectives": ["mcollective", f"{role}_collective"],
+    }
+    document["facts"] = _facts(facts, size - _REST, rng)
+    return json.dumps(document, separators=(",", ":"))[1:-1].encode()
+
+
+def _facts(facts: Facts, room: int, rng: random.Random) -> dict[str, object]:
+    """Facts of about `room` bytes of JSON: first what every machine has, then as many lists as fit."""
+    chosen: dict[str, object] = {"os": facts.os, "kernel": facts.kernel, "cpu": facts.cpu}
+    room -= len(json.dumps(chosen))
+    lists = {"interfaces": facts.interfaces, "mounts": facts.mounts, "processes": facts.processes}
+    for name, entries in lists.items():
+        chosen[name] = _sample(entries, room // 4, rng)
+        room -= len(json.dumps(chosen[name]))
+    memory = {name: value * rng.randint(50, 150) // 100 for name, value in facts.memory.items()}
+    if room > 2 * len(json.dumps(memory)):
+        chosen["memory"] = memory
+        room -= len(json.dumps(memory))
+    chosen["packages"] = _packages(facts, max(room, 0) // _PACKAGE_FILL, rng)
+    return chosen
+
+
+def _sample(entries: tuple[dict[str, object], ...], room: int, rng: random.Random) -> list[dict[str, object]]:
+    taken = []
+    for entry in rng.sample(entries, len(entries)):
+        room -= len(json.dumps(entry))
+        if room < 0:
+            break
+        taken.append(entry)
+    return taken
+
+
+def _packages(facts: Facts, count: int, rng: random.Random) -> dict[str, str]:
+    """`count` of the packages, a few of them at another version than the real one."""
+    names = sorted(rng.sample(sorted(facts.packages), min(count, len(facts.packages))))
+    return {name: facts.packages[name] + rng.choice(("", "", "", "+upd1")) for name in names}
+
+
+def describe(facts: Facts) -> str:
+    """One line on the machine behind the fleet."""
+    data = asdict(facts)
+    lists = ", ".join(f"{len(data[name])} {name}" for name in ("mounts", "processes", "packages"))
+    return f"{facts.os.get('pretty_name', facts.kernel['name'])}, {facts.cpu['count']} CPUs, {lists}"

@@ -1,0 +1,234 @@
+"""Compares what a stream held, what the archive holds and what arrived, message by message.
+
+Each place is read into a `Trace`: 24 bytes for each message, whatever its size. `compare` then tells apart
+what can have happened to messages on the way: lost (in front, in the middle, at the end), repeated, out of
+order, altered, unexpected. `infra/oracle_reading.py` fills traces from streams and buckets.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import takewhile
+
+from common.segments.segment import Message
+
+MAX_EXAMPLES = 5  # of each kind of damage
+
+SubjectMap = Callable[[bytes], bytes]
+
+
+def same_subject(subject: bytes) -> bytes:
+    """The mapping of a target that keeps subjects."""
+    return subject
+
+
+def prefixed(prefix: str) -> SubjectMap:
+    """The mapping of a target with `subject_prefix: prefix`."""
+    return lambda subject: prefix.encode() + b"." + subject
+
+
+def fingerprint(subject: bytes, headers: bytes | None, payload: bytes) -> int:
+    """64 bits over subject, raw header block and payload; no headers and an empty block differ."""
+    digest = blake2b(digest_size=8)
+    for part in (subject, headers, payload):
+        digest.update(b"-" if part is None else b"%d:" % len(part))
+        digest.update(part or b"")
+    return int.from_bytes(digest.digest(), "big")
+
+
+@dataclass(slots=True)
+class Trace:
+    """The messages of one chain in the order in which they were read.
+
+    `through`: the greatest sequence that the reading accounts for, whether or not it is still held.
+    """
+
+    sequences: array[int] = field(default_factory=lambda: array("Q"))
+    timestamps: array[int] = field(default_factory=lambda: array("q"))
+    prints: array[int] = field(default_factory=lambda: array("Q"))
+    raw_bytes: int = 0
+    through: int = 0
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, message: Message, subject: bytes | None = None) -> None:
+        """Note the next message, under another `subject` if one is given."""
+        subject = message.subject if subject is None else subject
+        self.sequences.append(message.sequence)
+        self.timestamps.append(message.timestamp_ns)
+        self.prints.append(fingerprint(subject, message.headers, message.payload))
+        self.raw_bytes += len(subject) + len(message.headers or b"") + len(message.payload)
+        self.through = max(self.through, message.sequence)
+
+    @classmethod
+    def of(cls, messages: Iterable[Message], subject: SubjectMap = same_subject) -> Trace:
+        """The trace of `messages`, each under its mapped subject."""
+        trace = cls()
+        for message in messages:
+            trace.add(message, subject(message.subject))
+        return trace
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How what was found differs from what was expected; counts of messages.
+
+    `gone`: found, and no longer held by the source, which does not count as damage. `examples`: a few lines
+    that name sequences.
+    """
+
+    name: str = ""
+    expected: int = 0
+    found: int = 0
+    lost_prefix: int = 0
+    lost_middle: int = 0
+    lost_postfix: int = 0
+    repeated: int = 0
+    out_of_order: int = 0
+    altered: int = 0
+    unexpected: int = 0
+    gone: int = 0
+    examples: tuple[str, ...] = ()
+
+    @property
+    def lost(self) -> int:
+        """All that was expected and not found."""
+        return self.lost_prefix + self.lost_middle + self.lost_postfix
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
+
+    def line(self) -> str:
+        """The verdict in one line."""
+        more = f", unexpected {self.unexpected}" if self.unexpected else ""
+        counts = f"lost {self.lost}, repeated {self.repeated}, out of order {self.out_of_order}"
+        return f"{counts}, altered {self.altered}{more}"
+
+    def report(self) -> str:
+        """The verdict, and lines that say which messages."""
+        return "\n".join((f"{self.name}: {self.line()}" if self.name else self.line(), *self.examples))
+
+
+def compare(expected: Trace, found: Trace, *, name: str = "", may_be_gone: bool = False) -> Comparison:
+    """What happened to the messages of `expected` on their way to `found`.
+
+    `expected` is in sequence order without repeats, as a stream is. With `may_be_gone` its source has deleted
+    messages since they were carried on: what was found up to `expected.through` and is not in `expected`
+    counts as gone. Raises ValueError where `expected` is not in order.
+    """
+    return _Walk(expected, found, name, may_be_gone).result()
+
+
+def total(comparisons: Iterable[Comparison], name: str = "") -> Comparison:
+    """The sums over several chains."""
+    result = Comparison(name=name)
+    counts = [key for key in Comparison.__slots__ if key not in ("name", "examples")]
+    for one in comparisons:
+        sums = {key: getattr(result, key) + getattr(one, key) for key in counts}
+        examples = tuple(f"{one.name}: {line}" if one.name else line for line in one.examples)
+        result = replace(result, examples=result.examples + examples, **sums)
+    return result
+
+
+class _Walk:
+    """One pass over what was found, beside a mark for each message that was expected."""
+
+    def __init__(self, expected: Trace, found: Trace, name: str, may_be_gone: bool) -> None:
+        self._expected, self._found, self._name = expected, found, name
+        self._may_be_gone = may_be_gone
+        self._seen = bytearray(len(expected))
+        self._others: set[int] = set()
+        self._counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected", "gone"), 0)
+        self._examples: list[str] = []
+        _require_order(expected)
+
+    def result(self) -> Comparison:
+        greatest = 0
+        for index, sequence in enumerate(self._found.sequences):
+            if self._take(index, sequence) and sequence < greatest:
+                self._note("out_of_order", f"sequence {sequence} came after {greatest}")
+            greatest = max(greatest, sequence)
+        prefix, middle, postfix = self._lost()
+        return Comparison(
+            name=self._name,
+            expected=len(self._expected),
+            found=len(self._found),
+            lost_prefix=prefix,
+            lost_middle=middle,
+            lost_postfix=postfix,
+            examples=tuple(self._examples),
+            **self._counts,
+        )
+
+    def _take(self, index: int, sequence: int) -> bool:
+        """Judge the message at `index`; False if it was there before."""
+        place = self._place(sequence)
+        if place is None:
+            return self._take_other(sequence)
+        self._check_content(place, index, sequence)
+        if self._seen[place]:
+            self._note("repeated", f"sequence {sequence} came again")
+            return False
+        self._seen[place] = 1
+        return True
+
+    def _place(self, sequence: int) -> int | None:
+        """Where `expected` holds the sequence; None if it does not."""
+        place = bisect_left(self._expected.sequences, sequence)
+        held = place < len(self._expected) and self._expected.sequences[place] == sequence
+        return place if held else None
+
+    def _take_other(self, sequence: int) -> bool:
+        if sequence in self._others:
+            self._note("repeated", f"sequence {sequence} came again")
+            return False
+        self._others.add(sequence)
+        if self._may_be_gone and sequence <= self._expected.through:
+            self._counts["gone"] += 1
+        else:
+            self._note("unexpected", f"sequence {sequence} was never there")
+        return True
+
+    def _check_content(self, place: int, index: int, sequence: int) -> None:
+        if self._expected.prints[place] != self._found.prints[index]:
+            self._note("altered", f"sequence {sequence}: subject, headers or payload differ")
+        elif self._expected.timestamps[place] != self._found.timestamps[index]:
+            there, here = self._expected.timestamps[place], self._found.timestamps[index]
+            self._note("altered", f"sequence {sequence}: timestamp {there} became {here}")
+
+    def _lost(self) -> tuple[int, int, int]:
+        """Lost in front, in the middle, at the end; where nothing came at all, all is lost at the end."""
+        lost = self._seen.count(0)
+        if lost:
+            self._example_lost()
+        if lost == len(self._seen):
+            return 0, 0, lost
+        prefix = sum(1 for _ in takewhile(lambda mark: not mark, self._seen))
+        postfix = sum(1 for _ in takewhile(lambda mark: not mark, reversed(self._seen)))
+        return prefix, lost - prefix - postfix, postfix
+
+    def _example_lost(self) -> None:
+        place = -1
+        for _ in range(min(MAX_EXAMPLES, self._seen.count(0))):
+            place = self._seen.index(0, place + 1)
+            self._examples.append(f"lost: sequence {self._expected.sequences[place]}")
+
+    def _note(self, kind: str, example: str) -> None:
+        self._counts[kind] += 1
+        if self._counts[kind] <= MAX_EXAMPLES:
+            self._examples.append(f"{kind.replace('_', ' ')}: {example}")
+
+
+def _require_order(trace: Trace) -> None:
+    previous = 0
+    for sequence in trace.sequences:
+        if sequence <= previous:
+            raise ValueError(f"expectation out of order: sequence {sequence} stands after {previous}")
+        previous = sequence

@@ -1,0 +1,74 @@
+"""The commands of ingress."""
+
+from __future__ import annotations
+
+import click
+
+from common.service.cli import config_option, json_option, run_command
+
+
+@click.group()
+def ingress() -> None:
+    """Melt segments back into target streams."""
+
+
+@ingress.command("run")
+@config_option
+@run_command
+async def run(config: str) -> None:
+    """Carry what the archive holds into the target streams, until SIGTERM.
+
+    Example: floe ingress run -c central.yaml
+    """
+    from common.clock import SystemClock
+    from common.service.monitor import Health, Monitor
+    from common.service.shutdown import stop_on_signals
+    from common.service.wiring import load_settings, open_chains, open_store
+    from ingress.controller import Controller
+
+    settings, clock = load_settings(config), SystemClock()
+    health = Health(clock)
+    monitor = Monitor(settings.ingress.monitor.listen, health)
+    store = open_store(settings)
+    controller = Controller(settings, store, open_chains(settings), health, clock)
+    monitor.start()
+    try:
+        async with stop_on_signals() as stop:
+            await controller.run(stop)
+    finally:
+        monitor.close()
+
+
+@click.group()
+def checkpoint() -> None:
+    """Show how far ingress has come."""
+
+
+@checkpoint.command("ls")
+@config_option
+@json_option
+@run_command
+async def checkpoint_ls(config: str, as_json: bool) -> None:
+    """List the checkpoint of each target: what is stored for good, and the open intent if there is one.
+
+    Example: floe checkpoint ls -c central.yaml --json
+    """
+    from common.service.wiring import load_settings
+    from ingress.reports import print_checkpoints
+
+    await print_checkpoints(load_settings(config), as_json)
+
+
+@click.command()
+@config_option
+@json_option
+@run_command
+async def status(config: str, as_json: bool) -> None:
+    """Show for each chain how far the archive and the target are, and how far apart.
+
+    Example: floe status -c central.yaml
+    """
+    from common.service.wiring import load_settings
+    from ingress.reports import print_status
+
+    await print_status(load_settings(config), as_json)

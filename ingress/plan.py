@@ -1,0 +1,94 @@
+"""What to carry next, chain by chain: pure functions over listings, positions and the ends of
+incarnations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.chain import Chain
+from common.segments.segment import SegmentRef
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, extends, until_hole
+
+
+class Phase(StrEnum):
+    """Where a chain stands."""
+
+    READY = "ready"  # rows can be carried now
+    IDLE = "idle"  # everything that is archived is carried
+    LATE = "late"  # a hole: segments behind it are there, the one that continues is not
+    DAMAGED = "damaged"  # only damaged segments would continue
+    DONE = "done"  # its incarnation ended and everything up to there is carried
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """What can be carried of one chain, ascending and without a hole from its position on.
+
+    `hole`: the missing sequences, where the phase is LATE or DAMAGED. `waiting_since`: LastModified
+    of the first segment behind the hole (or of the damaged one), in seconds by the store's clock, so
+    that waiting survives restarts. `beyond`: the greatest end of coverage behind the end of the
+    incarnation, which is reported and never delivered; 0 if there is none.
+    """
+
+    phase: Phase
+    stretches: tuple[Stretch[SegmentRef], ...] = ()
+    hole: SequenceRange | None = None
+    waiting_since: float | None = None
+    beyond: int = 0
+
+
+def plan_chain(
+    segments: Iterable[SegmentRef], position: int, end: int | None, damaged: AbstractSet[str] = frozenset()
+) -> ChainPlan:
+    """The stretches from `position` to the first hole, or to `end` (inclusive) if the incarnation
+    ended there.
+
+    `damaged`: keys of segments to leave out.
+    """
+    found = list(segments)
+    last = MAX_SEQUENCE if end is None else end
+    beyond = max((ref.coverage.last for ref in found if ref.coverage.last > last), default=0)
+    if position > last:
+        return ChainPlan(Phase.DONE, beyond=beyond)
+    usable = [ref for ref in found if ref.key not in damaged]
+    stretches = tuple(until_hole(cover(usable, position, last), position))
+    if stretches:
+        return ChainPlan(Phase.READY, stretches, beyond=beyond)
+    broken = [ref for ref in found if ref.key in damaged and extends(ref.coverage, position)]
+    behind = [ref for ref in usable if ref.coverage.first > position]
+    return _waiting(position, broken, behind, beyond)
+
+
+def _waiting(position: int, broken: list[SegmentRef], behind: list[SegmentRef], beyond: int) -> ChainPlan:
+    if not broken and not behind:
+        return ChainPlan(Phase.IDLE, beyond=beyond)
+    ends = [ref.coverage.first - 1 for ref in behind] or [ref.coverage.last for ref in broken]
+    since = min(ref.modified for ref in broken or behind)
+    phase = Phase.DAMAGED if broken else Phase.LATE
+    return ChainPlan(phase, (), SequenceRange(position, min(ends)), since, beyond)
+
+
+def first_position(first: int, floor: int | None) -> int:
+    """Where a chain without a position begins: `chain.json`'s first, or what retention left."""
+    return max(first, floor or 1)
+
+
+def unfinished(
+    chain: Chain, previous: Mapping[int, int], positions: Mapping[Chain, int]
+) -> dict[Chain, tuple[int, int]]:
+    """Which partitions of the incarnation before `chain`'s have not reached their ends, with (position, end).
+
+    `previous`: where each partition of the incarnation before ended, as `stream.json` says. A chain
+    may begin when this is empty. A partition without a position stands at 1.
+    """
+    found = {}
+    for partition, end in previous.items():
+        before = Chain(chain.site, chain.feed, chain.incarnation - 1, partition)
+        at = positions.get(before, 1)
+        if at <= end:
+            found[before] = (at, end)
+    return found

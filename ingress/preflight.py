@@ -1,0 +1,154 @@
+"""Before anything is published: is the target there, is it of the kind that the promises need, what does
+it take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from common.errors import ConfigError
+from common.jetstream.client import FloeClient
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import StreamInfo, create_stream, stream_info
+from common.service.logs import get_logger
+from common.settings.ingress import CreateSettings, TargetSettings
+from common.settings.units import format_duration
+from ingress.prepare import Shape
+from ingress.subjects import Accepting
+
+log = get_logger("ingress.preflight")
+
+# Headers of a source that may act again, and what the target must allow for it.
+NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
+
+
+async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
+    """The target, created if it is missing and may be. Raises ConfigError with every reason against it."""
+    info = await stream_info(client, settings.stream)
+    if info is None:
+        info = await _create(client, settings)
+    if found := list(problems(info.config, settings)):
+        raise ConfigError(*(f"target {settings.stream}: {problem}" for problem in found), code="E-TARGET")
+    return info
+
+
+async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
+    if settings.create is None:
+        raise ConfigError(
+            f"target {settings.stream}: expected a stream, found none and no `create`",
+            hint=add_command(settings),
+            code="E-TARGET-MISSING",
+        )
+    if not settings.subjects_to_create():
+        raise ConfigError(
+            f"target {settings.stream}: create.subjects: expected subjects, found none and no subject_prefix",
+            code="E-TARGET",
+        )
+    try:
+        info = await create_stream(client, stream_config(settings, settings.create))
+    except ApiError as error:
+        raise ConfigError(
+            f"target {settings.stream}: cannot be created: {error.description}", code="E-TARGET"
+        ) from error
+    log.info("target created", action="target_created", target=settings.stream)
+    return info
+
+
+def control_headers(settings: TargetSettings) -> frozenset[bytes]:
+    """The names of headers that act again, in lower case."""
+    return frozenset(name.lower().encode() for name in settings.control_headers)
+
+
+def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str, Any]:
+    """The configuration of a target that Floe creates; nothing of a source's habits is copied."""
+    wanted = {NEEDS[name] for name in control_headers(settings) if NEEDS.get(name)}
+    return {
+        "name": settings.stream,
+        "subjects": list(settings.subjects_to_create()),
+        "retention": "limits",
+        "discard": "old",
+        "storage": create.storage,
+        "num_replicas": create.replicas,
+        "max_age": int(create.max_age * 1_000_000_000),
+        "max_bytes": create.max_bytes or -1,
+        "max_msgs": -1,
+        "max_msgs_per_subject": -1,
+        "max_msg_size": -1,
+        "max_consumers": -1,
+        "allow_direct": True,
+        "allow_atomic": True,
+        "allow_batched": True,
+        **dict.fromkeys(sorted(wanted), True),
+    }
+
+
+def add_command(settings: TargetSettings) -> str:
+    """The line that makes the missing stream."""
+    create = settings.create or CreateSettings()
+    prefixes = sorted({source.subject_prefix for source in settings.sources if source.subject_prefix})
+    subjects = list(create.subjects) or [f"{prefix}.>" for prefix in prefixes] or ["SUBJECTS"]
+    words = [
+        f"nats stream add {settings.stream}",
+        f"--subjects '{','.join(subjects)}' --storage {create.storage} --replicas {create.replicas}",
+        "--retention limits --discard old --allow-batch --allow-direct --defaults",
+    ]
+    if create.max_age:
+        words.append(f"--max-age {format_duration(create.max_age)}")
+    return " ".join(words)
+
+
+def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
+    """What of the stream's configuration would break a promise; each with what was expected and found."""
+    for name in ("mirror", "sources", "subject_transform"):
+        if config.get(name):
+            yield f"{name}: expected none, found one: another writer, or other subjects than were sent"
+    for name, why in (
+        ("sealed", "nothing can be published"),
+        ("no_ack", "nothing is acknowledged"),
+        ("allow_msg_counter", "only counters are taken"),
+        ("discard_new_per_subject", "single messages would be refused for good"),
+    ):
+        if config.get(name):
+            yield f"{name}: expected false, found true: {why}"
+    if settings.create is not None:
+        yield from _differences(config, settings, settings.create)
+    yield from _control_problems(config, settings)
+
+
+def _differences(
+    config: Mapping[str, Any], settings: TargetSettings, create: CreateSettings
+) -> Iterator[str]:
+    """Where the stream would keep less, or take less, than `create` says."""
+    expected = stream_config(settings, create)
+    for name in ("retention", "storage"):
+        if config.get(name) != expected[name]:
+            yield f"{name}: expected {expected[name]} (create), found {config.get(name)}"
+    if int(config.get("num_replicas", 1)) < create.replicas:
+        yield f"num_replicas: expected {create.replicas} (create), found {config.get('num_replicas', 1)}"
+    for name, unlimited in (("max_age", 0), ("max_bytes", -1)):
+        found = int(config.get(name, unlimited))
+        if found > 0 and (expected[name] <= 0 or found < expected[name]):
+            yield f"{name}: expected {expected[name]} (create), found {found}"
+    accepting = Accepting(config.get("subjects") or [settings.stream])
+    for subject in expected["subjects"]:
+        if not accepting.covers(subject):
+            yield f"subjects: expected {subject} (create) among them, found {accepting}"
+
+
+def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
+    for name in sorted(control_headers(settings)):
+        if name not in NEEDS:
+            known = ", ".join(sorted(known.decode() for known in NEEDS))
+            yield f"control_headers: expected some of {known}, found {name.decode()}"
+        elif NEEDS[name] and not config.get(NEEDS[name]):
+            yield f"{NEEDS[name]}: expected true for control_headers {name.decode()}, found false"
+
+
+def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> Shape:
+    """What the target takes: its subjects, and the lesser of its and its server's greatest message."""
+    limits = [client.max_payload]
+    if (size := int(info.config.get("max_msg_size", -1))) >= 0:
+        limits.append(size)
+    subjects = info.config.get("subjects") or [settings.stream]
+    return Shape(Accepting(subjects), min(limits), control_headers(settings))

@@ -1,0 +1,115 @@
+"""Finds the rows of an open intent again: in the segment it names, or through the cover where that is
+gone.
+"""
+
+from __future__ import annotations
+
+from common.errors import SegmentCorrupt, Stopped
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentGone, SegmentStore
+from common.sequences import Stretch, cover, until_hole
+from common.service.logs import get_logger
+from common.service.threads import Threads
+from ingress.blocks import Block, Rows
+from ingress.budget import Budget
+from ingress.decoder import Decoder
+from ingress.intent import Intent, Piece
+from ingress.roster import Roster
+
+log = get_logger("ingress.recall")
+
+
+class Recall:
+    """Reads the rows that an intent names; the blocks' bytes are counted in `budget` without waiting for it,
+    because what was decoded ahead is not published before the intent is closed."""
+
+    def __init__(self, store: SegmentStore, threads: Threads, budget: Budget, roster: Roster) -> None:
+        self._store, self._threads, self._budget, self._roster = store, threads, budget, roster
+        self._decoder = Decoder(store, threads, budget)
+
+    async def rows(self, intent: Intent, stored: int) -> Rows:
+        """All messages of the intent by their index; of pieces that are stored completely only the number.
+
+        Raises Stopped where the archive does not give exactly these rows, ConfigError for a chain that may no
+        longer flow in, and what the store raises.
+        """
+        blocks: list[Block] = []
+        before = 0
+        try:
+            for piece in intent.pieces:
+                before += piece.count
+                if piece.count == 0 or before <= stored:
+                    self._budget.force((skipped := Block(piece)).size)
+                    blocks.append(skipped)
+                else:
+                    blocks += await self._piece(piece)
+        except BaseException:
+            self._budget.give(sum(block.size for block in blocks))
+            raise
+        return Rows(blocks)
+
+    async def _piece(self, piece: Piece) -> list[Block]:
+        refs = await self._threads.run(self._store.list, piece.chain, position=piece.rows.first)
+        damaged: set[str] = set()
+        while True:
+            stretches = _stretches(piece, [ref for ref in refs if ref.key not in damaged])
+            if not stretches:
+                raise _lost(piece, f"no undamaged segments cover {piece.rows}")
+            found = await self._read(piece, stretches, damaged)
+            if found is not None:
+                return found
+
+    async def _read(
+        self, piece: Piece, stretches: list[Stretch[SegmentRef]], damaged: set[str]
+    ) -> list[Block] | None:
+        """The blocks of the stretches; None where a segment turned out damaged or gone, which is
+        then noted.
+        """
+        blocks: list[Block] = []
+        preparer = self._roster.preparer(piece.chain)
+        try:
+            for stretch in stretches:
+                ref = stretch.segment
+                try:
+                    problem = await self._decoder.read(ref, stretch.rows, preparer, blocks.append, wait=False)
+                except (SegmentCorrupt, SegmentGone) as error:
+                    log.warning("segment not usable", action="recall", error=str(error), **ref.log_context())
+                    damaged.add(ref.key)
+                    self._drop(blocks)
+                    return None
+                if problem is not None:
+                    raise problem
+            self._check_count(piece, blocks)
+        except BaseException:
+            self._drop(blocks)
+            raise
+        return blocks
+
+    def _drop(self, blocks: list[Block]) -> None:
+        self._budget.give(sum(block.size for block in blocks))
+        blocks.clear()
+
+    @staticmethod
+    def _check_count(piece: Piece, blocks: list[Block]) -> None:
+        count = sum(block.piece.count for block in blocks)
+        if count != piece.count:
+            raise _lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
+
+
+def _stretches(piece: Piece, refs: list[SegmentRef]) -> list[Stretch[SegmentRef]]:
+    """What to read for `piece`: the segment it names, else the cover of its range; empty where
+    neither is there.
+    """
+    for ref in refs:
+        if ref.segment == piece.segment:
+            return [Stretch(ref, piece.rows)]
+    found = until_hole(cover(refs, piece.rows.first, piece.rows.last), piece.rows.first)
+    return found if found and found[-1].rows.last == piece.rows.last else []
+
+
+def _lost(piece: Piece, why: str) -> Stopped:
+    return Stopped(
+        f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
+        hint="put the segment back (or one with the same rows); ingress then goes on by itself",
+        code="E-INTENT",
+    )

@@ -1,0 +1,146 @@
+"""Answers to published messages, and what they are worth.
+
+An acknowledgement counts only when stream, sequence and count are exactly what was expected; everything
+else, a refusal included, says nothing about what is stored: that is settled by reading the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from asyncio import Future
+from dataclasses import dataclass
+from typing import Any
+
+from common.jetstream.client import FloeClient, RawSubscription
+
+NO_RESPONDERS = b"NATS/1.0 503"
+WRONG_LAST_SEQUENCE = (10071, 10164)
+BATCH_TOO_LARGE = 10199
+BATCH_INCOMPLETE = 10176
+
+Answer = tuple[bytes, bytes | None]  # payload, header block
+
+
+@dataclass(frozen=True, slots=True)
+class Unclear:
+    """Why it is not known how much was stored. `err_code`: JetStream's number of a refusal, 0 for none."""
+
+    why: str
+    err_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the acknowledgement of a batch must say; `batch` is empty for a single message."""
+
+    stream: str
+    sequence: int
+    batch: str = ""
+    count: int = 0
+
+
+def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Unclear | None:
+    """None where `payload` acknowledges exactly `expected`."""
+    if headers is not None and headers.startswith(NO_RESPONDERS):
+        return Unclear("no stream takes the subject, or the stream has no leader")
+    try:
+        ack = json.loads(payload)
+    except ValueError:
+        ack = None
+    if not isinstance(ack, dict):
+        return Unclear(f"acknowledgement: expected JSON, found {payload[:60]!r}")
+    if isinstance(ack.get("error"), dict):
+        return _refusal(ack["error"])
+    found = Expected(ack.get("stream", ""), ack.get("seq", 0), ack.get("batch", ""), ack.get("count", 0))
+    if found != expected or ack.get("duplicate"):
+        return Unclear(f"acknowledgement: expected {expected}, found {ack!r:.200}")
+    return None
+
+
+def _refusal(error: dict[str, Any]) -> Unclear:
+    code = error.get("err_code")
+    return Unclear(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
+
+
+class Reply:
+    """The answers to one batch: the decisive one, and the first refusal of a message before it.
+
+    `decisive` gives payload and header block of the answer; None where the connection was lost first.
+    """
+
+    def __init__(self, subject: bytes) -> None:
+        self.prefix = subject + b"."
+        self.early = self.prefix + b"e"
+        self.last = self.prefix + b"c"
+        self.decisive: Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.refusal: Unclear | None = None
+
+    def take(self, subject: bytes, payload: bytes, headers: bytes | None) -> None:
+        """An answer came; called from the read loop."""
+        if subject == self.last:
+            self._decide((payload, headers))
+        elif payload or headers:  # empty: staged
+            self.refusal = self.refusal or judge_ack(payload, headers, Expected("", 0))
+
+    def lost(self) -> None:
+        """No answer will come any more."""
+        self._decide(None)
+
+    def _decide(self, answer: Answer | None) -> None:
+        if not self.decisive.done():
+            self.decisive.set_result(answer)
+
+
+class Replies:
+    """One inbox for everything that a publisher sends; one batch waits at a time. Made by `open`."""
+
+    def __init__(self, client: FloeClient, inbox: str) -> None:
+        self._client = client
+        self.inbox = inbox
+        self._waiting: Reply | None = None
+        self._count = 0
+        self._subscription: RawSubscription | None = None
+        self._remove_listener = client.add_listener(self._on_connection)
+
+    @classmethod
+    async def open(cls, client: FloeClient) -> Replies:
+        """Subscribe. Raises Unavailable, Refused."""
+        replies = cls(client, client.new_inbox())
+        replies._subscription = await client.subscribe_raw(f"{replies.inbox}.>", replies._sink)
+        return replies
+
+    async def aclose(self) -> None:
+        """Answers are dropped from now on."""
+        self._remove_listener()
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    def make(self) -> Reply:
+        """Subjects of their own for the answers to one batch."""
+        self._count += 1
+        return Reply(b"%b.%x" % (self.inbox.encode(), self._count))
+
+    def listen(self, reply: Reply) -> None:
+        """Take the answers to this batch from now on, and drop those to all others."""
+        self._waiting = reply
+
+    async def judged(self, reply: Reply, expected: Expected, timeout: float) -> Unclear | None:
+        """None once `expected` is acknowledged; else why not, at the latest after `timeout` seconds."""
+        try:
+            answer = await asyncio.wait_for(reply.decisive, timeout)
+        except TimeoutError:
+            return reply.refusal or Unclear(f"no acknowledgement within {timeout:g} s")
+        if answer is None:
+            return Unclear("the connection was lost before the acknowledgement")
+        unclear = judge_ack(*answer, expected)
+        incomplete = unclear is not None and unclear.err_code == BATCH_INCOMPLETE
+        return reply.refusal or unclear if incomplete else unclear
+
+    def _sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if self._waiting is not None and subject.startswith(self._waiting.prefix):
+            self._waiting.take(subject, payload, headers)
+
+    def _on_connection(self, up: bool) -> None:
+        if not up and self._waiting is not None:
+            self._waiting.lost()

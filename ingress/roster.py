@@ -1,0 +1,137 @@
+"""Which chains may flow into a target, and when each may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from common.chain import Chain
+from common.errors import ConfigError, Stopped
+from common.settings.ingress import SourceSettings, TargetSettings
+from ingress.lane import Lane
+from ingress.plan import unfinished
+from ingress.prepare import Preparer, Shape
+from ingress.subjects import SubjectRule
+
+Positions = Mapping[Chain, int]
+
+
+class Roster:
+    """The lanes of one target. `sources` of the configuration is the allow-list: no other chain gets one."""
+
+    def __init__(self, settings: TargetSettings, shape: Shape) -> None:
+        self._settings, self._shape = settings, shape
+        self._sources = {pair: source for source in settings.sources for pair in source.pairs()}
+        self._lanes: dict[Chain, Lane] = {}
+        self._archived: dict[Chain, int] = {}
+        self._previous: dict[Chain, Mapping[int, int] | None] = {}
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(list(self._lanes.values()))
+
+    def get(self, chain: Chain) -> Lane | None:
+        """The lane of `chain`; None if it has none."""
+        return self._lanes.get(chain)
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """The (site, feed) that may flow in."""
+        return list(self._sources)
+
+    def allows(self, chain: Chain) -> bool:
+        """Whether the chain may flow in."""
+        return (chain.site, chain.feed) in self._sources
+
+    def preparer(self, chain: Chain) -> Preparer:
+        """What makes the rows of `chain` ready. Raises ConfigError for a chain that may not flow in."""
+        source = self._sources.get((chain.site, chain.feed))
+        if source is None:
+            raise ConfigError(
+                f"target {self._settings.stream}: sources: expected {chain.site}/{chain.feed}, found none",
+                hint="an intent holds rows of it: list it again until ingress has run once",
+                code="E-SOURCES",
+            )
+        return Preparer(chain, _rule(source), self._shape)
+
+    def add(self, chain: Chain, positions: Positions) -> Lane | None:
+        """The lane of `chain`, made if it is new; None for a chain that may not flow in."""
+        if not self.allows(chain):
+            return None
+        lane = self._lanes.get(chain)
+        if lane is None:
+            lane = self._lanes[chain] = self._lane(chain, positions)
+        return lane
+
+    def archive(self, chain: Chain, end: int) -> None:
+        """The chain's coverage ends at `end`, as its tail says."""
+        self._archived[chain] = end
+        if lane := self._lanes.get(chain):
+            lane.archived = end
+
+    def reset(self, positions: Positions) -> None:
+        """Make all lanes anew, standing at `positions`."""
+        self._lanes = {chain: self._lane(chain, positions) for chain in self._lanes}
+
+    def _lane(self, chain: Chain, positions: Positions) -> Lane:
+        lane = Lane(
+            chain, self.preparer(chain), positions.get(chain, 0), archived=self._archived.get(chain, 0)
+        )
+        lane.end = self._end(chain, positions)
+        return lane
+
+    # Incarnations
+
+    def needs_previous(self) -> list[Chain]:
+        """One chain of each incarnation above 0 whose `stream.json` was not read yet."""
+        found = {_whole(chain): chain for chain in self._lanes if chain.incarnation}
+        return [chain for whole, chain in found.items() if whole not in self._previous]
+
+    def set_previous(self, chain: Chain, previous: Mapping[int, int] | None, positions: Positions) -> None:
+        """What `stream.json` of the chain's incarnation says of the ends of the one before
+        (None: nothing).
+        """
+        self._previous[_whole(chain)] = previous
+        for lane in self._lanes.values():
+            lane.ends_at(self._end(lane.chain, positions))
+
+    def _end(self, chain: Chain, positions: Positions) -> int | None:
+        """Where the chain's incarnation ended; None while it has not, as far as known."""
+        previous = self._previous.get(_whole(chain.next_incarnation()))
+        if previous is not None:
+            return previous.get(chain.partition, 0)
+        later = any(
+            (other.site, other.feed) == (chain.site, chain.feed) and other.incarnation > chain.incarnation
+            for other in positions
+        )
+        # The next one has begun: what appears behind is reported, never delivered by itself.
+        return positions.get(chain, 1) - 1 if later else None
+
+    def obstacle(self, lane: Lane, positions: Positions) -> str:
+        """What keeps a lane from beginning; empty if nothing does. Raises Stopped where an
+        operator decides.
+        """
+        chain = lane.chain
+        if chain.incarnation == 0:
+            return ""
+        if _whole(chain) not in self._previous:
+            return "stream.json is not there yet"
+        previous = self._previous[_whole(chain)]
+        if previous is None:
+            raise Stopped(
+                f"chain {chain}: stream.json: expected the ends of the incarnation before, found none"
+            )
+        if self._settings.on_new_incarnation == "halt":
+            raise Stopped(
+                f"chain {chain}: a new incarnation begins",
+                hint="to go on with it, set on_new_incarnation: continue and start ingress again",
+                code="E-INCARNATION",
+            )
+        left = unfinished(chain, previous, positions)
+        return "; ".join(f"{before} stands at {at} and ends at {end}" for before, (at, end) in left.items())
+
+
+def _whole(chain: Chain) -> Chain:
+    """The same for all partitions of an incarnation."""
+    return Chain(chain.site, chain.feed, chain.incarnation)
+
+
+def _rule(source: SourceSettings) -> SubjectRule:
+    return SubjectRule(source.subject_prefix.encode(), source.subject_remove.encode())

@@ -1,0 +1,61 @@
+"""Looking at the target: how far it is, and what its last message says."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import restore
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import STREAM_NOT_FOUND, get_message, stream_info
+from ingress.verdict import Origin, Reading, Unread
+
+
+class Target:
+    """The target stream as one client sees it; `connect` makes a client for verdicts that need a
+    fresh look.
+    """
+
+    def __init__(self, client: FloeClient, stream: str, connect: Callable[[], Awaitable[FloeClient]]) -> None:
+        self._client, self._stream, self._connect = client, stream, connect
+
+    async def read(self) -> Reading | None:
+        """What the target says now; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
+        return await read(self._client, self._stream)
+
+    async def read_fresh(self) -> Reading | None:
+        """The same over a connection of its own, which a deposed leader's old one cannot be."""
+        client = await self._connect()
+        try:
+            return await read(client, self._stream)
+        finally:
+            await client.aclose()
+
+
+async def read(client: FloeClient, stream: str) -> Reading | None:
+    """One look at the stream, over `client`."""
+    info = await stream_info(client, stream)
+    if info is None:
+        return None
+    return Reading(info.last_sequence, info.created, await _tail(client, stream, info.last_sequence))
+
+
+async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unread:
+    if sequence == 0:
+        return Unread.GONE
+    try:
+        message = await get_message(client, stream, sequence)
+    except ApiError as error:
+        if error.err_code != STREAM_NOT_FOUND:
+            raise
+        return Unread.GONE
+    return Unread.GONE if message is None else origin_of(message.headers)
+
+
+def origin_of(headers: bytes | None) -> Origin | Unread:
+    """Where a message with this header block says it comes from."""
+    provenance, _ = restore(headers)
+    try:
+        return Unread.FOREIGN if provenance is None else Origin(provenance.chain, provenance.sequence)
+    except ValueError:
+        return Unread.FOREIGN

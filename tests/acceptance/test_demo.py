@@ -1,0 +1,90 @@
+"""`floe demo`, as a new user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support import eventually
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.servers
+
+
+def start_demo(*options: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "floe", "demo", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def processes_below(folder: Path) -> list[str]:
+    """The command lines of all running processes that were given something in `folder`."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # it ended in between
+            continue
+        if any(str(folder).encode() in word for word in words):
+            lines.append(b" ".join(words).decode(errors="replace"))
+    return lines
+
+
+@pytest.mark.spark
+def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    demo = start_demo("--seconds", "12", "--rate", "150", "--json", env={"TMPDIR": str(tmp_path)})
+
+    out, err = demo.communicate(timeout=240)
+
+    assert demo.returncode == 0, f"{out}\n{err}"
+    result = json.loads(out)
+    assert result["verdict"] == "lost 0, repeated 0, out of order 0, altered 0"
+    assert len(result["chains"]) == 4
+    assert all(chain["archive"] == chain["target"] > 100 for chain in result["chains"])
+    assert any("1" in chain["segments"] for chain in result["chains"]), "nothing was compacted"
+    assert processes_below(tmp_path) == []
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("floe-demo")] == []
+
+
+@pytest.mark.spark
+def test_an_interrupted_demo_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    demo = start_demo(env={"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"})
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "kill -9" in line:
+            break
+    assert eventually(lambda: len(processes_below(tmp_path)) > 3)
+
+    demo.send_signal(signal.SIGINT)
+    _, err = demo.communicate(timeout=60)
+
+    assert demo.returncode == 130, err
+    assert "Traceback" not in err
+    assert processes_below(tmp_path) == []
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("floe-demo")] == []
+
+
+def test_without_java_it_stops_at_once_with_the_line_that_installs_it() -> None:
+    folder = tempfile.mkdtemp()
+    for program in ("bash", "sed", "head", "uname", "apt-get"):
+        Path(folder, program).symlink_to(f"/usr/bin/{program}")
+
+    demo = start_demo(env={"PATH": folder, "JAVA_HOME": ""})
+    out, err = demo.communicate(timeout=30)
+
+    assert demo.returncode == 78
+    assert "E-JAVA" in err
+    assert "openjdk-17-jre-headless" in err
+    assert out == ""

@@ -1,0 +1,47 @@
+"""Segments as a listing shows them, for tests of what compaction decides."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from common.chain import Chain
+from common.segments.layout import Layout, SegmentName
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange
+
+CHAIN = Chain("us-east", "NODES")
+LAYOUT = Layout("data")
+NOW = 1_700_000_000.0
+
+
+@dataclass(frozen=True)
+class TestPolicy:
+    """A policy whose maxima are out of the way."""
+
+    __test__ = False
+
+    from_: int = 0
+    to: int = 1
+    min_age: float = 60
+    max_wait: float = 1000
+    min_count: int = 3
+    max_count: int = 1000
+    min_size: int = 1000
+    max_size: int = 1_000_000
+
+
+def ref(
+    first: int,
+    last: int,
+    level: int = 0,
+    *,
+    size: int = 100,
+    age: float = 500,
+    twin: int = 0,
+    chain: Chain = CHAIN,
+) -> SegmentRef:
+    """A segment whose object is `age` seconds old at NOW; `twin` tells those of equal coverage apart."""
+    digest = hashlib.sha256(f"{first} {last} {level} {twin}".encode()).hexdigest()[:16]
+    name = SegmentName(chain, level, SequenceRange(first, last), digest)
+    return SegmentRef(name, LAYOUT.segment(name), size, NOW - age)

@@ -1,0 +1,469 @@
+"""The object store port: what every implementation must do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from common.chain import Chain
+from common.errors import ConfigError, OutcomeUnknown
+from common.objects.checksums import ChecksumMismatch
+from common.objects.local import LocalObjects
+from common.objects.open import layout_of, open_objects
+from common.objects.port import ObjectInfo, ObjectStore
+from common.objects.probe import verifies_checksums
+from common.objects.s3 import S3Objects
+from common.objects.s3_options import S3Options
+from common.settings.store import StoreSettings
+from tests.support import SharedS3
+
+Body = Callable[[bytes], bytes | Path]
+
+
+@pytest.fixture(params=["local", "s3"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "local":
+        return LocalObjects(tmp_path / "store")
+    return s3_objects(request.getfixturevalue("s3"))
+
+
+@pytest.fixture(params=["bytes", "file"])
+def body(request: pytest.FixtureRequest, tmp_path: Path) -> Body:
+    def make(content: bytes) -> bytes | Path:
+        if request.param == "bytes":
+            return content
+        path = tmp_path / f"body-{len(os.listdir(tmp_path))}"
+        path.write_bytes(content)
+        return path
+
+    return make
+
+
+def s3_objects(s3: SharedS3, options: S3Options | None = None) -> S3Objects:
+    return S3Objects(
+        s3.new_bucket(),
+        endpoint_url=s3.endpoint_url,
+        access_key_id=s3.access_key,
+        secret_access_key=s3.secret_key,
+        options=options,
+    )
+
+
+def keys(infos: list[ObjectInfo]) -> list[str]:
+    return [info.key for info in infos]
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+# Put, get, head, delete
+
+
+def test_what_was_put_comes_back_byte_for_byte(objects: ObjectStore, body: Body) -> None:
+    content = random.Random(1).randbytes(300_000)
+    objects.put("a/b=1/c.parquet", body(content), sha256=sha256(content))
+    assert objects.get("a/b=1/c.parquet") == content
+
+
+def test_put_replaces_what_was_there(objects: ObjectStore) -> None:
+    objects.put("k", b"before")
+    objects.put("k", b"after, and longer")
+    assert objects.get("k") == b"after, and longer"
+
+
+def test_an_empty_object_is_an_object(objects: ObjectStore, body: Body, tmp_path: Path) -> None:
+    objects.put("empty", body(b""), sha256=sha256(b""))
+    assert objects.get("empty") == b""
+    assert objects.get("empty", first=0, length=5) == b""
+    head = objects.head("empty")
+    assert head is not None
+    assert head.size == 0
+    assert objects.download("empty", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b""
+
+
+def test_a_missing_object_is_none_for_every_reading_verb(objects: ObjectStore, tmp_path: Path) -> None:
+    objects.put("there/x", b"1")
+    for key in ("missing", "there", "there/y", "there/x/z"):
+        assert objects.get(key) is None
+        assert objects.get(key, first=3, length=4) is None
+        assert objects.get(key, length=0) is None
+        assert objects.head(key) is None
+        assert not objects.download(key, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "length"),
+    [(0, 1), (0, 10), (3, 4), (9, 1), (5, None), (0, None), (4, 0), (7, 100), (10, 5), (99, 1)],
+)
+def test_ranges_are_those_of_slices(objects: ObjectStore, first: int, length: int | None) -> None:
+    content = b"0123456789"
+    objects.put("digits", content)
+    end = None if length is None else first + length
+    assert objects.get("digits", first=first, length=length) == content[first:end]
+
+
+def test_download_writes_the_whole_object(objects: ObjectStore, tmp_path: Path) -> None:
+    content = random.Random(2).randbytes(3_500_000)
+    objects.put("big", content)
+    path = tmp_path / "spool"
+    path.write_bytes(b"x" * 5_000_000)
+    assert objects.download("big", path)
+    assert path.read_bytes() == content
+
+
+def test_delete_removes_and_is_no_error_when_there_is_nothing(objects: ObjectStore) -> None:
+    objects.put("a/b", b"1", metadata={"k": "v"})
+    objects.delete("a/b")
+    objects.delete("a/b")
+    objects.delete("never/was")
+    assert objects.get("a/b") is None
+    assert objects.list("") == []
+
+
+def test_head_tells_size_time_checksum_and_metadata(objects: ObjectStore, body: Body) -> None:
+    metadata = {"tip": "12:1700000000000000000:00ff", "format": "1", "long-name": "a b=c;%2E"}
+    objects.put("a/k", body(b"content"), sha256=sha256(b"content"), metadata=metadata)
+    head = objects.head("a/k")
+    assert head is not None
+    assert (head.key, head.size, head.sha256) == ("a/k", 7, sha256(b"content"))
+    assert head.metadata == metadata
+    assert head.modified > 1_700_000_000
+    listed = objects.list("a/")[0]
+    assert (listed.etag, listed.size) == (head.etag, head.size)
+    assert abs(listed.modified - head.modified) <= 1
+    assert (listed.sha256, listed.metadata) == (None, {})
+
+
+def test_replacing_an_object_replaces_its_metadata(objects: ObjectStore) -> None:
+    objects.put("k", b"1", metadata={"a": "1"})
+    objects.put("k", b"2", metadata={"b": "2"})
+    assert objects.head("k").metadata == {"b": "2"}  # type: ignore[union-attr]
+    objects.put("k", b"2")
+    assert objects.head("k").metadata == {}  # type: ignore[union-attr]
+
+
+# Checksums
+
+
+def test_bytes_that_are_not_what_their_checksum_says_are_refused(objects: ObjectStore, body: Body) -> None:
+    objects.put("k", b"good")
+    for write in (objects.put, objects.put_if_absent):
+        with pytest.raises(ChecksumMismatch):
+            write("k" if write == objects.put else "new", body(b"bad!"), sha256=sha256(b"good"))
+    assert objects.get("k") == b"good"
+    assert objects.get("new") is None
+
+
+def test_the_probe_finds_that_checksums_are_verified_and_leaves_nothing(objects: ObjectStore) -> None:
+    assert verifies_checksums(objects, "data/_floe/probe/")
+    assert objects.list("") == []
+
+
+# Conditions
+
+
+def test_put_if_absent_writes_once(objects: ObjectStore, body: Body) -> None:
+    assert objects.put_if_absent("k", body(b"first"), sha256=sha256(b"first"), metadata={"n": "1"})
+    assert not objects.put_if_absent("k", body(b"second"), metadata={"n": "2"})
+    assert not objects.put_if_absent("k", body(b"first"), metadata={"n": "3"})
+    head = objects.head("k")
+    assert objects.get("k") == b"first"
+    assert head is not None
+    assert head.metadata == {"n": "1"}
+
+
+def test_put_if_match_replaces_only_the_version_it_names(objects: ObjectStore) -> None:
+    objects.put("k", b"one")
+    first = objects.head("k")
+    assert first is not None
+    assert objects.put_if_match("k", b"two", first.etag)
+    assert not objects.put_if_match("k", b"three", first.etag)
+    assert objects.put_if_match("k", b"four", objects.list("k")[0].etag)
+    assert objects.get("k") == b"four"
+
+
+def test_put_if_match_refuses_where_the_object_is_gone(objects: ObjectStore) -> None:
+    objects.put("k", b"one")
+    etag = objects.list("k")[0].etag
+    objects.delete("k")
+    assert not objects.put_if_match("k", b"two", etag)
+    assert objects.get("k") is None
+
+
+def test_of_eight_racing_writers_one_creates(objects: ObjectStore) -> None:
+    for turn in range(3):
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda n, t=turn: objects.put_if_absent(f"k{t}", b"writer %d" % n), range(8)))
+        assert won.count(True) == 1
+        assert objects.get(f"k{turn}") == b"writer %d" % won.index(True)
+
+
+def test_racing_updates_lose_none(objects: ObjectStore) -> None:
+    objects.put("counter", b"0000")
+
+    def add_three(_: int) -> None:
+        done = 0
+        while done < 3:
+            seen = objects.head("counter")
+            content = objects.get("counter")
+            assert seen is not None
+            assert content is not None
+            done += update(b"%04d" % (int(content) + 1), seen.etag)
+
+    def update(content: bytes, etag: str) -> bool:
+        try:
+            return objects.put_if_match("counter", content, etag)
+        except OutcomeUnknown:
+            pytest.fail("no answer was lost here")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add_three, range(8)))
+    assert objects.get("counter") == b"0024"
+
+
+# Listing
+
+
+def test_a_listing_holds_exactly_the_prefix_in_key_order(objects: ObjectStore) -> None:
+    names = ["p/b", "p/a/2", "p/a/10", "p/a-b/1", "p/a%2Eb/1", "p/B", "p/x=1/y", "p/a0", "q/1", "p", "pp/1"]
+    for name in random.Random(3).sample(names, len(names)):
+        if name != "p":
+            objects.put(name, name.encode())
+    expected = sorted((n for n in names if n.startswith("p/")), key=str.encode)
+    assert keys(objects.list("p/")) == expected
+    assert keys(objects.list("p/a")) == [name for name in expected if name.startswith("p/a")]
+    assert keys(objects.list("p/a/")) == ["p/a/10", "p/a/2"]
+    assert keys(objects.list("")) == [*expected, "pp/1", "q/1"]
+    assert objects.list("nothing/") == []
+    assert objects.list("p/b/") == []
+
+
+def test_start_after_and_limit_cut_a_listing(objects: ObjectStore) -> None:
+    names = [f"p/level=0/{n:020d}-x" for n in range(0, 100, 10)]
+    for name in names:
+        objects.put(name, b"1")
+
+    def listed(start: str, limit: int | None = None) -> list[str]:
+        return keys(objects.list("p/level=0/", start_after=f"p/level=0/{start}", limit=limit))
+
+    assert listed(f"{50:020d}") == names[5:]
+    assert listed(f"{51:020d}") == names[6:]
+    assert listed(f"{50:020d}-x") == names[6:]
+    assert listed(f"{50:020d}", limit=2) == names[5:7]
+    assert listed(f"{99:020d}") == []
+    assert keys(objects.list("p/level=0/", limit=3)) == names[:3]
+    assert objects.list("p/level=0/", limit=0) == []
+
+
+def test_a_listing_of_more_than_one_page_is_whole(objects: ObjectStore) -> None:
+    names = [f"m%2Ey/a=1/{n:05d}-%2B+ x" for n in range(1_203)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: objects.put(name, b""), names))
+    assert keys(objects.list("m%2Ey/a=1/")) == names
+    assert keys(objects.list("m%2Ey/a=1/", start_after=names[499])) == names[500:]
+    assert keys(objects.list("m%2Ey/", limit=1_100)) == names[:1_100]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250],
+)
+def test_odd_keys_survive_every_verb(objects: ObjectStore, key: str, tmp_path: Path) -> None:
+    objects.put(key, b"put", metadata={"a": "b"})
+    head = objects.head(key)
+    assert head is not None
+    assert (objects.get(key), head.key) == (b"put", key)
+    assert not objects.put_if_absent(key, b"again")
+    assert objects.put_if_match(key, b"matched", head.etag)
+    assert objects.download(key, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"matched"
+    folder = key.rpartition("/")[0] + "/"
+    assert keys(objects.list(folder)) == keys(objects.list(key)) == [key]
+    assert objects.list(folder, start_after=key) == []
+    objects.delete(key)
+    assert objects.list("") == []
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/a", "a/", "a//b", "a/../b", "..", "./a", "a/.", "a\0b", "a\nb", "\ud800", "k" * 1025]
+)
+def test_keys_that_mean_something_else_elsewhere_are_refused(
+    objects: ObjectStore, key: str, tmp_path: Path
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: objects.get(key),
+        lambda: objects.head(key),
+        lambda: objects.put(key, b""),
+        lambda: objects.put_if_absent(key, b""),
+        lambda: objects.put_if_match(key, b"", "etag"),
+        lambda: objects.delete(key),
+        lambda: objects.download(key, tmp_path / "copy"),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert caught.value.code == "E-KEY"
+
+
+# Only S3
+
+
+def test_a_large_body_goes_up_in_parts_and_has_no_checksum_of_the_whole(s3: SharedS3, tmp_path: Path) -> None:
+    objects = s3_objects(s3)
+    content = random.Random(4).randbytes(70 * 1024 * 1024)
+    path = tmp_path / "segment"
+    path.write_bytes(content)
+    assert objects.put_if_absent("big", path, sha256=sha256(content), metadata={"tip": "1"})
+    head = objects.head("big")
+    assert head is not None
+    assert (head.size, head.sha256, head.metadata) == (len(content), None, {"tip": "1"})
+    assert objects.download("big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content
+    assert objects.get("big", first=16 * 1024 * 1024 - 2, length=4) == content[16 * 1024 * 1024 - 2 :][:4]
+
+
+@pytest.fixture
+def in_parts() -> S3Options:
+    return S3Options(multipart_bytes=6 * 1024 * 1024, part_bytes=5 * 1024 * 1024)
+
+
+def test_parts_are_checked_as_a_whole_and_conditions_hold_for_them(s3: SharedS3, in_parts: S3Options) -> None:
+    objects = s3_objects(s3, in_parts)
+    content = bytes(11 * 1024 * 1024)
+    with pytest.raises(ChecksumMismatch):
+        objects.put("k", content, sha256=sha256(b"other"))
+    assert objects.head("k") is None
+    assert objects.put_if_absent("k", content, sha256=sha256(content))
+    assert not objects.put_if_absent("k", content)
+    etag = objects.list("k")[0].etag
+    assert objects.put_if_match("k", content + b"1", etag)
+    assert not objects.put_if_match("k", content + b"2", etag)
+    assert objects.get("k", first=len(content)) == b"1"
+
+
+@pytest.mark.parametrize("checksum", ["crc32", "none"])
+def test_without_sha256_the_store_keeps_none_and_the_probe_says_so(
+    s3: SharedS3, checksum: Literal["crc32", "none"], in_parts: S3Options
+) -> None:
+    options = replace(in_parts, checksum=checksum)
+    objects = s3_objects(s3, options)
+    for size in (10, 11 * 1024 * 1024):
+        objects.put("k", bytes(size))
+        head = objects.head("k")
+        assert head is not None
+        assert (head.size, head.sha256) == (size, None)
+    assert not verifies_checksums(objects)
+    assert keys(objects.list("")) == ["k"]
+
+
+def test_objects_encrypted_by_the_store_come_back_with_their_checksum(s3: SharedS3) -> None:
+    objects = s3_objects(s3, S3Options(encryption="sse-s3", storage_class="STANDARD_IA"))
+    objects.put("k", b"secret", sha256=sha256(b"secret"))
+    head = objects.head("k")
+    assert head is not None
+    assert (objects.get("k"), head.sha256) == (b"secret", sha256(b"secret"))
+
+
+# From settings
+
+
+def test_settings_open_an_s3_store(s3: SharedS3) -> None:
+    settings = {
+        "url": f"s3://{s3.new_bucket()}",
+        "prefix": "data",
+        "endpoint_url": s3.endpoint_url,
+        "access_key_id": s3.access_key,
+        "secret_access_key": s3.secret_key,
+    }
+    store = StoreSettings.model_validate(settings)
+    objects, layout = open_objects(store), layout_of(store)
+    key = layout.tail(Chain("site", "FEED", 0, 0))
+    objects.put(key, b"1")
+    assert keys(objects.list("data/")) == [key]
+
+
+def test_settings_open_a_local_store(tmp_path: Path) -> None:
+    store = StoreSettings.model_validate({"url": f"file://{tmp_path}/a%20b", "prefix": ""})
+    open_objects(store).put("k", b"1")
+    assert (tmp_path / "a b" / "k").read_bytes() == b"1"
+
+
+# Only a local directory
+
+
+def test_files_copied_into_the_tree_are_objects(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.put("a/b", b"ours", metadata={"tip": "1"})
+    (tmp_path / "a" / "c").write_bytes(b"theirs")
+    assert keys(objects.list("")) == ["a/b", "a/c"]
+    head = objects.head("a/c")
+    assert head is not None
+    assert (head.sha256, head.metadata, objects.get("a/c")) == (sha256(b"theirs"), {}, b"theirs")
+    (tmp_path / "a" / "b").write_bytes(b"overwritten by hand")
+    assert objects.head("a/b").metadata == {}  # type: ignore[union-attr]
+
+
+def test_a_copy_of_the_whole_tree_is_the_same_store(tmp_path: Path) -> None:
+    LocalObjects(tmp_path / "one").put("a/b", b"content", metadata={"tip": "1"})
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    head = LocalObjects(tmp_path / "two").head("a/b")
+    assert head is not None
+    assert (head.sha256, head.metadata) == (sha256(b"content"), {"tip": "1"})
+
+
+def test_a_local_store_shows_nothing_of_its_own_and_is_private(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path / "store")
+    objects.put("a/b", b"1", metadata={"k": "v"})
+    assert keys(objects.list("")) == ["a/b"]
+    assert objects.list(".floe") == []
+    assert {path.stat().st_mode & 0o077 for path in (tmp_path / "store").rglob("*")} == {0}
+    with pytest.raises(ConfigError):
+        objects.get(".floe-objects/locks/00")
+
+
+def test_a_local_store_leaves_no_file_behind_when_a_put_fails(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    with pytest.raises(ChecksumMismatch):
+        objects.put("k", b"1", sha256=sha256(b"2"))
+    objects.put("k", b"1")
+    assert not objects.put_if_absent("k", b"2")
+    assert list((tmp_path / ".floe-objects" / "new").iterdir()) == []
+
+
+def test_what_a_crash_left_half_written_is_removed_after_a_day(tmp_path: Path) -> None:
+    LocalObjects(tmp_path).put("k", b"1")
+    old, fresh = (tmp_path / ".floe-objects" / "new" / name for name in ("old", "fresh"))
+    for path, age in ((old, 90_000), (fresh, 60)):
+        path.write_bytes(b"half")
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+    LocalObjects(tmp_path)
+    assert (old.exists(), fresh.exists()) == (False, True)
+
+
+def test_a_local_store_whose_folder_went_away_is_not_empty_but_wrong(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path / "store")
+    (tmp_path / "store").rmdir()
+    for call in (lambda: objects.list("a/"), lambda: objects.get("a"), lambda: objects.put("a", b"")):
+        with pytest.raises(ConfigError, match="no such folder"):
+            call()
+
+
+def test_a_local_key_cannot_be_both_object_and_folder(tmp_path: Path) -> None:
+    objects = LocalObjects(tmp_path)
+    objects.put("a/b", b"1")
+    for key in ("a", "a/b/c", "n" * 256):
+        with pytest.raises(ConfigError) as caught:
+            objects.put_if_absent(key, b"2")
+        assert caught.value.code == "E-KEY"

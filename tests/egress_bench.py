@@ -1,0 +1,231 @@
+"""One site's egress inside the test's own event loop, over a real nats-server and a folder as its store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import Unavailable
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.kv import KeyValue
+from common.jetstream.streams import create_stream, stream_info
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainStore
+from common.segments.layout import Layout
+from common.segments.segment import Footer, Ledger, Message, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, cover, is_gapless
+from common.service.monitor import Health
+from common.settings.root import Settings
+from egress.archive import Marks
+from egress.parts import Confirming, Pace, Pulling, Tuning
+from egress.service import Service
+from infra.oracle import Comparison, Trace, compare
+from infra.oracle_archive import archived
+from infra.oracle_streams import source_trace
+from tests.support import soon, unique
+
+SITE = "site"
+QUICK = Tuning(
+    pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
+    pace=Pace(tick=0.05, check=0.3),
+    confirming=Confirming(times=3, span=0.3, attempts=12),
+)
+
+
+async def connected(url: str) -> FloeClient:
+    from common.settings.nats import NatsSettings
+
+    return await connect(NatsSettings(url=url), name="test")
+
+
+@dataclass
+class Running:
+    """An egress that runs: its health, and how to stop it."""
+
+    health: Health
+    stop: asyncio.Event
+    task: asyncio.Task[bool]
+
+    def status(self, feed: str) -> dict[str, Any]:
+        """What /status shows of a feed; empty before it has said anything."""
+        return self.health.status()["parts"].get(f"egress {feed}", {})
+
+    def state(self, feed: str) -> str:
+        return self.status(feed).get("state", "")
+
+    async def drain(self) -> None:
+        """Stop it as SIGTERM does; fails if it does not drain."""
+        self.stop.set()
+        assert await self.task, "not drained in time"
+
+    async def crash(self) -> None:
+        """End it as suddenly as a task can be ended."""
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+@dataclass
+class Bench:
+    """A server, a bucket, and what is needed to look into both."""
+
+    url: str
+    root: Path
+    client: FloeClient
+    lease_bucket: str = field(default_factory=lambda: unique("L"))
+    state_bucket: str = field(default_factory=lambda: unique("S"))
+
+    def __post_init__(self) -> None:
+        self.objects = LocalObjects(self.root / "bucket")
+        self.store = SegmentStore(self.objects, Layout("data"), spool_dir=self.root / "spool")
+        self.chains = ChainStore(self.objects, Layout("data"))
+
+    def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
+        """Settings with these feeds; segments close after a second unless they say otherwise."""
+        quick = [{**feed, "segment": {"max_age": "1s", **feed.get("segment", {})}} for feed in feeds]
+        return Settings.model_validate(
+            {
+                "site": SITE,
+                "nats": {"url": self.url},
+                "store": {"url": f"file://{self.root / 'bucket'}"},
+                "spool_dir": str(self.root / "spool"),
+                "egress": {
+                    "feeds": quick,
+                    "lease_bucket": self.lease_bucket,
+                    "state_bucket": self.state_bucket,
+                    "lease_ttl": "2s",
+                    "shutdown_timeout": "10s",
+                    **egress,
+                },
+            }
+        )
+
+    def start(self, settings: Settings, tuning: Tuning = QUICK, reexamine: float = 0.3) -> Running:
+        """Run egress as a task."""
+        health, stop = Health(SystemClock()), asyncio.Event()
+        service = Service(settings, tuning, reexamine, SystemClock(), health, stop)
+        return Running(health, stop, asyncio.create_task(service.run()))
+
+    @asynccontextmanager
+    async def egress(
+        self, *feeds: dict[str, Any], tuning: Tuning = QUICK, **egress: Any
+    ) -> AsyncIterator[Running]:
+        """Egress for the length of a block, drained at its end."""
+        running = self.start(self.settings(*feeds, **egress), tuning)
+        try:
+            yield running
+            await running.drain()
+        finally:
+            await running.crash()
+
+    # The source
+
+    async def make_stream(self, name: str, **config: Any) -> str:
+        """A memory stream on `{name}.>`; its name."""
+        await create_stream(
+            self.client,
+            {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config},
+        )
+        return name
+
+    async def delete_stream(self, name: str) -> None:
+        await self.client.api(f"STREAM.DELETE.{name}")
+
+    async def publish(
+        self, stream: str, payloads: Iterable[bytes], *, subject: str = "a", headers: bytes | None = None
+    ) -> None:
+        """Publish and wait until all are stored."""
+        before = await self.last(stream)
+        count = 0
+        for payload in payloads:
+            self.client.send(frame(f"{stream}.{subject}".encode(), payload, headers))
+            count += 1
+            if count % 4000 == 0:
+                # The server drops what it cannot queue.
+                await soon(lambda: self._reached(stream, before + count), seconds=30)  # noqa: B023
+        await soon(lambda: self._reached(stream, before + count), seconds=30)
+
+    async def _reached(self, stream: str, last: int) -> bool:
+        return await self.last(stream) >= last
+
+    async def last(self, stream: str) -> int:
+        info = await stream_info(self.client, stream)
+        return info.last_sequence if info else 0
+
+    # The archive
+
+    def chain(self, feed: str, incarnation: int = 0) -> Chain:
+        return Chain(SITE, feed, incarnation)
+
+    def refs(self, feed: str, incarnation: int = 0) -> list[SegmentRef]:
+        return self.store.list(self.chain(feed, incarnation))
+
+    def end(self, feed: str, incarnation: int = 0) -> int:
+        """Where coverage ends; 0 without any."""
+        return max((ref.coverage.last for ref in self.refs(feed, incarnation)), default=0)
+
+    def messages(self, feed: str, incarnation: int = 0) -> list[Message]:
+        return list(archived(self.store, self.chain(feed, incarnation)))
+
+    def footers(self, feed: str, incarnation: int = 0) -> list[Footer]:
+        return [self.store.footer(ref) for ref in self.refs(feed, incarnation)]
+
+    def ledger(self, feed: str, incarnation: int = 0) -> dict[str, int]:
+        """The sums over all segments, by reason."""
+        total = Ledger()
+        for footer in self.footers(feed, incarnation):
+            total = total.plus(footer.ledger)
+        return total.to_json()
+
+    async def archived_to(self, feed: str, last: int, incarnation: int = 0, seconds: float = 15.0) -> None:
+        """Wait until coverage reaches `last`."""
+        await soon(lambda: self.end(feed, incarnation) >= last, seconds)
+
+    async def mark(self, feed: str, incarnation: int = 0) -> int | None:
+        state = await KeyValue.open(self.client, self.state_bucket)
+        return await Marks(state).get(self.chain(feed, incarnation))
+
+    def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
+        """The archive accounts for every sequence from `first` on, once, and every segment is balanced (I5, I7)."""
+        stretches = cover(self.refs(feed, incarnation), first)
+        assert is_gapless(stretch.rows for stretch in stretches)
+        if stretches:
+            assert stretches[0].rows.first == first
+        for footer in self.footers(feed, incarnation):
+            assert footer.is_balanced(), footer
+
+    async def compare(
+        self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False
+    ) -> Comparison:
+        """The archive against what the stream holds now, message by message."""
+        source = await source_trace(self.client, stream)
+        return compare(source, Trace.of(self.messages(feed, incarnation)), may_be_gone=may_be_gone)
+
+    async def same(self, feed: str, stream: str, incarnation: int = 0) -> None:
+        """Fails unless the archive holds exactly what the stream holds, and accounts for all of it."""
+        self.check(feed, incarnation, self.chains.read_chain(self.chain(feed, incarnation)).first)  # type: ignore[union-attr]
+        found = await self.compare(feed, stream, incarnation)
+        assert found.ok, found.report()
+
+
+def covered(refs: Iterable[SegmentRef]) -> list[SequenceRange]:
+    return [ref.coverage for ref in refs]
+
+
+async def until_unavailable(ask: Callable[[], Any]) -> None:
+    """Wait until `ask` raises Unavailable."""
+
+    async def fails() -> bool:
+        try:
+            await ask()
+        except Unavailable:
+            return True
+        return False
+
+    await soon(fails)

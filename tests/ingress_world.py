@@ -1,0 +1,216 @@
+"""An archive made by hand and a centre that carries it, for the tests of ingress."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import FloeError
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.headers import Provenance, restore
+from common.jetstream.streams import ask, stored_message, stream_info
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.layout import Layout
+from common.segments.segment import Message, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.service.config import load
+from common.service.monitor import Health
+from common.settings.nats import NatsSettings
+from common.settings.root import Settings
+from ingress.controller import Controller
+from tests.segment_files import message, write_segment
+from tests.support import soon, unique
+
+CHAIN = Chain("us-east", "NODES")
+PREFIX = "data"
+
+
+class Archive:
+    """A store in a folder, with chains in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.objects = LocalObjects(folder)
+        self.store = SegmentStore(self.objects, Layout(PREFIX))
+        self.documents = ChainStore(self.objects, Layout(PREFIX))
+        self.rows: dict[Chain, list[Message]] = {}
+
+    def begin(self, chain: Chain = CHAIN, first: int = 1, previous: dict[int, int] | None = None) -> None:
+        """The documents of a chain."""
+        self.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", previous))
+        self.documents.create_chain(chain, ChainDocument((), 1, first))
+
+    def put(
+        self,
+        rows: Sequence[Message],
+        coverage: SequenceRange | None = None,
+        chain: Chain = CHAIN,
+        *,
+        tail: bool = True,
+        **fields: Any,
+    ) -> SegmentRef:
+        """Put one segment, remember its rows as what the target must hold, and write the tail."""
+        if self.documents.read_chain(chain) is None:
+            self.begin(chain)
+        path = self.store.new_spool()
+        spooled = write_segment(path, rows, coverage, chain=chain, **fields)
+        ref = self.store.put(spooled)
+        path.unlink()
+        if fields.get("level", 0) == 0:
+            self.rows.setdefault(chain, []).extend(rows)
+        if tail:
+            self.documents.write_tail(chain, max(ref.coverage.last, self.documents.read_tail(chain) or 0))
+        return ref
+
+
+def rows_of(first: int, last: int, chain: Chain = CHAIN, size: int = 20) -> list[Message]:
+    """Messages of all sequences first..last, each with a payload of its own."""
+    return [
+        message(s, f"{chain}|{s}|".encode().ljust(size, b"x"), subject=b"nodes.%d" % (s % 7))
+        for s in range(first, last + 1)
+    ]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One message of the target."""
+
+    sequence: int
+    subject: bytes
+    provenance: Provenance | None
+    message: Message
+
+    @property
+    def chain(self) -> Chain:
+        assert self.provenance is not None
+        return self.provenance.chain
+
+
+async def arrived(client: FloeClient, stream: str) -> list[Arrived]:
+    """Everything that the target holds."""
+    info = await stream_info(client, stream)
+    found = []
+    if info is None:
+        return found
+    for sequence in range(info.first_sequence, info.last_sequence + 1):
+        try:
+            stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+        except FloeError:
+            continue
+        provenance, headers = restore(stored.headers)
+        origin = provenance and Message(
+            provenance.sequence, provenance.timestamp_ns, stored.subject, headers, stored.payload
+        )
+        found.append(Arrived(sequence, stored.subject, provenance, origin or stored))
+    return found
+
+
+async def count_in(client: FloeClient, stream: str) -> int:
+    """How many messages the target holds; 0 where it does not exist."""
+    info = await stream_info(client, stream)
+    return 0 if info is None else info.messages
+
+
+def check_exact(messages: Sequence[Arrived], archive: Archive, prefix: bytes = b"") -> None:
+    """Each row once, in order within its chain, byte for byte."""
+    for chain, rows in archive.rows.items():
+        got = [each.message for each in messages if each.provenance and each.chain == chain]
+        want = [
+            Message(m.sequence, m.timestamp_ns, prefix + m.subject, m.headers, m.payload)
+            for m in sorted(rows, key=lambda m: m.sequence)
+        ]
+        assert [m.sequence for m in got] == [m.sequence for m in want]
+        assert got == want
+    assert len(messages) == sum(len(rows) for rows in archive.rows.values())
+
+
+class Centre:
+    """A configuration of ingress over an archive and a server, with one target."""
+
+    def __init__(self, folder: Path, archive: Archive, url: str, **target: Any) -> None:
+        self.folder, self.archive, self.url = folder, archive, url
+        self.target: str = target.pop("stream", None) or unique("FLEET")
+        name = unique("b")
+        self.lease_bucket, self.state_bucket = f"L_{name}", f"S_{name}"
+        self._settings = {
+            "stream": self.target,
+            "create": {"subjects": [f"{self.target}.>"]},
+            "sources": [{"site": ["us-east", "eu-west"], "feed": ["NODES"], "subject_prefix": self.target}],
+            **target,
+        }
+
+    def document(self, **ingress: Any) -> dict[str, Any]:
+        """The configuration; `ingress` overrides keys of that section."""
+        return {
+            "nats": {"url": self.url},
+            "store": {"url": f"file://{self.archive.folder}", "prefix": PREFIX},
+            "ingress": {
+                "monitor": {"listen": ""},
+                "lease_ttl": "2s",
+                "lease_bucket": self.lease_bucket,
+                "state_bucket": self.state_bucket,
+                "poll_interval": "1s",
+                "targets": [self._settings],
+                **ingress,
+            },
+        }
+
+    def write(self, **ingress: Any) -> Path:
+        """The configuration as a file."""
+        path = self.folder / f"{unique('c')}.yaml"
+        path.write_text(yaml.safe_dump(self.document(**ingress), sort_keys=False))
+        path.chmod(0o600)
+        return path
+
+    def settings(self, **ingress: Any) -> Settings:
+        """The configuration as it is loaded."""
+        return load(str(self.write(**ingress)))
+
+    @property
+    def prefix(self) -> bytes:
+        """What stands before each subject in the target."""
+        return f"{self.target}.".encode()
+
+    @asynccontextmanager
+    async def running(self, **ingress: Any) -> AsyncIterator[Health]:
+        """The service in this process, drained at the end."""
+        health, stop = Health(SystemClock()), asyncio.Event()
+        store = SegmentStore(self.archive.objects, Layout(PREFIX))
+        controller = Controller(
+            self.settings(**ingress), store, self.archive.documents, health, SystemClock()
+        )
+        task = asyncio.create_task(controller.run(stop))
+        try:
+            yield health
+        finally:
+            stop.set()
+            await asyncio.wait_for(task, 40)
+
+    async def carried(self, client: FloeClient, count: int, seconds: float = 15) -> list[Arrived]:
+        """What the target holds once it holds `count` messages."""
+
+        async def enough() -> bool:
+            return await count_in(client, self.target) >= count
+
+        await soon(enough, seconds)
+        return await arrived(client, self.target)
+
+
+@asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[FloeClient]:
+    """A connection of the test's own."""
+    client = await connect(NatsSettings(url=(url,)), name="test")
+    try:
+        yield client
+    finally:
+        await client.aclose()

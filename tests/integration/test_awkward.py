@@ -1,0 +1,260 @@
+"""Awkward messages against a real server: every kind is stored, and comes back byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import ConfigError, DataError
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.headers import Provenance, escape
+from common.jetstream.streams import create_stream, stream_info
+from common.segments.segment import Message
+from common.settings.nats import NatsSettings
+from infra.acked import AckedPublisher, Published
+from infra.awkward import awkward_messages, publish_awkward
+from infra.awkward_kinds import KINDS, MAX_HEADERS, NEEDS, unchecked_frame
+from infra.emulator import Emulator, Pace, check_stored, open_stream
+from infra.facts import read_facts
+from infra.fleet import Fleet
+from infra.oracle import compare
+from infra.oracle_streams import read_stream, source_trace, target_traces
+from tests.support import seeded, unique
+
+pytestmark = pytest.mark.servers
+
+FEATURES: dict[str, Any] = dict.fromkeys(NEEDS.values(), True)
+WINDOW = {"duplicate_window": 200_000_000}  # nanoseconds
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    async with aclosing(await connect(NatsSettings(url=(nats_url,)), name="test_awkward")) as client:
+        yield client
+
+
+async def make_stream(client: FloeClient, **config: Any) -> tuple[str, str]:
+    """A stream and the subject that it takes all below of."""
+    stream = unique("AWKWARD")
+    root = stream.lower()
+    await create_stream(
+        client, {"name": stream, "subjects": [f"{root}.>"], "storage": "file", **WINDOW, **config}
+    )
+    return stream, root
+
+
+async def test_a_server_stores_every_kind_where_the_stream_allows_its_features(client: FloeClient) -> None:
+    stream, root = await make_stream(client, **FEATURES)
+
+    report = await publish_awkward(client, stream, root, seeded(), len(KINDS), deleted_share=0)
+
+    assert set(report.stored) == set(KINDS)
+    assert not report.published.refused
+    assert report.published.unknown == 0
+
+
+async def test_a_stream_without_features_gets_the_kinds_that_need_none(client: FloeClient) -> None:
+    stream, root = await make_stream(client)
+
+    report = await publish_awkward(client, stream, root, seeded(), len(KINDS) - len(NEEDS), deleted_share=0)
+
+    assert set(report.stored) == set(KINDS) - set(NEEDS)
+    assert not report.published.refused
+
+
+async def test_what_is_stored_is_what_was_sent_byte_for_byte(client: FloeClient) -> None:
+    stream, root = await make_stream(client)
+    rng = seeded()
+    sent = list(
+        awkward_messages(rng, root=root, stream=stream, count=80, max_payload=client.max_payload, config={})
+    )
+    stored: dict[int, int] = {}
+    async with AckedPublisher(client, on_stored=stored.__setitem__) as publisher:
+        for one in sent:
+            await publisher.publish(one.subject, one.payload, one.headers, make=unchecked_frame)
+
+    found: dict[int, Message] = {}
+    await read_stream(client, stream, lambda message: found.update({message.sequence: message}))
+
+    changed = [
+        sent[number].kind
+        for number, sequence in stored.items()
+        if sent[number].kind != "trace_dest"  # the server itself rewrites this one
+        and (found[sequence].subject, found[sequence].headers, found[sequence].payload)
+        != (sent[number].subject, sent[number].headers, sent[number].payload)
+    ]
+    assert changed == []
+
+
+async def test_the_same_message_id_is_stored_again_behind_the_duplicate_window(client: FloeClient) -> None:
+    stream, root = await make_stream(client)
+
+    report = await publish_awkward(client, stream, root, random.Random(1), 8 * len(KINDS), deleted_share=0)
+
+    assert report.stored["msg_id_again"] > 4  # there are four such ids
+    assert report.published.duplicates > 0
+
+
+async def test_deleted_and_limited_sequences_leave_holes(client: FloeClient) -> None:
+    stream, root = await make_stream(client, max_msgs_per_subject=2)
+
+    report = await publish_awkward(client, stream, root, seeded(), 3 * len(KINDS), deleted_share=0.1)
+
+    trace = await source_trace(client, stream)
+    assert len(report.deleted) > 10
+    assert not set(report.deleted) & set(trace.sequences)
+    assert len(trace) < report.published.stored - len(report.deleted)
+    assert trace.through >= max(trace.sequences)
+
+
+async def test_every_kind_comes_back_from_a_target_byte_for_byte_and_acts_on_nothing(
+    client: FloeClient,
+) -> None:
+    """The headers of `common.jetstream.headers` alone, without segments between."""
+    stream, root = await make_stream(client, **FEATURES)
+    await publish_awkward(client, stream, root, seeded(), 2 * len(KINDS), deleted_share=0)
+    target, prefix = await make_stream(client, **FEATURES)
+
+    mapped = f"{prefix}.".encode()
+    source = await source_trace(client, stream, lambda subject: mapped + subject)
+    left_out = await copy(client, stream, mapped)
+    arrived = await target_traces(client, target)
+
+    (trace,) = arrived.traces.values()
+    result = compare(source, trace)
+    assert arrived.foreign == 0
+    assert (result.lost, result.repeated, result.out_of_order, result.altered) == (left_out, 0, 0, 0), (
+        result.report()
+    )
+
+
+async def copy(client: FloeClient, stream: str, mapped: bytes) -> int:
+    """Carry the stream as ingress would; how many became too large for a target with the same limits."""
+    messages: list[Message] = []
+    await read_stream(client, stream, messages.append)
+    left_out = 0
+    async with AckedPublisher(client) as publisher:
+        for one in messages:
+            provenance = Provenance("site", stream, 0, 0, one.sequence, one.timestamp_ns)
+            headers = escape(one.headers, provenance)
+            if len(headers) > MAX_HEADERS or len(headers) + len(one.payload) > client.max_payload:
+                left_out += 1
+                continue
+            await publisher.publish(mapped + one.subject, one.payload, headers)
+        published = await publisher.settle()
+    assert published.stored == len(messages) - left_out, published.line()
+    return left_out
+
+
+async def test_the_oracle_sees_a_message_removed_from_the_target(client: FloeClient) -> None:
+    stream, root = await make_stream(client)
+    await publish_awkward(client, stream, root, seeded(), 20, deleted_share=0)
+    before = await source_trace(client, stream)
+
+    await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 10})
+
+    result = compare(before, await source_trace(client, stream))
+    assert result.line() == "lost 1, repeated 0, out of order 0, altered 0"
+    assert result.lost_middle == 1
+
+
+async def test_reading_needs_the_stream(client: FloeClient) -> None:
+    with pytest.raises(ConfigError, match="expected to exist"):
+        await source_trace(client, unique("NONE"))
+
+
+async def test_an_empty_stream_has_an_empty_trace(client: FloeClient) -> None:
+    stream, _ = await make_stream(client)
+
+    assert len(await source_trace(client, stream)) == 0
+
+
+async def test_reads_more_messages_than_one_pull_brings(client: FloeClient) -> None:
+    stream, root = await make_stream(client)
+    async with AckedPublisher(client) as publisher:
+        for number in range(6500):
+            await publisher.publish(f"{root}.{number % 7}".encode(), b"%d" % number)
+
+    trace = await source_trace(client, stream)
+
+    assert list(trace.sequences) == list(range(1, 6501))
+
+
+# The fleet emulator
+
+
+def emulator(client: FloeClient, pace: Pace, subject: str) -> Emulator:
+    fleet = Fleet(read_facts(), seed=1, nodes=pace.nodes)
+    return Emulator(client, fleet, pace, SystemClock(), subject=subject)
+
+
+async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: FloeClient) -> None:
+    stream = unique("FLEET")
+    subject = f"{stream.lower()}.{{sender}}"
+    before = await open_stream(client, stream, subject, create=True)
+
+    made = emulator(client, Pace(nodes=50, rate=0, count=120), subject)
+    published = await made.run(asyncio.Event())
+    await check_stored(client, before, published)
+
+    info = await stream_info(client, stream)
+    assert info is not None
+    assert (published.stored, info.messages) == (120, 120)
+    seen: list[Message] = []
+    await read_stream(client, stream, seen.append)
+    assert len({message.subject for message in seen}) == 50
+
+
+async def test_a_fleet_stops_when_it_is_told_to_and_waits_for_what_is_under_way(client: FloeClient) -> None:
+    stream, stop = unique("FLEET"), asyncio.Event()
+    subject = f"{stream.lower()}.{{sender}}"
+    await open_stream(client, stream, subject, create=True)
+    made = emulator(client, Pace(nodes=10, rate=2000), subject)
+    running = asyncio.create_task(made.run(stop))
+    while made.progress.published.stored < 100:
+        await asyncio.sleep(0.02)
+
+    stop.set()
+    published = await running
+
+    assert published.stored == published.sent >= 100
+
+
+async def test_a_missing_stream_is_named_with_the_line_that_makes_it(client: FloeClient) -> None:
+    stream = unique("FLEET")
+
+    with pytest.raises(ConfigError, match=f"nats stream add {stream}"):
+        await open_stream(client, stream, "nodes.{sender}", create=False)
+
+
+async def test_messages_that_no_stream_takes_are_counted_as_refused(client: FloeClient) -> None:
+    async with AckedPublisher(client) as publisher:
+        await publisher.publish(unique("nowhere").encode(), b"x")
+        published = await publisher.settle()
+
+    assert dict(published.refused) == {"no stream takes this subject": 1}
+
+
+async def test_a_stream_that_did_not_grow_is_reported(client: FloeClient) -> None:
+    stream, _ = await make_stream(client)
+    before = await stream_info(client, stream)
+    assert before is not None
+
+    with pytest.raises(DataError, match="expected 5 more messages, found 0"):
+        await check_stored(client, before, Published(sent=5, stored=5))
+
+
+def test_the_same_seed_makes_the_same_messages() -> None:
+    def made(seed: int) -> list[object]:
+        rng = random.Random(seed)
+        return list(awkward_messages(rng, root="r", stream="S", count=200, max_payload=2048, config=FEATURES))
+
+    assert made(3) == made(3)
+    assert [replace(one) for one in made(3)] != made(4)

@@ -1,0 +1,289 @@
+"""Merging real segments in a folder, and comparing what came of it with what went in."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from common.errors import DataError, SegmentCorrupt, Unavailable
+from common.segments.faults import SegmentGone
+from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
+from common.sequences import Stretch
+from compaction.compare import prove_by_reading
+from compaction.failures import UnreadableInput
+from compaction.merge import Merged, merge
+from compaction.plan import Output
+from compaction.supersede import Supersession, made_by
+from tests.compaction_archive import Archive, rows
+from tests.support import seeded
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path)
+
+
+def merged(archive: Archive, *inputs: SegmentRef, level: int = 1) -> Merged:
+    return merge(archive.store, Output(level, tuple(sorted(inputs, key=lambda s: (s.coverage, s.name)))))
+
+
+def proved(archive: Archive, result: Merged) -> None:
+    prove_by_reading(archive.store, made_by(result.ref, result.output.inputs))
+
+
+def replaced(batch: pa.RecordBatch, name: str, value: Callable[[int], bytes | None]) -> pa.RecordBatch:
+    """`batch` with the binary column `name` made from each sequence."""
+    arrays = dict(zip(batch.schema.names, batch.columns, strict=True))
+    arrays[name] = pa.array([value(n) for n in arrays["sequence"].to_pylist()], pa.binary())
+    return pa.RecordBatch.from_arrays(list(arrays.values()), schema=batch.schema)
+
+
+def test_adjacent_segments_become_one_with_the_same_rows(archive: Archive):
+    inputs = [archive.put(1, 40), archive.put(41, 90), archive.put(91, 100)]
+    before = archive.read()
+    result = merged(archive, *inputs)
+    assert archive.table(result.ref).equals(before)
+    assert archive.read().equals(before)
+    assert (result.rows, result.ref.level, str(result.ref.coverage)) == (100, 1, "1..100")
+    proved(archive, result)
+
+
+def test_the_footer_says_what_the_inputs_say_together(archive: Archive):
+    inputs = [
+        archive.put(1, 50, rows(range(1, 41)), ledger={Reason.SAMPLED_OUT: 7, Reason.DELETED: 3}),
+        archive.put(51, 60, rows([]), ledger={Reason.NOT_MATCHED: 10}, tip=None),
+    ]
+    footer = archive.footer(merged(archive, *inputs).ref)
+    assert footer.is_balanced()
+    assert footer.ledger == Ledger({Reason.DELETED: 3, Reason.NOT_MATCHED: 10, Reason.SAMPLED_OUT: 7})
+    assert footer.tip == Tip(50, 50, "0" * 32)
+    assert footer.inputs == Inputs.of([s.name for s in inputs])
+    assert (footer.first_timestamp_ns, footer.last_timestamp_ns) == tuple(
+        1_700_000_000_000_000_000 + n * 1_001 for n in (1, 40)
+    )
+
+
+def test_segments_without_rows_become_one_without_rows(archive: Archive):
+    nothing = {"ledger": {Reason.SAMPLED_OUT: 10}}
+    result = merged(
+        archive, archive.put(1, 10, rows([]), **nothing), archive.put(11, 20, rows([]), **nothing)
+    )
+    assert archive.footer(result.ref).ledger == Ledger({Reason.SAMPLED_OUT: 20})
+    proved(archive, result)
+
+
+def test_the_same_inputs_give_the_same_bytes(archive: Archive):
+    inputs = [archive.put(1, 40), archive.put(30, 90)]
+    first = merged(archive, *inputs).ref
+    archive.store.delete(first)
+    assert merged(archive, *reversed(inputs)).ref.name == first.name
+
+
+def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):
+    inputs = [archive.put(1, 60, rows(range(1, 61, 2))), archive.put(40, 100, rows(range(40, 101)))]
+    result = merged(archive, *inputs)
+    found = archive.table(result.ref).column("sequence").to_pylist()
+    assert found == [*range(1, 40, 2), *range(40, 101)]
+    proved(archive, result)
+
+
+def test_an_overlap_leaves_the_ledger_balanced(archive: Archive):
+    inputs = [
+        archive.put(1, 60, rows(range(1, 31)), ledger={Reason.DELETED: 20, Reason.TOO_OLD: 10}),
+        archive.put(51, 100, rows(range(91, 101)), ledger={Reason.DELETED: 20, Reason.NOT_MATCHED: 20}),
+    ]
+    footer = archive.footer(merged(archive, *inputs).ref)
+    assert footer.is_balanced()
+    assert footer.ledger == Ledger({Reason.DELETED: 20, Reason.TOO_OLD: 10, Reason.UNATTRIBUTED: 30})
+
+
+def test_a_trimmed_overlap_with_one_reason_keeps_it(archive: Archive):
+    inputs = [archive.put(1, 60), archive.put(51, 100, rows(range(51, 61)), ledger={Reason.SAMPLED_OUT: 40})]
+    assert archive.footer(merged(archive, *inputs).ref).ledger == Ledger({Reason.SAMPLED_OUT: 40})
+    more = [archive.put(201, 260), archive.put(251, 300, rows([299]), ledger={Reason.DELETED: 49})]
+    assert archive.footer(merged(archive, *more).ref).ledger == Ledger({Reason.DELETED: 39})
+
+
+def test_the_tip_is_that_of_the_input_that_reaches_furthest(archive: Archive):
+    inputs = [
+        archive.put(1, 60, tip=Tip(60, 5, "a" * 32)),
+        archive.put(10, 100, rows(range(10, 51)), tip=Tip(50, 9, "b" * 32)),
+    ]
+    assert archive.footer(merged(archive, *inputs).ref).tip == Tip(50, 9, "b" * 32)
+
+
+def test_a_merge_with_sampled_inputs_is_a_sampled_copy(archive: Archive):
+    def put(first: int, digest: str) -> SegmentRef:
+        sampling = {"inspect_field": digest} if digest else None
+        return archive.put(first, first + 9, sampling=sampling, sampling_digest=digest)
+
+    alike = archive.footer(merged(archive, put(1, "aa"), put(11, "aa")).ref)
+    assert (alike.sampling, alike.sampling_digest) == ({"inspect_field": "aa"}, "aa")
+    mixed = archive.footer(merged(archive, put(101, "aa"), put(111, ""), put(121, "bb")).ref)
+    assert mixed.sampling == {
+        "merged": {"aa": {"inspect_field": "aa"}, "": None, "bb": {"inspect_field": "bb"}}
+    }
+    again = merged(archive, put(201, "bb"), put(211, "aa"), put(221, ""))
+    assert archive.footer(again.ref).sampling_digest == mixed.sampling_digest != ""
+
+
+def test_a_fork_stops_the_merge_naming_both_segments_and_the_sequence(archive: Archive):
+    one, other = archive.put(1, 60), archive.put(50, 90, rows(range(50, 91), salt="forged"))
+    with pytest.raises(DataError, match="sequence 50 of us-east/NODES/0000/0") as caught:
+        merged(archive, one, other)
+    assert caught.value.code == "E-FORK"
+    assert one.key in str(caught.value)
+    assert other.key in str(caught.value)
+    assert [s.level for s in archive.listed()] == [0, 0]
+
+
+def test_no_headers_and_empty_headers_are_different_content(archive: Archive):
+    def with_fifth(value: bytes | None, last: int) -> pa.RecordBatch:
+        return replaced(
+            rows(range(1, last + 1)), "headers", lambda n: value if n == 5 else b"NATS/1.0\r\n\r\n"
+        )
+
+    with pytest.raises(DataError, match="sequence 5 "):
+        merged(archive, archive.put(1, 10, with_fifth(None, 10)), archive.put(1, 11, with_fifth(b"", 11)))
+
+
+def test_the_sample_key_is_no_content_and_the_preferred_segment_s_stays(archive: Archive):
+    inputs = [
+        archive.put(1, 20, rows(range(1, 21), sample_key="old")),
+        archive.put(11, 30, rows(range(11, 31), sample_key="new")),
+    ]
+    result = merged(archive, *inputs)
+    keys = archive.table(result.ref).column("sample_key").to_pylist()
+    assert keys[:2] == ["old", None]
+    assert set(keys[10:]) == {"new", None}
+    proved(archive, result)
+
+
+def test_many_overlapping_segments_are_united_as_sets_are(archive: Archive):
+    random = seeded()
+    sequences = {n for n in range(1, 3000) if random.random() < 0.7}
+    inputs = []
+    for _ in range(25):
+        first = random.randint(1, 2800)
+        last = first + random.randint(0, 400)
+        held = sorted(n for n in sequences if first <= n <= last and random.random() < 0.9)
+        inputs.append((first, last, held))
+    first, reach, connected = min(i[0] for i in inputs), 0, []
+    for entry in sorted(inputs):
+        if connected and entry[0] > reach + 1:
+            break
+        connected.append(entry)
+        reach = max(reach, entry[1])
+    result = merged(archive, *[archive.put(a, b, rows(held)) for a, b, held in connected])
+    found = archive.table(result.ref).column("sequence").to_pylist()
+    assert found == sorted(set().union(*(held for _, _, held in connected)))
+    assert str(result.ref.coverage) == f"{first}..{reach}"
+    proved(archive, result)
+
+
+def test_a_damaged_input_is_named_and_nothing_is_left_behind(archive: Archive):
+    sound, damaged = archive.put(1, 40), archive.put(41, 90)
+    archive.path(damaged.key).write_bytes(b"PAR1" + bytes(damaged.size - 8) + b"PAR1")
+    with pytest.raises(UnreadableInput) as caught:
+        merged(archive, sound, damaged)
+    assert caught.value.key == damaged.key
+    assert [s.level for s in archive.listed()] == [0, 0]
+    assert [f for f in (archive.folder / "spool").rglob("*") if f.is_file() and f.name != "lock"] == []
+
+
+def test_an_input_that_was_deleted_meanwhile_is_said_to_be_gone(archive: Archive):
+    inputs = [archive.put(1, 40), archive.put(41, 90)]
+    archive.store.delete(inputs[1])
+    with pytest.raises(SegmentGone):
+        merged(archive, *inputs)
+
+
+def test_without_the_space_in_the_spool_nothing_is_begun(archive: Archive):
+    huge = [replace(s, size=2**60) for s in (archive.put(1, 40), archive.put(41, 90))]
+    with pytest.raises(Unavailable, match="free bytes") as caught:
+        merged(archive, *huge)
+    assert caught.value.code == "E-SPOOL"
+
+
+def test_a_full_disk_is_told_as_one_and_leaves_no_object(archive: Archive):
+    noise = seeded(7).randbytes
+    inputs = [
+        archive.put(n, n + 19, replaced(rows(range(n, n + 20)), "payload", lambda _: noise(40_000)))
+        for n in (1, 21)
+    ]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(Unavailable) as caught:
+            merged(archive, *inputs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.code == "E-SPOOL"
+    assert [s.level for s in archive.listed()] == [0, 0]
+
+
+# The proof: what `prove_by_reading` refuses
+
+
+def test_a_row_that_the_output_lacks_is_found(archive: Archive):
+    lower = archive.put(1, 50)
+    upper = archive.put(1, 100, rows([n for n in range(1, 101) if n != 33]), level=1)
+    with pytest.raises(DataError, match="sequence 33 of") as caught:
+        prove_by_reading(archive.store, made_by(upper, [lower, archive.put(51, 100)]))
+    assert caught.value.code == "E-ROWS-MISSING"
+
+
+def test_a_row_that_no_input_has_is_found(archive: Archive):
+    lower = [archive.put(1, 50, rows(range(1, 50))), archive.put(51, 100)]
+    upper = archive.put(1, 100, level=1)
+    with pytest.raises(DataError, match="sequence 50 of") as caught:
+        prove_by_reading(archive.store, made_by(upper, lower))
+    assert caught.value.code == "E-ROWS-ADDED"
+
+
+def test_what_was_found_contained_may_be_less_than_what_contains_it(archive: Archive):
+    lower, upper = archive.put(20, 50, rows(range(20, 40))), archive.put(1, 100, level=1)
+    prove_by_reading(archive.store, Supersession((lower,), (Stretch(upper, upper.coverage),)))
+
+
+def test_changed_content_is_found(archive: Archive):
+    lower, upper = archive.put(1, 50), archive.put(1, 50, rows(range(1, 51), salt="x"), level=1)
+    with pytest.raises(DataError, match="sequence 1 of") as caught:
+        prove_by_reading(archive.store, made_by(upper, [lower]))
+    assert caught.value.code == "E-FORK"
+
+
+def test_two_segments_may_contain_a_third_together(archive: Archive):
+    uppers = [archive.put(1, 60, level=1), archive.put(61, 100, level=1)]
+    stretches = (Stretch(uppers[0], uppers[0].coverage), Stretch(uppers[1], uppers[1].coverage))
+    prove_by_reading(archive.store, Supersession((archive.put(50, 70),), stretches))
+
+
+def test_a_damaged_output_proves_nothing(archive: Archive):
+    result = merged(archive, archive.put(1, 40), archive.put(41, 90))
+    path = archive.path(result.ref.key)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(SegmentCorrupt):
+        proved(archive, result)
+
+
+def test_memory_of_a_merge_is_bounded_by_row_groups(archive: Archive):
+    """Twenty inputs of 32 MB each, 640 MB together; an output's row group holds 128 MiB."""
+    payload = b"x" * 32_000
+    inputs = [
+        archive.put(n, n + 999, replaced(rows(range(n, n + 1000)), "payload", lambda _: payload))
+        for n in range(1, 20_001, 1000)
+    ]
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        assert merged(archive, *inputs).rows == 20_000
+    finally:
+        pa.set_memory_pool(pa.default_memory_pool())
+    print(f"peak {pool.max_memory() >> 20} MiB")
+    assert pool.max_memory() < 450 << 20

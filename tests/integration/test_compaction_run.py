@@ -1,0 +1,287 @@
+"""Whole runs without Spark over a real archive in a folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.errors import Refused, Unavailable
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.segment import SegmentRef
+from compaction.failures import exit_code
+from compaction.run import Compaction, Report, Selection
+from compaction.tombstones import Tombstones
+from compaction.work import LocalRunner, ReadingProver
+from tests.compaction_archive import CHAIN, Archive, rows
+from tests.compaction_refs import TestPolicy
+
+DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
+OTHER = Chain("eu-west", "NODES")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    found = Archive(tmp_path)
+    for chain in (CHAIN, OTHER):
+        ChainStore(found.objects, found.layout).create_chain(chain, ChainDocument((), 1, 1))
+    return found
+
+
+def compaction(archive: Archive, *policies: TestPolicy, grace: float | None = 0) -> Compaction:
+    runner = LocalRunner(archive.store)
+    return Compaction(archive.store, policies or (DUE,), grace, runner, ReadingProver(runner))
+
+
+def run(archive: Archive, *policies: TestPolicy, grace: float | None = 0, **selection: object) -> Report:
+    return compaction(archive, *policies, grace=grace).run(Selection(**selection))
+
+
+def fill(
+    archive: Archive, count: int = 4, *, age: float = 700, chain: Chain = CHAIN, first: int = 1
+) -> list[SegmentRef]:
+    """Adjacent segments of ten sequences each."""
+    return [archive.put(n, n + 9, age=age, chain=chain) for n in range(first, first + count * 10, 10)]
+
+
+def tombstones(archive: Archive, chain: Chain = CHAIN) -> list[str]:
+    return [info.key for info in archive.objects.list(archive.layout.tombstones_prefix(chain))]
+
+
+def test_a_due_run_is_merged_and_its_inputs_are_deleted_but_for_the_greatest_end(archive: Archive):
+    fill(archive)
+    before = archive.read()
+    report = run(archive)
+    assert archive.ranges() == ["0:31..40", "1:1..40"]
+    assert archive.read().equals(before)
+    assert (len(report.merged), len(report.tombstones), len(report.deleted), report.failures) == (1, 1, 3, [])
+
+
+def test_the_last_input_goes_when_the_chain_has_moved_on_and_then_the_tombstone(archive: Archive):
+    fill(archive)
+    run(archive)
+    fill(archive, 1, age=0, first=41)
+    assert run(archive).deleted[0].coverage.first == 31
+    assert tombstones(archive) != []
+    assert run(archive).deleted == []
+    assert archive.ranges() == ["0:41..50", "1:1..40"]
+    assert tombstones(archive) == []
+
+
+def test_a_second_run_has_nothing_to_do(archive: Archive):
+    fill(archive)
+    run(archive)
+    report = run(archive)
+    assert report == Report()
+
+
+def test_nothing_goes_before_the_grace_by_the_store_s_clock(archive: Archive):
+    fill(archive)
+    assert run(archive, grace=3600).deleted == []
+    assert len(archive.listed()) == 5
+    [stone] = tombstones(archive)
+    archive.age(stone, 3599)
+    assert run(archive, grace=3600).deleted == []
+    archive.age(stone, 2)
+    assert len(run(archive, grace=3600).deleted) == 3
+
+
+def test_nothing_is_deleted_where_deleting_is_off(archive: Archive):
+    fill(archive)
+    report = run(archive, grace=None)
+    assert (len(report.merged), len(report.deleted), len(archive.listed())) == (1, 0, 5)
+    assert len(run(archive, grace=0).deleted) == 3
+
+
+def test_levels_are_compacted_in_turn(archive: Archive):
+    second = replace(DUE, from_=1, to=2, min_count=2)
+    before = None
+    for first in (1, 41):
+        fill(archive, 4, first=first)
+        before = archive.read()
+        run(archive, DUE, second)
+    archive.age_all(700)
+    run(archive, DUE, second)
+    assert archive.ranges() == ["0:71..80", "1:41..80", "2:1..80"]
+    assert archive.read().equals(before)
+    fill(archive, 1, age=0, first=81)
+    run(archive, DUE, second)
+    assert archive.ranges() == ["0:81..90", "2:1..80"]
+
+
+def test_a_selection_leaves_other_chains_and_levels_alone(archive: Archive):
+    fill(archive)
+    fill(archive, chain=OTHER)
+    assert run(archive, site="nobody") == Report()
+    assert run(archive, partition=7) == Report()
+    assert run(archive, level=1) == Report()
+    report = run(archive, site="eu-west", feed="NODES", partition=0, level=0)
+    assert {m.output.chain for m in report.merged} == {OTHER}
+
+
+def test_a_damaged_input_is_reported_and_the_rest_is_merged(archive: Archive):
+    refs = fill(archive, 7)
+    archive.path(refs[3].key).write_bytes(b"nothing")
+    archive.age(refs[3].key, 700)
+    report = run(archive)
+    assert sorted(str(m.ref.coverage) for m in report.merged) == ["1..30", "41..70"]
+    assert exit_code(report.failures) == 3
+    assert refs[3].key in report.failures[0].line
+    assert "0:31..40" in archive.ranges()
+
+
+def test_a_damaged_output_is_made_again_while_its_inputs_are_there(archive: Archive):
+    fill(archive)
+    before = archive.read()
+    [merged] = run(archive, grace=3600).merged
+    good = archive.path(merged.ref.key).read_bytes()
+    archive.path(merged.ref.key).write_bytes(good[:-1] + b"?")
+    for stone in tombstones(archive):
+        archive.age(stone, 4000)
+    report = run(archive, grace=3600)
+    assert "E-READ-BACK" in report.failures[0].line
+    assert report.deleted == []
+    assert archive.path(merged.ref.key).read_bytes() == good
+    run(archive, grace=3600)
+    assert archive.ranges() == ["0:31..40", "1:1..40"]
+    assert archive.read().equals(before)
+
+
+def test_a_late_segment_that_is_contained_is_proved_and_deleted(archive: Archive):
+    fill(archive)
+    run(archive)
+    archive.put(15, 24, age=0)
+    report = run(archive)
+    assert [str(s.coverage) for s in report.deleted] == ["15..24"]
+    assert report.failures == []
+
+
+def test_a_late_segment_with_a_row_that_nothing_else_has_stays_and_is_reported(archive: Archive):
+    refs = [archive.put(n, n + 9, rows([n, n + 1]), age=700) for n in (1, 11, 21)]
+    run(archive)
+    late = archive.put(12, 20)
+    report = run(archive)
+    assert late.key in {s.key for s in archive.listed()}
+    assert "E-ROWS-MISSING" in report.failures[0].line
+    assert exit_code(report.failures) == 3
+    assert len(refs) == 3
+
+
+def test_a_fork_is_reported_and_neither_side_is_touched(archive: Archive):
+    fill(archive)
+    archive.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
+    before = archive.ranges()
+    report = run(archive)
+    assert (report.merged, report.deleted) == ([], [])
+    assert "E-FORK" in report.failures[0].line
+    assert archive.ranges() == before
+
+
+def test_a_straddling_late_segment_is_merged_as_a_union(archive: Archive):
+    fill(archive)
+    run(archive)
+    before = archive.read().column("sequence").to_pylist()
+    fill(archive, 3, first=41)
+    archive.put(35, 44, age=700)
+    run(archive)
+    assert archive.read().column("sequence").to_pylist() == [*before, *range(41, 71)]
+    assert archive.ranges() == ["0:61..70", "1:1..40", "1:35..70"]
+
+
+def test_a_spoiled_tombstone_is_reported_and_never_acted_on(archive: Archive):
+    fill(archive)
+    run(archive, grace=3600)
+    [stone] = tombstones(archive)
+    archive.path(stone).write_bytes(b'{"format_version":1}')
+    archive.objects.put(stone.rpartition("/")[0] + "/notes.txt", b"hello")
+    report = run(archive, grace=0)
+    assert [f.line for f in report.failures if "E-STATE-JSON" in f.line] != []
+    assert exit_code(report.failures) == 3
+    assert sorted(f.exit_code for f in report.failures) == [3, 3]
+
+
+def test_what_replaces_a_segment_must_be_there_when_it_is_deleted(archive: Archive):
+    fill(archive)
+    [merged] = run(archive, grace=3600).merged
+    archive.store.delete(merged.ref)
+    for stone in tombstones(archive):
+        archive.age(stone, 4000)
+    report = run(archive, grace=3600)
+    assert report.deleted != []  # the output was made again first: the same bytes under the same name
+    assert report.merged[0].ref.name == merged.ref.name
+    assert archive.ranges() == ["0:31..40", "1:1..40"]
+
+
+def test_errors_of_single_deletions_are_read_and_reported(archive: Archive):
+    fill(archive)
+    run(archive, grace=3600)
+    for stone in tombstones(archive):
+        archive.age(stone, 4000)
+
+    class Stubborn(LocalObjects):
+        def delete(self, key: str) -> None:
+            if "0000011-" in key:
+                raise Unavailable(f"delete {key}: come back later")
+            super().delete(key)
+
+    stubborn = Archive(archive.folder, Stubborn(archive.folder / "store"))
+    report = run(stubborn, grace=3600)
+    assert sorted(s.coverage.first for s in report.deleted) == [1, 21]
+    assert [f.exit_code for f in report.failures] == [75]
+    assert [s.coverage.first for s in run(archive, grace=3600).deleted] == [11]
+
+
+def test_a_preview_tells_what_a_run_would_do_and_does_nothing(archive: Archive):
+    fill(archive)
+    before = archive.objects.list("")
+    [survey] = [s for s in compaction(archive).preview(Selection()) if s.chain == CHAIN]
+    assert [str(o.coverage) for o in survey.outputs] == ["1..40"]
+    assert [i.key for i in archive.objects.list("")] == sorted(
+        [*(i.key for i in before), archive.layout.clock()]
+    )
+    run(archive, grace=3600)
+    for stone in tombstones(archive):
+        archive.age(stone, 4000)
+    [survey] = [s for s in compaction(archive, grace=3600).preview(Selection()) if s.chain == CHAIN]
+    assert [str(s.coverage) for s in survey.going] == ["1..10", "11..20", "21..30"]
+
+
+def test_a_preview_works_with_a_credential_that_may_only_read(archive: Archive):
+    fill(archive)
+    fill(archive, 1, age=0, first=41)
+
+    class ReadOnly(LocalObjects):
+        def put(self, key: str, *rest: object, **more: object) -> None:
+            raise Refused(f"put {key}: no permission")
+
+    reader = Archive(archive.folder, ReadOnly(archive.folder / "store"))
+    [survey] = [s for s in compaction(reader).preview(Selection()) if s.chain == CHAIN]
+    assert [str(o.coverage) for o in survey.outputs] == ["1..40"]
+
+
+def test_two_runs_in_turn_at_every_step_cannot_delete_each_other_s_output(archive: Archive):
+    """One job sees two segments, another three; each makes its own output of the overlapping ranges."""
+    fill(archive, 2)
+    early = compaction(archive, replace(DUE, min_count=2), grace=None)
+    early.run(Selection())
+    [first_stone] = tombstones(archive)
+    archive.objects.delete(first_stone)
+    [output] = [s for s in archive.listed() if s.level == 1]
+    hidden = archive.path(output.key).read_bytes()
+    archive.store.delete(output)
+    fill(archive, 1, first=21)
+    before = archive.read()
+    run(archive, grace=None)
+    archive.objects.put(output.key, hidden)
+    for _ in range(3):
+        run(archive)
+        assert archive.read().equals(before)
+    assert archive.ranges() == ["0:21..30", "1:1..20", "1:1..30"]
+
+
+def test_the_store_s_clock_is_that_of_an_object_written_for_it(archive: Archive):
+    now = Tombstones(archive.objects, archive.layout).now()
+    assert now == archive.objects.head(archive.layout.clock()).modified

@@ -1,0 +1,243 @@
+"""Compaction with Spark: merges in executors, and the proof by sums and joins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.errors import ConfigError, Unavailable
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.segment import SegmentRef
+from common.sequences import Stretch
+from common.settings.root import Settings
+from compaction.failures import Failure, exit_code
+from compaction.job import SparkRunner, task_of
+from compaction.proof import SparkProver
+from compaction.run import Compaction, Report, Selection
+from compaction.session import FIXED, check_conf, spark_conf, spark_error, with_retries
+from compaction.supersede import Supersession, made_by
+from compaction.work import ReadingProver, merge_one
+from tests.compaction_archive import CHAIN, Archive, rows
+from tests.compaction_refs import TestPolicy
+from tests.spark_session import SharedSpark, failing, kill_once, spark_session
+
+DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
+OTHER = Chain("eu-west", "NODES")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    found = Archive(tmp_path)
+    for chain in (CHAIN, OTHER):
+        ChainStore(found.objects, found.layout).create_chain(chain, ChainDocument((), 1, 1))
+    return found
+
+
+def settings(archive: Archive) -> Settings:
+    return Settings.model_validate(
+        {"store": {"url": f"file://{archive.folder}/store"}, "spool_dir": str(archive.folder / "spool")}
+    )
+
+
+def run(archive: Archive, *, with_spark: bool = True) -> Report:
+    spark = SharedSpark()
+    runner = SparkRunner(spark, settings(archive))
+    prover = SparkProver(spark, settings(archive), archive.store) if with_spark else ReadingProver(runner)
+    return Compaction(archive.store, [DUE], 0, runner, prover).run(Selection())
+
+
+def prove(archive: Archive, *supersessions: Supersession) -> list[Failure | None]:
+    return SparkProver(SharedSpark(), settings(archive), archive.store).prove(supersessions)
+
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.mark.parametrize("with_spark", [True, False])
+def test_several_chains_are_merged_and_proved_in_one_run(archive: Archive, with_spark: bool):
+    for chain in (CHAIN, OTHER):
+        for first in range(1, 40, 10):
+            archive.put(first, first + 9, age=700, chain=chain)
+    archive.put(35, 60, age=700)
+    before = {chain: archive.read(chain) for chain in (CHAIN, OTHER)}
+    report = run(archive, with_spark=with_spark)
+    assert report.failures == []
+    assert archive.ranges() == ["0:35..60", "1:1..60"]
+    assert archive.ranges(OTHER) == ["0:31..40", "1:1..40"]
+    assert {chain: archive.read(chain) for chain in (CHAIN, OTHER)} == before
+    assert run(archive, with_spark=with_spark) == Report()
+
+
+def test_what_a_job_left_unproved_and_late_segments_are_proved_by_a_join(archive: Archive):
+    for first in (1, 11, 21):
+        archive.put(first, first + 9, age=700)
+    archive.put(1, 30, level=1)
+    archive.put(5, 25)
+    late = archive.put(6, 24, rows(range(6, 25), salt="other"))
+    report = run(archive)
+    assert archive.ranges() == ["0:21..30", "0:6..24", "1:1..30"]
+    assert [f.exit_code for f in report.failures] == [3]
+    assert late.key not in {s.key for s in report.deleted}
+
+
+# The proof: what it refuses
+
+
+def test_sums_tell_a_missing_row_a_changed_one_and_a_moved_null(archive: Archive):
+    lower = [archive.put(1, 50), archive.put(51, 100)]
+    good = archive.put(1, 100, level=1)
+    lacking = archive.put(1, 100, rows([n for n in range(1, 101) if n != 40]), level=2)
+    changed = archive.put(1, 100, rows(range(1, 101), salt="x"), level=3)
+    other_key = archive.put(1, 100, rows(range(1, 101), sample_key="k"), level=4)
+    verdicts = prove(archive, *(made_by(upper, lower) for upper in (good, lacking, changed, other_key)))
+    assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3, 3]
+    assert "Sums(rows=100" in verdicts[1].line
+    assert "found Sums(rows=99" in verdicts[1].line
+
+
+def test_an_overlap_is_proved_over_distinct_rows(archive: Archive):
+    lower = [archive.put(1, 60), archive.put(41, 100)]
+    good = archive.put(1, 100, level=1)
+    lacking = archive.put(1, 100, rows([n for n in range(1, 101) if n != 50]), level=2)
+    forked = [lower[0], archive.put(50, 100, rows(range(50, 101), salt="x"))]
+    verdicts = prove(archive, made_by(good, lower), made_by(lacking, lower), made_by(good, forked))
+    assert [verdict and verdict.exit_code for verdict in verdicts] == [None, 3, 3]
+
+
+def test_what_is_contained_may_be_less_but_not_other(archive: Archive):
+    upper = [archive.put(1, 60, level=1), archive.put(61, 100, level=1)]
+    stretches = tuple(Stretch(s, s.coverage) for s in upper)
+    less = archive.put(50, 70, rows([55, 66]))
+    more = archive.put(101, 110)
+    verdicts = prove(archive, Supersession((less,), stretches), Supersession((more,), stretches))
+    assert verdicts[0] is None
+    assert "E-ROWS-MISSING" in verdicts[1].line
+    assert "sequence 10" in verdicts[1].line
+
+
+def test_a_segment_that_cannot_be_read_fails_its_own_proof_only(archive: Archive):
+    """Whatever a cluster says of files that are missing or corrupt."""
+    spark_session().conf.set("spark.sql.files.ignoreMissingFiles", "true")
+    lower = [archive.put(1, 50), archive.put(51, 100)]
+    upper = [archive.put(1, 50, level=1), archive.put(51, 100, level=1)]
+    archive.store.delete(lower[0])
+    verdicts = prove(archive, *(made_by(u, [s]) for u, s in zip(upper, lower, strict=True)))
+    assert [verdict is None for verdict in verdicts] == [False, True]
+    spark_session().conf.unset("spark.sql.files.ignoreMissingFiles")
+
+
+# Tasks
+
+
+def test_an_input_that_is_damaged_is_reported_and_other_outputs_are_made(archive: Archive):
+    for chain in (CHAIN, OTHER):
+        refs = [archive.put(first, first + 9, age=700, chain=chain) for first in (1, 11, 21)]
+    archive.path(refs[0].key).write_bytes(bytes(refs[0].size))
+    archive.age(refs[0].key, 700)
+    report = run(archive)
+    assert [m.output.chain for m in report.merged] == [CHAIN]
+    assert exit_code(report.failures) == 3
+    assert refs[0].key in report.failures[0].line
+
+
+def test_a_killed_executor_is_replaced(archive: Archive):
+    runner = SparkRunner(SharedSpark(), settings(archive))
+    assert runner.map(kill_once, [archive.folder / "marker"]) == ["done"]
+
+
+def test_a_doubled_task_makes_the_same_object(archive: Archive):
+    from compaction.plan import Output
+
+    inputs: tuple[SegmentRef, ...] = (archive.put(1, 50), archive.put(51, 100))
+    runner = SparkRunner(SharedSpark(), settings(archive))
+    results = runner.map(merge_one, [Output(1, inputs)] * 4)
+    assert {r.ref.name for r in results} == {results[0].ref.name}
+    assert archive.ranges() == ["0:1..50", "0:51..100", "1:1..100"]
+
+
+def test_what_nobody_foresaw_ends_the_run_as_a_thing_to_try_again(archive: Archive):
+    with pytest.raises(Unavailable, match="spark failing"):
+        SparkRunner(SharedSpark(), settings(archive)).map(failing, [1])
+
+
+@pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas")
+def test_an_executor_with_another_version_of_common_refuses_to_work(archive: Archive):
+    session = spark_session()
+    frame = session.range(0, 1, 1, 1).mapInArrow(task_of(b"", "0.0.0"), "id long, result binary")
+    with pytest.raises(Exception, match="E-COMMON") as caught:
+        frame.collect()
+    error = spark_error("merge", caught.value)
+    assert (type(error), error.exit_code) == (ConfigError, 78)
+    assert "expected that of floe-jetstream 0.0.0" in error.line()
+
+
+# The session
+
+
+def test_speculation_is_refused_and_what_drops_files_is_overridden():
+    with pytest.raises(ConfigError, match=r"spark.speculation: expected false, found true"):
+        check_conf({"spark.speculation": "true"})
+    check_conf({"spark.sql.files.ignoreCorruptFiles": "true"})
+    found = spark_conf(
+        "spark://host:7077", {"spark.sql.files.ignoreMissingFiles": "true", "spark.ui.enabled": "true"}
+    )
+    assert FIXED.items() <= found.items()
+    assert "spark.driver.host" not in found
+    assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("master", "started"),
+    [("local", "local[1,4]"), ("local[*]", "local[*,4]"), ("local[3,1]", "local[3,1]"), ("yarn", "yarn")],
+)
+def test_local_tasks_are_retried_as_a_cluster_s_are(master: str, started: str):
+    assert with_retries(master) == started
+
+
+def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pytest.CaptureFixture[str]):
+    from compaction.source import source_of
+
+    secret = "canary-4711"
+    fields = {"access_key_id": "key", "secret_access_key": secret}
+    secretive = settings(archive).model_dump() | {
+        "store": {"url": f"file://{archive.folder}/store", **fields}
+    }
+    session = spark_session()
+    session.dataSource.register(source_of(Settings.model_validate(secretive), "floe_secretive"))
+    archive.put(1, 10)
+    frame = session.read.format("floe_secretive").load()
+    frame.explain(extended=True)
+    assert frame.count() == 10
+    assert secret not in capfd.readouterr().out
+
+
+def test_a_run_over_s3(s3, tmp_path: Path):
+    bucket = s3.new_bucket()
+    config = Settings.model_validate(
+        {
+            "store": {
+                "url": f"s3://{bucket}",
+                "endpoint_url": s3.endpoint_url,
+                "access_key_id": s3.access_key,
+                "secret_access_key": s3.secret_key,
+            },
+            "spool_dir": str(tmp_path),
+        }
+    )
+    from common.objects.open import open_objects
+
+    archive = Archive(tmp_path, open_objects(config.store))
+    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    for first in range(1, 40, 10):
+        archive.put(first, first + 9)
+    before = archive.read()
+    spark = SharedSpark()
+    due = replace(DUE, min_age=0, max_wait=-1)
+    prover = SparkProver(spark, config, archive.store)
+    report = Compaction(archive.store, [due], 0, SparkRunner(spark, config), prover).run(Selection())
+    assert report.failures == []
+    assert archive.ranges() == ["0:31..40", "1:1..40"]
+    assert archive.read().equals(before)

@@ -1,0 +1,240 @@
+"""The connection against a real nats-server: what comes in is exact, what is refused says why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.client import ApiError, FloeClient, connect, frame
+from common.jetstream.headers import header, status
+from common.jetstream.streams import create_consumer, create_stream
+from common.settings.nats import NatsSettings
+from infra.local.nats import NatsServer
+from infra.local.ports import free_port
+from tests.support import soon, unique
+
+Message = tuple[bytes, bytes, bytes, bytes | None]
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    client = await connect(NatsSettings(url=nats_url), name="test")
+    yield client
+    await client.aclose()
+
+
+async def collect(client: FloeClient, subject: str) -> list[Message]:
+    received: list[Message] = []
+    await client.subscribe_raw(subject, lambda *message: received.append(message))
+    return received
+
+
+async def refused(settings: NatsSettings) -> FloeError:
+    """The error of a connect that must fail."""
+    with pytest.raises(FloeError) as caught:
+        await connect(settings, name="test")
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def raw_publish(port: int, command: bytes) -> None:
+    """Bytes that no client would send."""
+
+    async def run() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await reader.readline()
+        writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n' + command + b"PING\r\n")
+        while await reader.readline() != b"PONG\r\n":
+            pass
+        writer.close()
+
+    asyncio.run(run())
+
+
+# What comes in
+
+
+@pytest.mark.parametrize(
+    "token", [b"\xff\xfe", b"\x0b\x0c", b"\x00", b"caf\xc3\xa9", b"\x85\x1c", b"'\"", b"a\rb"]
+)
+async def test_a_subject_of_any_bytes_reaches_the_sink(
+    client: FloeClient, nats_server: NatsServer, token: bytes
+):
+    root = unique("s")
+    received = await collect(client, f"{root}.>")
+    subject = root.encode() + b"." + token
+    await asyncio.to_thread(
+        raw_publish, nats_server.port, b"PUB %b 2\r\nhi\r\nPUB %b.z 0\r\n\r\n" % (subject, root.encode())
+    )
+    await soon(lambda: len(received) == 2)
+    assert received == [(subject, b"", b"hi", None), (root.encode() + b".z", b"", b"", None)]
+    assert client.generation == 1
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"NATS/1.0\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\r\na: 2\r\nA: 1\r\n\r\n",
+        b"NATS/1.0\r\nA:  x  \r\nB:\r\nno colon\r\n: x\r\n\r\n",
+        b"NATS/1.0\r\n\xff\xfe: caf\xe9\x00\r\n\r\n",
+        b"NATS/1.0\r\nA: " + b"x" * 65536 + b"\r\n\r\n",
+        b"NATS/1.0\r\n" + b"".join(b"H%d: %d\r\n" % (i, i) for i in range(1000)) + b"\r\n",
+    ],
+    ids=["empty", "repeats", "odd", "bytes", "64K", "1000"],
+)
+async def test_headers_come_as_they_were_written(client: FloeClient, block: bytes):
+    subject = unique("s")
+    received = await collect(client, subject)
+    client.send(frame(subject.encode(), b"", block, b"r.1"))
+    await soon(lambda: received)
+    assert received == [(subject.encode(), b"r.1", b"", block)]
+
+
+async def test_a_header_block_that_is_none_comes_as_it_is(client: FloeClient, nats_server: NatsServer):
+    subject = unique("s")
+    received = await collect(client, subject)
+    wire = b"HPUB %b 4 6\r\nabcdxy\r\n" % subject.encode()
+    await asyncio.to_thread(raw_publish, nats_server.port, wire)
+    await soon(lambda: received)
+    assert received == [(subject.encode(), b"", b"xy", b"abcd")]
+
+
+async def test_payloads_of_the_greatest_size_pass(client: FloeClient):
+    subject = unique("s")
+    received = await collect(client, subject)
+    payload = os.urandom(client.max_payload)
+    client.send(frame(subject.encode(), payload) + frame(subject.encode(), b""))
+    await client.flush_writes()
+    await soon(lambda: len(received) == 2)
+    assert [m[2] for m in received] == [payload, b""]
+
+
+async def test_status_messages_reach_the_sink_as_they_are(client: FloeClient):
+    stream = unique("S")
+    await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"]})
+    await create_consumer(client, stream, {"name": "c", "ack_policy": "none"})
+    inbox = client.new_inbox()
+    received = await collect(client, inbox)
+    ask = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.c").encode()
+
+    def pull(request: dict[str, Any]) -> None:
+        client.send(frame(ask, json.dumps(request).encode(), None, inbox.encode()))
+
+    def codes() -> list[int]:
+        return [(status(m[3]) or (0, b""))[0] for m in received]
+
+    pull({"batch": 1, "no_wait": True})
+    await soon(lambda: codes() == [404])
+    pull({"batch": 1, "expires": 1_500_000_000, "idle_heartbeat": 500_000_000})
+    await soon(lambda: 408 in codes())
+    pull({"batch": 1, "expires": 10_000_000_000})
+
+    async def waiting() -> bool:
+        return (await client.api(f"CONSUMER.INFO.{stream}.c"))["num_waiting"] == 1
+
+    await soon(waiting)
+    await client.api(f"CONSUMER.DELETE.{stream}.c")
+    await soon(lambda: 409 in codes())
+    assert set(codes()[1:-2]) == {100}
+    assert codes()[-2:] == [408, 409]
+    assert status(received[1][3]) == (100, b"Idle Heartbeat")
+    assert header(received[1][3], b"Nats-Last-Stream") == b"0"
+    assert all(not reply and not payload for _, reply, payload, _ in received)
+
+
+async def test_a_subscription_ends(client: FloeClient):
+    subject = unique("s")
+    received: list[Message] = []
+    subscription = await client.subscribe_raw(subject, lambda *m: received.append(m))
+    await subscription.unsubscribe()
+    await subscription.unsubscribe()
+    client.send(frame(subject.encode(), b"x"))
+    await collect(client, unique("s"))  # a round trip
+    assert received == []
+
+
+# Requests
+
+
+async def test_tells_apart_no_responder_refusal_and_silence(client: FloeClient):
+    with pytest.raises(Unavailable, match="nobody answers"):
+        await client.request_raw(b"nobody.here", b"", timeout=2)
+    with pytest.raises(ApiError, match="stream not found") as caught:
+        await client.api("STREAM.INFO.NONE")
+    assert (caught.value.status, caught.value.err_code, caught.value.code) == (404, 10059, "E-JS-10059")
+    silent = unique("s")
+    await collect(client, silent)
+    with pytest.raises(OutcomeUnknown, match=r"no answer to s_\w+ within 0.1 s"):
+        await client.request_raw(silent.encode(), b"", timeout=0.1)
+
+
+async def test_an_answer_that_is_no_json_is_an_unknown_outcome(client: FloeClient):
+    subject = unique("s")
+    received: list[Message] = []
+
+    def answer(_subject: bytes, reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+        client.send(frame(reply, b"<html>"))
+
+    await client.subscribe_raw(f"$JS.x.API.{subject}", answer)
+    other = await connect(
+        NatsSettings(url=f"nats://{client.connected_url.netloc}", jetstream_domain="x"), name="test"
+    )
+    with pytest.raises(OutcomeUnknown, match="expected a JSON object"):
+        await other.api(subject)
+    await other.aclose()
+    assert received == []
+
+
+async def test_many_requests_at_once_get_their_own_answers(client: FloeClient):
+    subject = unique("s")
+
+    def echo(_subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        client.send(frame(reply, payload, headers))
+
+    await client.subscribe_raw(subject, echo)
+    asked = [client.request_raw(subject.encode(), b"%d" % i, timeout=5) for i in range(500)]
+    assert await asyncio.gather(*asked) == [(b"%d" % i, None) for i in range(500)]
+
+
+async def test_says_what_the_server_is(client: FloeClient):
+    assert client.server_version[:2] == (2, 15)
+    assert client.max_payload == 1 << 20
+    assert client.is_up
+
+
+# Reaching a server
+
+
+async def test_an_unreachable_server_is_tried_until_the_time_is_up():
+    port = free_port()
+    error = await refused(NatsSettings(url=f"nats://127.0.0.1:{port}", connect_timeout=0.5))
+    assert isinstance(error, Unavailable)
+    assert str(error).startswith(f"nats server 127.0.0.1:{port} cannot be reached: ")
+
+
+async def test_a_server_that_says_nothing_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        error = await refused(NatsSettings(url=f"nats://{host}", connect_timeout=0.4))
+    assert str(error) == f"nats server {host} cannot be reached: no answer within 0.4 s"
+
+
+async def test_an_unknown_host_is_named():
+    error = await refused(NatsSettings(url="nats://no-such-host.invalid:4222", connect_timeout=0.5))
+    assert isinstance(error, Unavailable)
+    assert "no-such-host.invalid:4222" in str(error)
+
+
+async def test_one_server_of_several_is_enough(nats_url: str):
+    dead = f"nats://127.0.0.1:{free_port()}"
+    client = await connect(NatsSettings(url=(dead, nats_url)), name="test")
+    assert client.is_up
+    await client.aclose()

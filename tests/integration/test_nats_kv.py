@@ -1,0 +1,249 @@
+"""State in a bucket: compare-and-set, read from the leader, and every lost answer told as such."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.errors import ConfigError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.kv import BucketGone, Entry, KeyValue, key_parts, state_key
+from common.settings.nats import NatsSettings
+from infra.local.nats import NatsCluster, NatsServer
+from tests.support import soon, unique
+from tests.tcp_proxy import TcpProxy
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    client = await connect(NatsSettings(url=nats_url), name="test")
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def kv(client: FloeClient) -> KeyValue:
+    return await KeyValue.open(client, unique("B"))
+
+
+async def test_a_key_is_created_once_and_changed_by_revision(kv: KeyValue):
+    assert await kv.get("a.b") is None
+    first = await kv.create("a.b", b"1")
+    assert await kv.create("a.b", b"2") is None
+    assert await kv.get("a.b") == Entry(b"1", first)
+    second = await kv.update("a.b", b"2", first)
+    assert second > first
+    assert await kv.update("a.b", b"3", first) is None
+    assert await kv.get("a.b") == Entry(b"2", second)
+    third = await kv.put("a.b", b"")
+    assert await kv.get("a.b") == Entry(b"", third)
+
+
+async def test_a_deleted_key_is_absent_and_may_be_created_again(kv: KeyValue):
+    first = await kv.create("k", b"1")
+    assert not await kv.delete("k", first + 7)
+    assert await kv.delete("k", first)
+    assert await kv.get("k") is None
+    assert not await kv.delete("k", first)
+    second = await kv.create("k", b"2")
+    assert second > first
+    assert await kv.delete("k")
+    assert await kv.get("k") is None
+    assert await kv.update("k", b"3", second) is None
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [b"KV-Operation: PURGE", b"KV-Operation: DEL", b"Nats-Marker-Reason: MaxAge"],
+)
+async def test_markers_of_others_are_absence(client: FloeClient, kv: KeyValue, lines: bytes):
+    await kv.put("k", b"1")
+    block = b"NATS/1.0\r\n" + lines + b"\r\n\r\n"
+    await client.request_raw(f"$KV.{kv.bucket}.k".encode(), b"", block, timeout=5)
+    assert await kv.get("k") is None
+    assert await kv.keys() == []
+    assert await kv.create("k", b"2") is not None
+
+
+async def test_lists_the_keys_that_have_a_value(kv: KeyValue):
+    assert await kv.keys() == []
+    for key in ("a.1", "a.2", "b.1", "gone"):
+        await kv.put(key, b"x")
+    await kv.delete("gone")
+    assert await kv.keys() == ["a.1", "a.2", "b.1"]
+    assert await kv.keys("a.") == ["a.1", "a.2"]
+
+
+async def test_whatever_a_value_holds_is_given_as_it_is(kv: KeyValue):
+    for value in (b"", b"not json", b"\xff\x00", b"x" * (1 << 20 - 1)):
+        await kv.put("k", value)
+        assert (await kv.get("k")).value == value
+
+
+async def test_entries_expire(client: FloeClient):
+    kv = await KeyValue.open(client, unique("B"), ttl=0.5)
+    await kv.put("k", b"1")
+    assert (await kv.get("k")).value == b"1"
+    await soon(lambda: absent(kv), 5)
+    assert await kv.create("k", b"2") is not None
+
+
+async def absent(kv: KeyValue) -> bool:
+    return await kv.get("k") is None
+
+
+async def test_a_bucket_with_another_time_to_live_is_refused(client: FloeClient):
+    bucket = unique("B")
+    await KeyValue.open(client, bucket, ttl=15.0)
+    await KeyValue.open(client, bucket, ttl=15.0)
+    with pytest.raises(ConfigError, match=f"bucket {bucket}: expected a time to live of 30 s, found 15 s"):
+        await KeyValue.open(client, bucket, ttl=30.0)
+    with pytest.raises(ConfigError, match="expected a time to live of 0 s, found 15 s"):
+        await KeyValue.open(client, bucket)
+
+
+async def test_a_bucket_of_the_nats_command_is_taken_as_it_is(client: FloeClient):
+    bucket = unique("B")
+    config = {
+        "name": f"KV_{bucket}",
+        "subjects": [f"$KV.{bucket}.>"],
+        "max_msgs_per_subject": 64,
+        "discard": "new",
+    }
+    await client.api(f"STREAM.CREATE.KV_{bucket}", config)
+    kv = await KeyValue.open(client, bucket)
+    assert await kv.create("k", b"1") == 1
+
+
+async def test_many_may_open_a_bucket_at_once(client: FloeClient):
+    bucket = unique("B")
+    stores = await asyncio.gather(*(KeyValue.open(client, bucket) for _ in range(10)))
+    created = await asyncio.gather(*(store.create("k", b"%d" % i) for i, store in enumerate(stores)))
+    assert len([revision for revision in created if revision is not None]) == 1
+
+
+async def test_a_deleted_bucket_is_not_an_empty_one(client: FloeClient, kv: KeyValue):
+    revision = await kv.put("k", b"1")
+    await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
+    for attempt in (
+        kv.get("k"),
+        kv.create("k", b"2"),
+        kv.update("k", b"2", revision),
+        kv.put("k", b"2"),
+        kv.delete("k"),
+        kv.keys(),
+    ):
+        with pytest.raises(BucketGone, match=f"bucket {kv.bucket} does not exist any more"):
+            await attempt
+    await kv.ensure()
+    assert await kv.get("k") is None
+
+
+async def test_a_write_whose_answer_is_lost_is_unknown_and_settled_by_reading(
+    nats_server: NatsServer, client: FloeClient
+):
+    async with TcpProxy(nats_server.port) as proxy:
+        proxied = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=0.5)
+        kv = await KeyValue.open(proxied, unique("B"))
+        direct = await KeyValue.open(client, kv.bucket)
+        first = await kv.put("k", b"1")
+        proxy.blackhole("down")
+        asked = asyncio.create_task(kv.update("k", b"2", first))
+        await soon(lambda: holds(direct, b"2"))
+        with pytest.raises(OutcomeUnknown):
+            await asked
+        proxy.heal()
+        entry = await kv.get("k")
+        assert entry.value == b"2"
+        assert await kv.update("k", b"3", first) is None
+
+        proxy.blackhole("up")
+        with pytest.raises(OutcomeUnknown):
+            await kv.update("k", b"3", entry.revision)
+        proxy.heal()
+        assert await kv.get("k") == entry
+        await proxied.aclose()
+
+
+async def holds(kv: KeyValue, value: bytes) -> bool:
+    entry = await kv.get("k")
+    return entry is not None and entry.value == value
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"+OK",
+        b"[]",
+        b"{}",
+        b'{"stream":"OTHER","seq":9}',
+        b'{"stream":"%s","seq":"9"}',
+        b'{"stream":"%s","seq":0}',
+        b'{"stream":"%s","seq":1}',
+    ],
+)
+async def test_an_acknowledgement_that_is_none_is_an_unknown_outcome(client: FloeClient, answer: bytes):
+    bucket = unique("B")
+    kv = KeyValue(client, bucket, ttl=None, replicas=1)
+    text = answer.replace(b"%s", f"KV_{bucket}".encode())
+    await client.subscribe_raw(f"$KV.{bucket}.k", lambda _s, reply, _p, _h: client.send(frame(reply, text)))
+    with pytest.raises(OutcomeUnknown, match="key k: expected an acknowledgement"):
+        await kv.update("k", b"x", 1)
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a*", ">", "a..b", ".a", "a.", "a\r\nPUB x 0"])
+async def test_a_key_that_is_none_never_reaches_the_wire(kv: KeyValue, key: str):
+    with pytest.raises(ValueError, match="expected tokens"):
+        await kv.get(key)
+    with pytest.raises(ValueError, match="expected tokens"):
+        await kv.put(key, b"")
+
+
+def test_parts_of_keys_never_collide():
+    parts = ["us-east", "ORDERS.x", "0000", "Größe", "a=b", "=3D", "*", "a b"]
+    assert state_key(*parts) == "us-east.ORDERS=2Ex.0000.Gr=C3=B6=C3=9Fe.a=3Db.=3D3D.=2A.a=20b"
+    assert key_parts(state_key(*parts)) == parts
+    assert state_key("a.b") != state_key("a", "b")
+    for wrong in ((), ("",), ("a", "")):
+        with pytest.raises(ValueError, match="not empty"):
+            state_key(*wrong)
+    with pytest.raises(ValueError):
+        key_parts("a=b")
+
+
+async def test_reads_come_from_the_leader_and_survive_its_move():
+    with NatsCluster() as cluster:
+        client = await connect(NatsSettings(url=cluster.urls), name="test")
+        kv = await KeyValue.open(client, "STATE", ttl=5.0, replicas=3)
+        revision = await kv.create("k", b"0")  # and its time to live, so that lost answers cost a second
+        for number in range(1, 3):
+            await client.api("STREAM.LEADER.STEPDOWN.KV_STATE")
+            revision = await moved_on(kv, b"%d" % number, revision)
+            assert (await kv.get("k")).revision == revision
+        await client.aclose()
+
+
+async def moved_on(kv: KeyValue, value: bytes, revision: int) -> int:
+    """Write `value` over `revision`, settling unclear outcomes by reading, as a user of the store does."""
+    while True:
+        try:
+            written = await kv.update("k", value, revision)
+        except (OutcomeUnknown, Unavailable):
+            entry = await settled(kv)
+            written = entry.revision if entry.value == value else None
+        if written is not None:
+            return written
+
+
+async def settled(kv: KeyValue) -> Entry:
+    while True:
+        try:
+            entry = await kv.get("k")
+        except Unavailable:
+            await asyncio.sleep(0.1)
+        else:
+            assert entry is not None
+            return entry

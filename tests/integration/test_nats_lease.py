@@ -1,0 +1,298 @@
+"""Leases: one holder at a time while all goes well, and a holder that knows when it no longer does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from common.clock import ManualClock, SystemClock
+from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Lease, Leases, new_owner
+from common.settings.nats import NatsSettings
+from infra.local.nats import NatsServer
+from tests.support import seeded, soon, unique
+from tests.tcp_proxy import TcpProxy
+
+TTL = 1.2  # seconds
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    client = await connect(NatsSettings(url=nats_url), name="test")
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def kv(client: FloeClient) -> KeyValue:
+    return await KeyValue.open(client, unique("LEASES"), ttl=TTL)
+
+
+def leases(kv: KeyValue, owner: str = "") -> Leases:
+    return Leases(kv, owner or new_owner("test"), TTL, SystemClock())
+
+
+async def stopped(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def test_owners_are_never_the_same():
+    first, second = new_owner("a"), new_owner("a")
+    assert first != second
+    assert first.split("/")[0] == "a"
+    assert first.split("/")[2] == str(os.getpid())
+
+
+async def test_one_owner_holds_a_lease_until_it_gives_it_up(kv: KeyValue):
+    mine, yours = leases(kv, "me"), leases(kv, "you")
+    lease = await mine.acquire("k")
+    assert lease is not None
+    assert lease.is_usable()
+    assert await yours.acquire("k") is None
+    assert await yours.holder("k") == "me"
+    await lease.release()
+    assert not lease.is_usable()
+    assert await yours.holder("k") is None
+    assert await yours.acquire("k") is not None
+
+
+async def test_a_lease_that_is_kept_outlives_its_time(kv: KeyValue):
+    lease = await leases(kv).acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    began = time.monotonic()
+    while time.monotonic() - began < 2.5 * TTL:
+        assert lease.is_usable()
+        assert await leases(kv).acquire("k") is None
+        await asyncio.sleep(0.1)
+    await stopped(keeping)
+    await lease.release()
+    assert await leases(kv).acquire("k") is not None
+
+
+async def test_a_lease_that_nobody_keeps_is_free_after_its_time(kv: KeyValue):
+    lease = await leases(kv).acquire("k")
+    began = time.monotonic()
+    await soon(lambda: leases(kv).acquire("k"), 2 * TTL + 1)
+    assert TTL * 0.9 < time.monotonic() - began < 2 * TTL
+    assert not lease.is_usable()
+
+
+async def test_a_lease_is_not_used_in_the_last_third_of_its_time(kv: KeyValue):
+    clock = ManualClock()
+    lease = await Leases(kv, "me", TTL, clock).acquire("k")
+    clock.advance(TTL * 2 / 3 - 0.01)
+    assert lease.is_usable()
+    clock.advance(0.02)
+    assert not lease.is_usable()
+    assert not lease.lost.is_set()
+
+
+async def test_a_paused_holder_finds_its_lease_unusable_the_moment_it_wakes(kv: KeyValue):
+    clock = ManualClock()
+    lease = await Leases(kv, "me", TTL, clock).acquire("k")
+    clock.advance(TTL * 5)
+    assert not lease.is_usable()
+    await lease.keep()
+    assert lease.lost.is_set()
+
+
+async def test_a_lease_that_another_took_is_lost(kv: KeyValue):
+    lease = await leases(kv, "me").acquire("k")
+    await kv.put("k", b"you")
+    await asyncio.wait_for(lease.keep(), TTL)
+    assert lease.lost.is_set()
+    await lease.release()
+    assert await leases(kv).holder("k") == "you"
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\x00", b"me ", b"x" * 100_000])
+async def test_whatever_stands_in_the_key_it_is_another_owner(kv: KeyValue, value: bytes):
+    await kv.put("k", value)
+    assert await leases(kv, "me").acquire("k") is None
+    assert await leases(kv, "me").holder("k") is not None
+
+
+async def test_a_deleted_bucket_loses_the_lease_and_the_next_acquire_makes_it_anew(
+    client: FloeClient, kv: KeyValue
+):
+    lease = await leases(kv).acquire("k")
+    await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
+    await asyncio.wait_for(lease.keep(), TTL)
+    assert lease.lost.is_set()
+    assert await leases(kv).acquire("k") is not None
+
+
+async def test_a_bucket_with_another_time_is_no_place_for_leases(client: FloeClient, kv: KeyValue):
+    with pytest.raises(ValueError, match=r"expected a time to live of 30 s, found 1\.2 s"):
+        Leases(kv, "me", 30.0, SystemClock())
+
+
+@pytest.fixture
+async def proxied(nats_server: NatsServer, kv: KeyValue) -> AsyncIterator[tuple[TcpProxy, KeyValue]]:
+    """The bucket over a connection that can be broken."""
+    async with TcpProxy(nats_server.port) as proxy:
+        client = await connect(NatsSettings(url=proxy.url), name="proxied", ping_interval=TTL)
+        yield proxy, await KeyValue.open(client, kv.bucket, ttl=TTL)
+        proxy.heal()
+        await client.aclose()
+
+
+async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(
+    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
+):
+    proxy, broken = proxied
+    lease = await leases(broken, "me").acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    revision = (await kv.get("k")).revision
+    proxy.blackhole("down")
+    await soon(lambda: renewed(kv, revision), TTL)
+    proxy.heal()
+    began = time.monotonic()
+    while time.monotonic() - began < 2 * TTL:
+        assert not lease.lost.is_set()
+        await asyncio.sleep(0.05)
+    assert lease.is_usable()
+    await stopped(keeping)
+    await lease.release()
+    assert await kv.get("k") is None
+
+
+async def renewed(kv: KeyValue, revision: int) -> bool:
+    entry = await kv.get("k")
+    return entry is not None and entry.revision > revision
+
+
+async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_have_it(
+    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
+):
+    proxy, broken = proxied
+    lease = await leases(broken, "me").acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    await asyncio.sleep(TTL)
+    proxy.blackhole()
+    await soon(lambda: not lease.is_usable(), TTL)
+    assert await leases(kv, "you").acquire("k") is None
+    await soon(lambda: leases(kv, "you").acquire("k"), 2 * TTL)
+    await asyncio.wait_for(lease.lost.wait(), TTL)
+    await asyncio.wait_for(keeping, TTL)
+    await lease.release()
+    proxy.heal()
+    assert await leases(kv).holder("k") == "you"
+
+
+async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(
+    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
+):
+    proxy, broken = proxied
+    proxy.blackhole("down")
+    asked = asyncio.create_task(leases(broken, "me").acquire("k"))
+    await soon(lambda: renewed(kv, 0), TTL)
+    proxy.heal()
+    lease = await asked
+    assert lease is not None
+    assert lease.is_usable()
+
+
+async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
+    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
+):
+    proxy, broken = proxied
+    rng, until, held = seeded(), time.monotonic() + 4 * TTL, {"me": 0, "you": 0}
+    using: dict[str, Lease | None] = {"me": None, "you": None}
+
+    def count(owner: str) -> None:
+        assert [name for name, lease in using.items() if lease is not None and lease.is_usable()] in (
+            [],
+            [owner],
+        )
+        held[owner] += 1
+
+    async def owner(name: str, store: KeyValue) -> None:
+        while time.monotonic() < until:
+            with suppress(Unavailable, OutcomeUnknown):
+                using[name] = await leases(store, name).acquire("k")
+            if (lease := using[name]) is None:
+                await asyncio.sleep(0.05)
+                continue
+            keeping = asyncio.create_task(lease.keep())
+            while lease.is_usable() and time.monotonic() < until:
+                count(name)
+                await asyncio.sleep(0.02)
+                if rng.random() < 0.02:
+                    break
+            await stopped(keeping)
+            await lease.release()
+
+    async def trouble() -> None:
+        while time.monotonic() < until:
+            await asyncio.sleep(rng.uniform(0, TTL))
+            rng.choice([proxy.cut, proxy.blackhole, lambda: proxy.blackhole("down")])()
+            await asyncio.sleep(rng.uniform(0, TTL))
+            proxy.heal()
+
+    await asyncio.gather(owner("me", broken), owner("you", kv), trouble())
+    assert held["you"] > 0
+
+
+HOLDER = """
+import asyncio, sys
+from common.clock import SystemClock
+from common.jetstream.client import connect
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Leases
+from common.settings.nats import NatsSettings
+
+async def main(url, bucket, ttl):
+    client = await connect(NatsSettings(url=url), name="holder")
+    kv = await KeyValue.open(client, bucket, ttl=ttl)
+    lease = await Leases(kv, "holder", ttl, SystemClock()).acquire("k")
+    keeping = asyncio.create_task(lease.keep())
+    print("held", flush=True)
+    while lease.is_usable():
+        await asyncio.sleep(0.01)
+    print("unusable", flush=True)
+    await lease.lost.wait()
+    print("lost", flush=True)
+
+asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
+"""
+
+
+def holder(url: str, bucket: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, url, bucket, str(TTL)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+async def test_a_killed_holder_is_replaced_within_two_times_its_time(kv: KeyValue, nats_url: str):
+    with holder(nats_url, kv.bucket) as process:
+        assert await leases(kv).acquire("k") is None
+        process.kill()
+        began = time.monotonic()
+        await soon(lambda: leases(kv).acquire("k"), 3 * TTL)
+        assert time.monotonic() - began < 2 * TTL
+
+
+async def test_a_stopped_holder_that_wakes_knows_at_once(kv: KeyValue, nats_url: str):
+    with holder(nats_url, kv.bucket) as process:
+        process.send_signal(signal.SIGSTOP)
+        taken = await soon(lambda: leases(kv, "you").acquire("k"), 3 * TTL)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "unusable\n"
+        assert process.stdout.readline() == "lost\n"
+        assert taken.is_usable() or not taken.lost.is_set()
+        assert await leases(kv).holder("k") in ("you", None)

@@ -1,0 +1,266 @@
+"""The connection survives cuts, half-open sockets, dead servers and poison, and says what was lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.streams import create_stream, stream_info
+from common.settings.nats import NatsSettings
+from infra.local.nats import NatsCluster, NatsServer
+from tests.support import seeded, soon, unique
+from tests.tcp_proxy import TcpProxy
+
+INTERVAL = 0.4  # seconds between pings in these tests
+
+
+@pytest.fixture
+async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
+    async with TcpProxy(nats_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def direct(nats_url: str) -> AsyncIterator[FloeClient]:
+    """A connection that no fault touches."""
+    client = await connect(NatsSettings(url=nats_url), name="direct")
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def client(proxy: TcpProxy) -> AsyncIterator[FloeClient]:
+    settings = NatsSettings(url=proxy.url, connect_timeout=2.0)
+    client = await connect(settings, name="proxied", ping_interval=INTERVAL)
+    yield client
+    proxy.heal()
+    await client.aclose()
+
+
+async def reconnected(client: FloeClient, generation: int, seconds: float = 5.0) -> float:
+    """Wait for a generation above `generation` to be up; the seconds it took."""
+    began = time.monotonic()
+    await soon(lambda: client.generation > generation and client.is_up, seconds)
+    return time.monotonic() - began
+
+
+async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: TcpProxy, direct: FloeClient):
+    subject, received, told = unique("s"), [], []
+    await client.subscribe_raw(subject, lambda *m: received.append((client.generation, m[2])))
+    remove = client.add_listener(told.append)
+    for number in range(1, 4):
+        generation = client.generation
+        proxy.cut()
+        await reconnected(client, generation)
+        direct.send(frame(subject.encode(), b"%d" % number))
+        await soon(lambda count=number: len(received) == count)
+    assert [payload for _, payload in received] == [b"1", b"2", b"3"]
+    assert [generation for generation, _ in received] == sorted({g for g, _ in received})
+    assert told == [False, True] * 3
+    remove()
+    assert await stream_info(client, "NONE") is None
+
+
+@pytest.mark.parametrize(
+    "directions", [("up", "down"), ("down",), ("up",)], ids=["both", "answers", "questions"]
+)
+async def test_a_half_open_connection_is_noticed_within_two_intervals(
+    client: FloeClient, proxy: TcpProxy, directions: tuple[str, ...]
+):
+    for pause in (0.0, INTERVAL * 0.9):
+        await asyncio.sleep(pause)
+        generation = client.generation
+        proxy.blackhole(*directions)
+        began = time.monotonic()
+        await soon(lambda: not client.is_up, 5)
+        noticed = time.monotonic() - began
+        proxy.heal()
+        await reconnected(client, generation)
+        assert noticed < 2 * INTERVAL + 0.2
+
+
+async def test_a_half_open_connection_with_unsent_bytes_is_dropped_too(client: FloeClient, proxy: TcpProxy):
+    """An orderly close would wait for a buffer that nobody takes any more."""
+    generation = client.generation
+    proxy.stall()
+    client.send(b"".join(frame(b"x.y", b"z" * 500_000) for _ in range(60)))
+    flushing = asyncio.create_task(client.flush_writes())
+    await asyncio.sleep(0.1)
+    assert not flushing.done(), "a stalled connection must hold its writer back"
+    await soon(lambda: not client.is_up, 2 * INTERVAL + 1)
+    proxy.heal()
+    await reconnected(client, generation)
+    with pytest.raises(Unavailable, match="lost while writing"):
+        await flushing
+
+
+async def test_a_dead_read_loop_is_noticed(client: FloeClient):
+    generation = client.generation
+    client._reading_task.cancel()
+    assert client.is_up, "nats-py sees nothing"
+    assert await reconnected(client, generation) < 2 * INTERVAL + 0.5
+
+
+async def test_a_sink_that_fails_costs_a_reconnect_and_no_more(client: FloeClient, direct: FloeClient):
+    subject, seen = unique("s"), []
+
+    def sink(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        seen.append(payload)
+        if payload == b"bad":
+            raise RuntimeError("sink")
+
+    await client.subscribe_raw(subject, sink)
+    generation = client.generation
+    direct.send(frame(subject.encode(), b"bad"))
+    await reconnected(client, generation)
+    direct.send(frame(subject.encode(), b"good"))
+    await soon(lambda: seen == [b"bad", b"good"])
+
+
+async def test_an_answer_lost_with_the_connection_is_an_unknown_outcome_at_once(
+    client: FloeClient, proxy: TcpProxy, direct: FloeClient
+):
+    stream = unique("S")
+    await create_stream(direct, {"name": stream, "subjects": [stream]})
+    proxy.blackhole("down")
+    asked = asyncio.create_task(client.request_raw(stream.encode(), b"x", timeout=30))
+    await soon(lambda: stored(direct, stream, 1))
+    proxy.heal()
+    with pytest.raises(OutcomeUnknown, match="the connection was lost before the answer came"):
+        await asyncio.wait_for(asked, 5)
+    assert await stored(direct, stream, 1)
+
+
+async def stored(client: FloeClient, stream: str, messages: int) -> bool:
+    info = await stream_info(client, stream)
+    return info is not None and info.messages == messages
+
+
+async def test_what_was_buffered_for_a_lost_connection_is_never_sent_later(
+    client: FloeClient, proxy: TcpProxy, direct: FloeClient
+):
+    stream = unique("S")
+    await create_stream(direct, {"name": stream, "subjects": [stream]})
+    generation = client.generation
+    proxy.cut()
+    client.send(frame(stream.encode(), b"late"))
+    await reconnected(client, generation)
+    await client.request_raw(stream.encode(), b"first", timeout=5)
+    assert await stored(direct, stream, 1)
+
+
+async def test_nothing_is_sent_while_the_connection_is_down(client: FloeClient, proxy: TcpProxy):
+    await proxy.refuse()
+    await soon(lambda: not client.is_up)
+    with pytest.raises(Unavailable, match="connection is down"):
+        client.send(frame(b"a", b""))
+    with pytest.raises(Unavailable, match="lost while writing"):
+        await client.flush_writes()
+    with pytest.raises(Unavailable, match="connection is down"):
+        await client.request_raw(b"a", b"", timeout=0.1)
+    await proxy.listen()
+    assert await client.wait_up(10)
+
+
+async def test_a_reply_that_is_cut_in_the_middle_reaches_nobody(
+    client: FloeClient, proxy: TcpProxy, direct: FloeClient
+):
+    subject, received = unique("s"), []
+    await client.subscribe_raw(subject, lambda *m: received.append(m[2]))
+    generation = client.generation
+    proxy.cut_after("down", 1500)
+    direct.send(frame(subject.encode(), b"a" * 1000) + frame(subject.encode(), b"b" * 1000))
+    await reconnected(client, generation)
+    direct.send(frame(subject.encode(), b"c"))
+    await soon(lambda: b"c" in received)
+    assert received == [b"a" * 1000, b"c"]
+
+
+async def test_a_frame_that_the_server_refuses_costs_a_reconnect(client: FloeClient):
+    generation = client.generation
+    client.send(frame(b"a", b"x" * (client.max_payload + 1)))
+    await reconnected(client, generation)
+    assert await stream_info(client, "NONE") is None
+
+
+async def test_a_late_pong_does_no_harm(client: FloeClient, proxy: TcpProxy):
+    generation = client.generation
+    assert not await client._round_trip(0.0)
+    assert await client._round_trip(5.0)
+    assert client.generation == generation
+
+
+async def test_many_cuts_lose_no_subscription(client: FloeClient, proxy: TcpProxy, direct: FloeClient):
+    subject, received, rng = unique("s"), set(), seeded()
+    await client.subscribe_raw(subject, lambda *m: received.add(m[2]))
+    for _ in range(40):
+        await asyncio.sleep(rng.uniform(0, 0.1))
+        proxy.cut()
+    await soon(lambda: client.is_up)
+    direct.send(frame(subject.encode(), b"still here"))
+    await soon(lambda: received)
+    assert client.generation > 2
+
+
+async def test_survives_a_server_that_is_gone_for_a_while():
+    with NatsServer() as server:
+        client = await connect(NatsSettings(url=server.url), name="test", ping_interval=INTERVAL)
+        for stop in (server.stop, server.kill):
+            generation = client.generation
+            await asyncio.to_thread(stop)
+            await soon(lambda: not client.is_up)
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(server.start)
+            await reconnected(client, generation, 10)
+            assert await stream_info(client, "NONE") is None
+        await asyncio.to_thread(server.pause)
+        await soon(lambda: not client.is_up, 2 * INTERVAL + 1)
+        server.resume()
+        assert await client.wait_up(10)
+        await client.aclose()
+
+
+async def test_closing_does_not_wait_for_a_dead_server(proxy: TcpProxy):
+    client = await connect(NatsSettings(url=proxy.url), name="test")
+    proxy.blackhole()
+    began = time.monotonic()
+    asked = asyncio.create_task(client.request_raw(b"a", b"", timeout=30))
+    await asyncio.sleep(0.05)
+    await client.aclose()
+    await client.aclose()
+    assert time.monotonic() - began < 3.5
+    with pytest.raises(OutcomeUnknown, match="the connection was closed"):
+        await asked
+
+
+async def test_what_was_sent_before_closing_arrives(direct: FloeClient, nats_url: str):
+    subject, received = unique("s"), []
+    await direct.subscribe_raw(subject, lambda *m: received.append(m[2]))
+    client = await connect(NatsSettings(url=nats_url), name="test")
+    client.send(b"".join(frame(subject.encode(), b"x" * 1000) for _ in range(2000)))
+    await client.aclose()
+    await soon(lambda: len(received) == 2000)
+
+
+async def test_moves_to_another_server_of_a_cluster():
+    with NatsCluster() as cluster:
+        client = await connect(NatsSettings(url=cluster.servers[0].url), name="test", ping_interval=INTERVAL)
+        await create_stream(client, {"name": "R3", "subjects": ["r3"], "num_replicas": 3})
+        generation = client.generation
+        await asyncio.to_thread(cluster.servers[0].kill)
+        await reconnected(client, generation, 10)
+
+        async def answered() -> bool:
+            try:
+                info = await stream_info(client, "R3")
+            except Unavailable:
+                return False
+            return info is not None and info.leader in ("n2", "n3")
+
+        await soon(answered, 20)
+        await client.aclose()

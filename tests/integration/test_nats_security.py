@@ -1,0 +1,383 @@
+"""Who may connect: credentials, permissions, TLS, contexts of the `nats` command; what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nkeys
+import pytest
+
+from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.jetstream.client import connect, frame
+from common.jetstream.streams import stream_info
+from common.settings.nats import NatsSettings
+from infra.local.nats import NatsServer, TlsFiles
+from tests.support import soon
+
+
+async def refused(settings: NatsSettings) -> FloeError:
+    """The error of a connect that must fail."""
+    with pytest.raises(FloeError) as caught:
+        await connect(settings, name="test")
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+# Credentials and permissions
+
+PERMISSIONS = """
+authorization { users: [
+  {user: all, password: secret-all}
+  {user: few, password: secret-few, permissions: {
+    publish: ["ok.>", "$JS.API.STREAM.INFO.>"], subscribe: ["_INBOX.>", "mine.>"]}}
+  {user: none, password: secret-none, permissions: {publish: ["x"], subscribe: ["x"]}}
+  {user: boxed, password: secret-boxed, permissions: {publish: [">"], subscribe: ["_FLOE.>"]}}
+] }
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[NatsServer]:
+    with NatsServer(extra=PERMISSIONS) as server:
+        yield server
+
+
+def as_user(server: NatsServer, user: str, password: str | None = None, **more: Any) -> NatsSettings:
+    return NatsSettings(url=server.url, user=user, password=password or f"secret-{user}", **more)
+
+
+async def test_a_wrong_password_is_refused_at_once_and_never_shown(guarded: NatsServer):
+    error = await refused(as_user(guarded, "all", "wrong-secret"))
+    assert isinstance(error, Refused)
+    host = guarded.url.removeprefix("nats://")
+    assert str(error) == f"nats server {host} refused user all: authorization violation"
+    assert (await refused(NatsSettings(url=guarded.url))).message.endswith(
+        "refused no credential: authorization violation"
+    )
+
+
+async def test_a_missing_permission_is_refused_by_name(guarded: NatsServer):
+    client = await connect(as_user(guarded, "few"), name="test")
+    assert await stream_info(client, "NONE") is None
+    with pytest.raises(Refused, match=r'permissions violation for publish to "\$js.api.stream.create.x"'):
+        await client.api("STREAM.CREATE.X", {"name": "X"})
+    with pytest.raises(
+        Refused, match=r'permissions violation for subscription to "yours.>"; grant it to user few'
+    ):
+        await client.subscribe_raw("yours.>", lambda *_: None)
+    await client.subscribe_raw("mine.>", lambda *_: None)
+    client.send(frame(b"forbidden.x", b""))
+    await soon(lambda: client.refusal(b"forbidden.x"))
+    assert client.refusal(b"ok.x") is None
+    assert client.generation == 1
+    await client.aclose()
+
+
+async def test_a_connection_without_an_inbox_is_refused(guarded: NatsServer):
+    error = await refused(as_user(guarded, "none"))
+    assert isinstance(error, Refused)
+    assert 'permissions violation for subscription to "_inbox.' in str(error)
+
+
+async def test_the_inbox_prefix_is_the_configured_one(guarded: NatsServer):
+    client = await connect(as_user(guarded, "boxed", inbox_prefix="_FLOE"), name="test")
+    assert await stream_info(client, "NONE") is None
+    assert client.new_inbox().startswith("_FLOE.")
+    await client.aclose()
+
+
+async def test_a_token_opens(tmp_path: Path):
+    with NatsServer(extra='authorization { token: "t-o-k-e-n" }') as server:
+        await (await connect(NatsSettings(url=server.url, token="t-o-k-e-n"), name="test")).aclose()
+        assert "refused token" in str(await refused(NatsSettings(url=server.url, token="other")))
+
+
+def new_key(prefix: int) -> Any:
+    seed = nkeys.encode_seed(os.urandom(32), prefix)
+    return nkeys.from_seed(bytearray(seed))
+
+
+def jwt(claims: dict[str, Any], signer: Any) -> str:
+    def part(document: dict[str, Any]) -> str:
+        return base64.urlsafe_b64encode(json.dumps(document).encode()).decode().rstrip("=")
+
+    text = part({"typ": "JWT", "alg": "ed25519-nkey"}) + "." + part(claims)
+    return text + "." + base64.urlsafe_b64encode(signer.sign(text.encode())).decode().rstrip("=")
+
+
+def credentials(user_jwt: str, user: Any) -> str:
+    return (
+        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+    )
+
+
+def key_text(key: Any) -> str:
+    return str(key.public_key.decode())
+
+
+def account(name: str, key: Any, root: Any) -> str:
+    unlimited = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1)
+    storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1} if name == "A" else {}
+    limits = {**unlimited, **storage, "wildcards": True}
+    nats = {"limits": limits, "type": "account", "version": 2}
+    return jwt(
+        {"jti": name, "iat": 1, "iss": key_text(root), "name": name, "sub": key_text(key), "nats": nats}, root
+    )
+
+
+@pytest.fixture
+def operator() -> Iterator[tuple[NatsServer, Any, dict[str, Any], Any]]:
+    """A server in operator mode, the key of a user, claims for it, and the account that signs them."""
+    root, system, owner = (
+        new_key(prefix)
+        for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
+    )
+    user, root_key = new_key(nkeys.PREFIX_BYTE_USER), key_text(root)
+    nats = {"type": "operator", "version": 2, "system_account": key_text(system)}
+    root_jwt = jwt({"jti": "o", "iat": 1, "iss": root_key, "name": "O", "sub": root_key, "nats": nats}, root)
+    rights = {"subs": -1, "data": -1, "payload": -1, "type": "user", "version": 2, "pub": {}, "sub": {}}
+    claims = {
+        "jti": "u",
+        "iat": 1,
+        "iss": key_text(owner),
+        "name": "U",
+        "sub": key_text(user),
+        "nats": rights,
+    }
+    accounts = "\n".join(
+        f'{key_text(key)}: "{account(name, key, root)}"' for name, key in (("SYS", system), ("A", owner))
+    )
+    config = f"operator: {root_jwt}\nresolver: MEMORY\nresolver_preload: {{\n{accounts}\n}}"
+    with NatsServer(extra=config) as server:
+        yield server, user, claims, owner
+
+
+async def test_a_credentials_file_opens_and_may_be_rotated(operator: Any, tmp_path: Path):
+    server, user, claims, owner = operator
+    path = tmp_path / "floe.creds"
+    path.write_text(credentials(jwt(claims, owner), user))
+    path.chmod(0o600)
+    settings = NatsSettings(url=server.url, credentials_file=str(path))
+    client = await connect(settings, name="test", ping_interval=0.5)
+    content = path.read_text()
+    path.unlink()
+    await asyncio.to_thread(server.restart)
+    await soon(lambda: not client.is_up)
+    path.write_text(content)
+    assert await client.wait_up(10)
+    await client.aclose()
+
+
+async def test_a_jwt_and_a_seed_in_two_files_open(operator: Any, tmp_path: Path):
+    server, user, claims, owner = operator
+    (tmp_path / "user.jwt").write_text(jwt(claims, owner) + "\n")
+    (tmp_path / "user.nk").write_bytes(user.seed + b"\n")
+    settings = NatsSettings(
+        url=server.url, jwt_file=str(tmp_path / "user.jwt"), nkey_seed_file=str(tmp_path / "user.nk")
+    )
+    await (await connect(settings, name="test")).aclose()
+
+
+async def test_a_bare_nkey_opens(tmp_path: Path):
+    user = new_key(nkeys.PREFIX_BYTE_USER)
+    (tmp_path / "user.nk").write_bytes(user.seed)
+    with NatsServer(extra=f"authorization {{ users: [{{nkey: {key_text(user)}}}] }}") as server:
+        settings = NatsSettings(url=server.url, nkey_seed_file=str(tmp_path / "user.nk"))
+        await (await connect(settings, name="test")).aclose()
+
+
+async def test_a_bad_credentials_file_is_named_with_the_reason_and_without_its_content(
+    operator: Any, tmp_path: Path
+):
+    server, user, claims, owner = operator
+    path = tmp_path / "floe.creds"
+    settings = NatsSettings(url=server.url, credentials_file=str(path))
+    assert str(await refused(settings)).startswith(f"nats.credentials_file {path}: no such file or directory")
+
+    path.write_text("something else")
+    assert "expected a NATS user JWT, found none" in str(await refused(settings))
+
+    path.write_text(credentials("a.b.c", user))
+    assert "found one that cannot be decoded" in str(await refused(settings))
+
+    good = jwt(claims, owner)
+    path.write_text(credentials(good, user).replace(user.seed.decode(), "SUAAAAAA"))
+    error = await refused(settings)
+    assert "expected an NKEY seed, found none that is valid" in str(error)
+    assert "SUAAAAAA" not in str(error)
+
+    expired = jwt({**claims, "exp": 1000}, owner)
+    path.write_text(credentials(expired, user))
+    assert "the JWT expired " in str(await refused(settings))
+
+    other = new_key(nkeys.PREFIX_BYTE_USER)
+    path.write_text(credentials(good, other))
+    error = await refused(settings)
+    assert f"refused credentials_file {path}: authorization violation" in str(error)
+    assert isinstance(error, Refused)
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CA, a server's and a client's certificate, another CA, and a certificate for another host."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def openssl(*args: str) -> None:
+        subprocess.run(["openssl", *args], cwd=folder, check=True, capture_output=True)
+
+    for ca in ("ca", "other"):
+        openssl(
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-keyout",
+            f"{ca}.key",
+            "-out",
+            f"{ca}.pem",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={ca}",
+        )
+    for name, alternative in (
+        ("server", "IP:127.0.0.1"),
+        ("client", "DNS:client"),
+        ("elsewhere", "DNS:elsewhere.example"),
+    ):
+        openssl(
+            "req",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.csr",
+            "-subj",
+            f"/CN={name}",
+        )
+        (folder / f"{name}.ext").write_text(f"subjectAltName={alternative}\n")
+        openssl(
+            "x509",
+            "-req",
+            "-in",
+            f"{name}.csr",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-out",
+            f"{name}.pem",
+            "-days",
+            "2",
+            "-extfile",
+            f"{name}.ext",
+        )
+    return folder
+
+
+def server_tls(folder: Path, name: str = "server", **more: Any) -> TlsFiles:
+    return TlsFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", **more)
+
+
+@pytest.mark.parametrize("first", [False, True])
+async def test_speaks_tls_and_checks_the_server(certificates: Path, first: bool):
+    with NatsServer(tls=server_tls(certificates, handshake_first=first)) as server:
+        tls = {"ca": str(certificates / "ca.pem"), "handshake_first": first}
+        client = await connect(NatsSettings(url=server.url, tls=tls), name="test")
+        await asyncio.to_thread(server.restart)
+        assert await client.wait_up(10)
+        assert await stream_info(client, "NONE") is None
+        await client.aclose()
+
+        error = await refused(
+            NatsSettings(url=server.url, tls={**tls, "ca": str(certificates / "other.pem")})
+        )
+        assert isinstance(error, ConfigError)
+        assert "certificate" in str(error)
+        assert f"checked with nats.tls.ca {certificates / 'other.pem'}" in str(error)
+
+
+async def test_a_certificate_for_another_host_is_refused(
+    certificates: Path, caplog: pytest.LogCaptureFixture
+):
+    with NatsServer(tls=server_tls(certificates, "elsewhere")) as server:
+        tls = {"ca": str(certificates / "ca.pem")}
+        assert "127.0.0.1" in str(await refused(NatsSettings(url=server.url, tls=tls)))
+        caplog.clear()
+        client = await connect(NatsSettings(url=server.url, tls={"insecure": True}), name="test")
+        await client.aclose()
+        assert "not checked" in caplog.text
+
+
+async def test_a_server_may_ask_for_the_clients_certificate(certificates: Path):
+    with NatsServer(tls=server_tls(certificates, verify=True)) as server:
+        ca = str(certificates / "ca.pem")
+        ours = {"ca": ca, "cert": str(certificates / "client.pem"), "key": str(certificates / "client.key")}
+        await (await connect(NatsSettings(url=server.url, tls=ours), name="test")).aclose()
+        error = await refused(NatsSettings(url=server.url, tls={"ca": ca}, connect_timeout=1.0))
+        print(error)
+        assert isinstance(error, Refused | Unavailable)
+
+
+async def test_files_that_are_no_certificates_are_named(certificates: Path, nats_url: str):
+    nothing = str(certificates / "nothing.pem")
+    assert str(await refused(NatsSettings(url=nats_url, tls={"ca": nothing}))) == (
+        f"nats.tls.ca {nothing}: no such file or directory"
+    )
+    mixed = {"cert": str(certificates / "client.pem"), "key": str(certificates / "server.key")}
+    assert "key values mismatch" in str(await refused(NatsSettings(url=nats_url, tls=mixed)))
+
+
+async def test_no_credential_goes_out_in_clear_where_tls_is_wanted(nats_url: str):
+    settings = NatsSettings(url=nats_url.replace("nats://", "tls://"), user="u", password="p")
+    error = await refused(settings)
+    assert isinstance(error, ConfigError)
+    assert "the server offers no tls" in str(error)
+
+
+# Contexts of the nats command
+
+
+async def test_a_context_fills_what_the_configuration_leaves_open(
+    guarded: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "nats" / "context"
+    folder.mkdir(parents=True)
+    document = {
+        "description": "x",
+        "url": guarded.url,
+        "user": "all",
+        "password": "wrong",
+        "inbox_prefix": "_CTX",
+    }
+    (folder / "site.json").write_text(json.dumps(document))
+    client = await connect(NatsSettings(context="site", user="all", password="secret-all"), name="test")
+    assert client.new_inbox().startswith("_CTX.")
+    await client.aclose()
+    (folder / "site.json").write_text(json.dumps({**document, "nsc": "nsc://o/a/u"}))
+    assert "nsc is not supported" in str(await refused(NatsSettings(context="site")))
+    (folder / "site.json").write_text(json.dumps({**document, "url": "nats://secret@host:4222"}))
+    error = await refused(NatsSettings(context="site", user="u", password="p"))
+    assert "site.json: url" in str(error)
+    assert "secret" not in str(error)
+    assert "no such file" in str(await refused(NatsSettings(context="other")))

@@ -1,0 +1,632 @@
+"""S3Objects against bad networks, bad proxies and bad stores: what is done, what is not, what is unknown."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.objects.s3 import S3Objects
+from common.objects.s3_options import S3Options
+from infra.local.ports import free_port
+from infra.local.seaweedfs import SeaweedFS
+from tests.http_proxy import (
+    Answer,
+    Exchange,
+    FaultProxy,
+    change_body,
+    delay,
+    drop,
+    drop_after_apply,
+    fail_after_apply,
+    flip_bit,
+    html,
+    refuse,
+    say,
+    truncate,
+)
+from tests.support import SharedS3
+
+MIB = 1024 * 1024
+OPTIONS = S3Options(attempts=2, read_timeout=2, multipart_bytes=6 * MIB, part_bytes=5 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def _quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    # boto3's own pauses, up to a second for the second try, are not what these tests are about.
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
+
+
+@pytest.fixture(scope="module")
+def _proxy(s3: SharedS3) -> Iterator[FaultProxy]:
+    with FaultProxy(s3.endpoint_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(_proxy: FaultProxy) -> FaultProxy:
+    _proxy.clear()
+    return _proxy
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: SharedS3) -> str:
+    return s3.new_bucket()
+
+
+@pytest.fixture(scope="module")
+def _direct(s3: SharedS3, bucket: str) -> S3Objects:
+    return open_s3(s3, s3.endpoint_url, bucket)
+
+
+@pytest.fixture(autouse=True)
+def direct(_direct: S3Objects) -> S3Objects:
+    """The store without faults, empty at the start of each test."""
+    for info in _direct.list(""):
+        _direct.delete(info.key)
+    return _direct
+
+
+@pytest.fixture
+def objects(s3: SharedS3, proxy: FaultProxy, bucket: str) -> S3Objects:
+    return open_s3(s3, proxy.url, bucket)
+
+
+def open_s3(
+    s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S3Options = OPTIONS
+) -> S3Objects:
+    return S3Objects(
+        bucket,
+        endpoint_url=url,
+        access_key_id=s3.access_key,
+        secret_access_key=secret or s3.secret_key,
+        options=options,
+        clock=ManualClock(),
+    )
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+# F30, F31: a store that is busy or gone
+
+
+def test_a_burst_of_slow_down_is_waited_out(objects: S3Objects, proxy: FaultProxy) -> None:
+    for operation in ("put", "get", "head", "list"):
+        proxy.on(operation, refuse(503, "SlowDown"), times=1)
+    objects.put("k", b"1")
+    assert (objects.get("k"), [info.key for info in objects.list("")]) == (b"1", ["k"])
+    assert objects.head("k")
+
+
+def test_a_store_that_stays_busy_did_nothing(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    for operation in ("put", "get", "list", "delete"):
+        proxy.on(operation, refuse(503, "SlowDown"))
+    for call in (
+        lambda: objects.put("k", b"1"),
+        lambda: objects.get("k"),
+        lambda: objects.list("k"),
+        lambda: objects.delete("k"),
+    ):
+        with pytest.raises(Unavailable, match=r"s3://.*/k: SlowDown"):
+            call()
+    assert proxy.count("put") == OPTIONS.attempts
+    assert direct.list("") == []
+
+
+def test_a_store_that_cannot_be_reached_did_nothing(s3: SharedS3, bucket: str) -> None:
+    objects = open_s3(s3, f"http://127.0.0.1:{free_port()}", bucket)
+    for call in (lambda: objects.put("k", b"1"), lambda: objects.get("k"), lambda: objects.list("")):
+        with pytest.raises(Unavailable, match="Could not connect"):
+            call()
+
+
+def test_a_proxy_named_in_the_environment_is_not_used(
+    s3: SharedS3, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    objects = open_s3(s3, s3.endpoint_url, bucket)
+    objects.put("k", b"1")
+    assert objects.get("k") == b"1"
+
+
+def test_a_store_that_crashed_comes_back_with_its_objects() -> None:
+    with SeaweedFS() as server:
+        bucket = server.new_bucket()
+        objects = S3Objects(
+            bucket,
+            endpoint_url=server.endpoint_url,
+            access_key_id=server.access_key,
+            secret_access_key=server.secret_key,
+            options=OPTIONS,
+        )
+        objects.put("k", b"1", sha256=sha256(b"1"), metadata={"tip": "1"})
+        server.kill()
+        with pytest.raises(Unavailable):
+            objects.list("")
+        server.start()
+        head = objects.head("k")
+        assert head is not None
+        assert (objects.get("k"), head.sha256, head.metadata) == (b"1", sha256(b"1"), {"tip": "1"})
+        objects.put("k", b"2")
+
+
+# F32: the work is done and the answer lost
+
+
+@pytest.mark.parametrize("fault", [drop_after_apply(), fail_after_apply(500), fail_after_apply(502)])
+def test_a_put_whose_answers_are_all_lost_is_unknown_and_there(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: object
+) -> None:
+    proxy.on("put", fault)  # type: ignore[arg-type]
+    with pytest.raises(OutcomeUnknown, match="put s3://"):
+        objects.put("k", b"1", sha256=sha256(b"1"))
+    head = direct.head("k")
+    assert head is not None
+    assert (head.size, head.sha256) == (1, sha256(b"1"))
+
+
+def test_a_put_whose_first_answer_is_lost_is_done_by_the_second_try(
+    objects: S3Objects, proxy: FaultProxy
+) -> None:
+    proxy.on("put", drop_after_apply(), times=1)
+    objects.put("k", b"1")
+    assert objects.get("k") == b"1"
+    assert proxy.count("put") == 2
+
+
+def test_a_put_that_never_arrived_is_unknown_too(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    proxy.on("put", drop())
+    with pytest.raises(OutcomeUnknown):
+        objects.put("k", b"1")
+    assert direct.head("k") is None
+
+
+@pytest.mark.parametrize("size", [1, 7 * MIB])
+def test_a_put_that_a_web_page_answers_is_unknown(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy, size: int
+) -> None:
+    proxy.on("put", html())
+    proxy.on("complete", html())
+    with pytest.raises(OutcomeUnknown, match="not an S3 answer"):
+        objects.put("k", bytes(size))
+    assert direct.head("k") is None
+
+
+def test_a_head_that_a_web_page_answers_is_no_object(objects: S3Objects, proxy: FaultProxy) -> None:
+    proxy.on("head", html())
+    with pytest.raises(Unavailable, match="no size or time"):
+        objects.head("k")
+
+
+def test_a_condition_refused_after_a_lost_answer_is_unknown(objects: S3Objects, proxy: FaultProxy) -> None:
+    objects.put("there", b"0")
+    etag = objects.list("there")[0].etag
+    for operation_key in ("new", "there"):
+        proxy.on("put", drop_after_apply(), key=operation_key, times=1)
+    with pytest.raises(OutcomeUnknown, match=r"put s3://.*/(new|there): refused, perhaps"):
+        objects.put_if_absent("new", b"1")
+    with pytest.raises(OutcomeUnknown, match=r"put s3://.*/(new|there): refused, perhaps"):
+        objects.put_if_match("there", b"1", etag)
+    assert (objects.get("new"), objects.get("there")) == (b"1", b"1")
+
+
+def test_a_condition_refused_after_a_busy_answer_is_refused(objects: S3Objects, proxy: FaultProxy) -> None:
+    objects.put("k", b"0")
+    proxy.on("put", refuse(503, "SlowDown"), times=1)
+    assert not objects.put_if_absent("k", b"1")
+    assert objects.get("k") == b"0"
+
+
+def test_a_delete_whose_answers_are_lost_is_unknown(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    direct.put("k", b"1")
+    proxy.on("delete", drop_after_apply())
+    with pytest.raises(OutcomeUnknown, match="delete s3://"):
+        objects.delete("k")
+    assert direct.head("k") is None
+
+
+def test_parts_that_fail_leave_nothing_and_are_known_not_done(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    proxy.on("part", drop(), nth=2)
+    with pytest.raises(Unavailable):
+        objects.put("k", bytes(11 * MIB))
+    assert direct.list("") == []
+    assert proxy.count("abort") == 1
+
+
+def test_a_lost_answer_to_the_last_step_of_an_upload_is_unknown(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    proxy.on("complete", drop_after_apply())
+    with pytest.raises(OutcomeUnknown):
+        objects.put("k", bytes(11 * MIB))
+    proxy.clear()
+    assert direct.get("k") == bytes(11 * MIB)
+    proxy.on("complete", drop_after_apply(), times=1)
+    with pytest.raises(OutcomeUnknown, match=r"put s3://.*/(new|there): refused, perhaps"):
+        objects.put_if_absent("new", bytes(11 * MIB))
+    assert direct.get("new") == bytes(11 * MIB)
+
+
+# F34, F35, F36: bodies
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["with-length", "without-length"])
+def test_a_body_that_is_cut_short_is_read_again(
+    objects: S3Objects, proxy: FaultProxy, announced: bool, tmp_path: Path
+) -> None:
+    content = bytes(range(256)) * 8_000
+    objects.put("k", content)
+    proxy.on("get", truncate(1_500_000, announced=announced), times=1)
+    assert objects.get("k") == content
+    proxy.on("get", truncate(1_500_000, announced=announced), times=1)
+    assert objects.download("k", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == content
+    proxy.on("get", truncate(10, announced=announced), times=1)
+    assert objects.get("k", first=100, length=1000) == content[100:1100]
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["with-length", "without-length"])
+def test_a_body_that_stays_short_is_never_returned(
+    objects: S3Objects, proxy: FaultProxy, announced: bool, tmp_path: Path
+) -> None:
+    objects.put("k", bytes(1000))
+    proxy.on("get", truncate(500, announced=announced))
+    for call in (
+        lambda: objects.get("k"),
+        lambda: objects.get("k", first=10, length=900),
+        lambda: objects.download("k", tmp_path / "copy"),
+    ):
+        with pytest.raises(Unavailable, match=r"get s3://.*/k: ") as caught:
+            call()
+        assert caught.value.code == "E-S3-CUT"
+
+
+@pytest.mark.parametrize("content_range", ["bytes 0-9/100", "bytes 10-18/100", "bytes 10-19/*", ""])
+def test_another_range_than_asked_for_is_never_returned(
+    objects: S3Objects, proxy: FaultProxy, content_range: str
+) -> None:
+    objects.put("k", bytes(range(100)))
+
+    def answer(exchange: Exchange) -> Answer:
+        true = exchange.forward()
+        headers = [(name, value) for name, value in true.headers if name.lower() != "content-range"]
+        return replace(true, headers=[*headers, ("Content-Range", content_range)])
+
+    proxy.on("get", answer)
+    with pytest.raises(Unavailable, match="expected bytes=10-19, found"):
+        objects.get("k", first=10, length=10)
+
+
+def test_a_flipped_bit_passes_here_and_is_for_the_digest_in_the_name_to_find(
+    objects: S3Objects, proxy: FaultProxy
+) -> None:
+    objects.put("k", bytes(10))
+    proxy.on("get", flip_bit(3), times=1)
+    assert objects.get("k") == bytes([0, 0, 0, 1, 0, 0, 0, 0, 0, 0])
+    assert objects.get("k") == bytes(10)
+
+
+def test_a_server_that_does_not_answer_in_time_is_tried_again(objects: S3Objects, proxy: FaultProxy) -> None:
+    objects.put("k", b"1")
+    proxy.on("get", delay(3), times=1)
+    assert objects.get("k") == b"1"
+
+
+# F38, B65: listings
+
+
+NOT_LISTINGS = {
+    "html": html(),
+    "html that is XML": say(200, b"<html><body><p>sign in</p></body></html>"),
+    "nothing": say(200, b"", "application/xml"),
+    "an empty document": say(200, b"<ListBucketResult/>", "application/xml"),
+    "an entity bomb": say(
+        200,
+        b'<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
+        b"<ListBucketResult><Name>&b;</Name></ListBucketResult>",
+        "application/xml",
+    ),
+    "no KeyCount": change_body(
+        lambda xml: xml.replace(b"<KeyCount>", b"<X>").replace(b"</KeyCount>", b"</X>")
+    ),
+    "another KeyCount": change_body(lambda xml: xml.replace(b"<KeyCount>3<", b"<KeyCount>4<")),
+    "another bucket": change_body(lambda xml: xml.replace(b"<Name>", b"<Name>x")),
+    "another prefix": change_body(lambda xml: xml.replace(b"<Prefix>p/<", b"<Prefix><")),
+    "keys outside the prefix": change_body(lambda xml: xml.replace(b"<Key>p/2<", b"<Key>q/2<")),
+    "a key twice": change_body(lambda xml: xml.replace(b"<Key>p/2<", b"<Key>p/1<")),
+    "no sizes": change_body(lambda xml: xml.replace(b"Size>", b"Sighs>")),
+    "no end": change_body(lambda xml: xml.replace(b"IsTruncated>", b"X>")),
+    "more without a token": change_body(lambda xml: xml.replace(b"<IsTruncated>false", b"<IsTruncated>true")),
+}
+
+
+@pytest.mark.parametrize("fault", NOT_LISTINGS.values(), ids=NOT_LISTINGS.keys())
+def test_what_is_not_a_listing_is_never_an_empty_one(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: object
+) -> None:
+    for name in ("p/1", "p/2", "p/3"):
+        direct.put(name, b"")
+    proxy.on("list", fault)  # type: ignore[arg-type]
+    with pytest.raises(Unavailable, match=r"list s3://.*/p/") as caught:
+        objects.list("p/")
+    assert caught.value.code == "E-LIST-INVALID"
+    proxy.clear()
+    assert len(objects.list("p/")) == 3
+
+
+def test_half_a_listing_is_asked_for_again_and_never_returned(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    direct.put("p/1", b"")
+    half = change_body(lambda xml: xml[: len(xml) // 2])
+    proxy.on("list", half, times=1)
+    assert len(objects.list("p/")) == 1
+    proxy.on("list", half)
+    with pytest.raises(Unavailable):
+        objects.list("p/")
+
+
+SECOND_PAGES = {
+    "html": html(),
+    "busy": refuse(503, "SlowDown"),
+    "refused": refuse(403, "AccessDenied"),
+    "closed": drop(),
+    "of another bucket": change_body(lambda xml: xml.replace(b"<Name>", b"<Name>x")),
+    "the first again": change_body(lambda xml: xml.replace(b"<Key>p/2<", b"<Key>p/1<")),
+}
+
+
+@pytest.mark.parametrize("fault", SECOND_PAGES.values(), ids=SECOND_PAGES.keys())
+def test_a_failed_second_page_discards_the_first(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy, fault: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 2)
+    for n in range(5):
+        direct.put(f"p/{n}", b"")
+    assert len(objects.list("p/")) == 5
+    proxy.on("list", fault, nth=2)  # type: ignore[arg-type]
+    with pytest.raises(FloeError):
+        objects.list("p/")
+
+
+# F41, B69: refusals and wrong settings
+
+
+REFUSALS = [
+    (
+        403,
+        "AccessDenied",
+        Refused,
+        "E-S3-DENIED",
+        {"put": "grant s3:PutObject", "list": "grant s3:ListBucket"},
+    ),
+    (403, "InvalidAccessKeyId", Refused, "E-S3-AUTH", {"put": "does not know this access key"}),
+    (403, "SignatureDoesNotMatch", Refused, "E-S3-AUTH", {"put": "secret key is not the one"}),
+    (400, "ExpiredToken", Refused, "E-S3-AUTH", {"put": "expired; renew it"}),
+    (403, "RequestTimeTooSkewed", Unavailable, "E-S3-CLOCK", {"put": "set this host's clock"}),
+    (404, "NoSuchBucket", ConfigError, "E-S3-BUCKET", {"put": "create the bucket"}),
+    (501, "NotImplemented", ConfigError, "E-S3-REQUEST", {"put": "this store cannot do it"}),
+    (400, "InvalidArgument", ConfigError, "E-S3-REQUEST", {"put": "check store: endpoint_url"}),
+    (400, "KMS.DisabledException", Refused, "E-S3-KMS", {"put": "grant kms:GenerateDataKey"}),
+    (403, "InvalidObjectState", Unavailable, "E-S3-ARCHIVED", {"get": "restore it first"}),
+    (507, "InsufficientStorage", Unavailable, "E-STORE-FULL", {"list": "make room"}),
+    (409, "QuotaExceeded", Unavailable, "E-STORE-FULL", {"put": "make room"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "floe_code", "hints"), REFUSALS, ids=[r[1] for r in REFUSALS]
+)
+def test_each_refusal_is_one_line_with_operation_key_and_next_step(
+    objects: S3Objects,
+    proxy: FaultProxy,
+    status: int,
+    code: str,
+    kind: type[FloeError],
+    floe_code: str,
+    hints: dict[str, str],
+) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "put": lambda: objects.put("a/k", b""),
+        "get": lambda: objects.get("a/k"),
+        "list": lambda: objects.list("a/k"),
+        "delete": lambda: objects.delete("a/k"),
+        "head": lambda: objects.head("a/k"),
+    }
+    for operation in calls:
+        proxy.on(operation, refuse(status, code, "told\nby the proxy"))
+    for operation, call in calls.items():
+        with pytest.raises(kind) as caught:
+            call()
+        line = caught.value.line().splitlines()[0]
+        assert line.startswith(f"error[{floe_code}]")
+        assert "/a/k: " in line
+        assert code in line or operation == "head"  # the answer to a HEAD has no body to say it in
+        assert hints.get(operation, "") in str(caught.value)
+
+
+def test_a_refused_get_is_not_a_missing_object(s3: SharedS3, proxy: FaultProxy, bucket: str) -> None:
+    objects = open_s3(s3, proxy.url, bucket)
+    proxy.on("get", refuse(403, "AccessDenied"))
+    proxy.on("head", say(403, b""))
+    for call in (lambda: objects.get("missing"), lambda: objects.head("missing")):
+        with pytest.raises(Refused, match="grant s3:GetObject, and s3:ListBucket"):
+            call()
+
+
+def test_a_404_that_names_no_missing_key_is_not_a_missing_object(
+    objects: S3Objects, proxy: FaultProxy
+) -> None:
+    proxy.on("get", say(404, b"<html>no such page</html>"))
+    proxy.on("head", say(404, b""))
+    for call in (lambda: objects.get("k"), lambda: objects.head("k")):
+        with pytest.raises(Unavailable):
+            call()
+
+
+def test_a_missing_bucket_is_said_by_every_verb(s3: SharedS3) -> None:
+    objects = open_s3(s3, s3.endpoint_url, "no-such-bucket")
+    for call in (
+        lambda: objects.list(""),
+        lambda: objects.get("k"),
+        lambda: objects.head("k"),
+        lambda: objects.put("k", b""),
+        lambda: objects.put_if_absent("k", b""),
+        lambda: objects.delete("k"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert caught.value.code == "E-S3-BUCKET"
+
+
+def test_the_real_server_refuses_wrong_keys_and_missing_rights(
+    s3: SharedS3, bucket: str, direct: S3Objects
+) -> None:
+    direct.put("k", b"1")
+    wrong = open_s3(s3, s3.endpoint_url, bucket, secret="wrong")
+    for call in (
+        lambda: wrong.get("k"),
+        lambda: wrong.head("k"),
+        lambda: wrong.list(""),
+        lambda: wrong.put("k", b""),
+    ):
+        with pytest.raises(Refused, match="SignatureDoesNotMatch"):
+            call()
+    reader = S3Objects(
+        bucket,
+        endpoint_url=s3.endpoint_url,
+        access_key_id=s3.server.reader_access_key,
+        secret_access_key=s3.server.reader_secret_key,
+    )
+    assert reader.get("k") == b"1"
+    for call in (lambda: reader.list(""), lambda: reader.put("k", b"2"), lambda: reader.delete("k")):
+        with pytest.raises(Refused, match="AccessDenied"):
+            call()
+    assert direct.get("k") == b"1"
+
+
+def test_no_error_shows_the_secret_key(s3: SharedS3, bucket: str) -> None:
+    objects = open_s3(s3, s3.endpoint_url, bucket, secret="canary-secret")
+    with pytest.raises(Refused) as caught:
+        objects.put("k", b"")
+    assert "canary-secret" not in f"{caught.value!r} {caught.value.__cause__!r} {vars(objects)}"
+
+
+def test_a_bucket_elsewhere_is_named_with_its_region(objects: S3Objects, proxy: FaultProxy) -> None:
+    told = "<Region>eu-west-3</Region>"
+    proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", told))
+    with pytest.raises(ConfigError, match=r"set store\.region: eu-west-3") as caught:
+        objects.get("k")
+    assert caught.value.code == "E-S3-REGION"
+
+
+def test_an_address_that_is_none_is_a_mistake_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="store s3://b: "):
+        S3Objects("b", endpoint_url="not a url")
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a self-signed certificate of 127.0.0.1."""
+    folder = tmp_path_factory.mktemp("tls")
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=store"
+    files = "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    subprocess.run(["openssl", *request.split(), *files.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def tls_proxy(s3: SharedS3, certificate: Path) -> Iterator[FaultProxy]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate / "cert.pem", certificate / "key.pem")
+    with FaultProxy(s3.endpoint_url, tls=context) as proxy:
+        yield proxy
+
+
+def test_a_store_behind_a_certificate_of_its_own_is_trusted_by_name(
+    s3: SharedS3, tls_proxy: FaultProxy, bucket: str, certificate: Path
+) -> None:
+    objects = open_s3(s3, tls_proxy.url, bucket, options=S3Options(ca=certificate / "cert.pem"))
+    objects.put("k", b"1", sha256=sha256(b"1"))
+    assert objects.get("k") == b"1"
+
+
+def test_an_unknown_certificate_is_refused(s3: SharedS3, tls_proxy: FaultProxy, bucket: str) -> None:
+    objects = open_s3(s3, tls_proxy.url, bucket)
+    with pytest.raises(
+        ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca"
+    ) as caught:
+        objects.put("k", b"1")
+    assert caught.value.code == "E-S3-TLS"
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+def test_checking_the_certificate_can_be_switched_off(
+    s3: SharedS3, tls_proxy: FaultProxy, bucket: str
+) -> None:
+    objects = open_s3(s3, tls_proxy.url, bucket, options=S3Options(insecure=True))
+    objects.put("k", b"1")
+    assert objects.get("k") == b"1"
+
+
+# F42: conditions
+
+
+def test_a_conflict_of_conditions_is_tried_again(objects: S3Objects, proxy: FaultProxy) -> None:
+    proxy.on("put", refuse(409, "ConditionalRequestConflict"), times=2)
+    assert objects.put_if_absent("k", b"1")
+    assert objects.get("k") == b"1"
+
+
+def test_a_conflict_that_stays_did_nothing(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
+    proxy.on("put", refuse(409, "ConditionalRequestConflict"))
+    proxy.on("complete", refuse(409, "ConditionalRequestConflict"))
+    for body in (b"1", bytes(7 * MIB)):
+        with pytest.raises(Unavailable, match="ConditionalRequestConflict"):
+            objects.put_if_absent("k", body)
+    assert direct.list("") == []
+    assert proxy.count("abort") == proxy.count("create_upload")
+
+
+# What is sent
+
+
+def test_requests_carry_checksum_class_and_encryption(s3: SharedS3, proxy: FaultProxy, bucket: str) -> None:
+    sent: dict[str, str] = {}
+
+    def look(exchange: Exchange) -> Answer | None:
+        sent.update({name.lower(): value for name, value in exchange.headers})
+        return refuse(403, "AccessDenied")(exchange)
+
+    options = S3Options(storage_class="STANDARD_IA", encryption="sse-kms", kms_key_id="key-1")
+    proxy.on("put", look)
+    with pytest.raises(Refused):
+        open_s3(s3, proxy.url, bucket, options=options).put("k", b"1", metadata={"tip": "1"})
+    assert sent["x-amz-storage-class"] == "STANDARD_IA"
+    assert sent["x-amz-server-side-encryption"] == "aws:kms"
+    assert sent["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+    assert sent["x-amz-checksum-sha256"] == "a4ayc/80/OGda4BO/1o/V0etpOqiLx1JwB5S3beHW0s="
+    assert sent["x-amz-meta-tip"] == "1"
+    assert "app/floe" in sent["user-agent"]
+    assert "x-amz-trailer" not in sent

@@ -1,0 +1,571 @@
+"""Segments in a store: put and read back through every fault, listed, opened whole or by ranges."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
+from common.objects.checksums import ChecksumMismatch
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectStore
+from common.objects.s3 import S3Objects
+from common.segments import fetching
+from common.segments.layout import Layout
+from common.segments.parquet import SegmentWriter, SpooledSegment
+from common.segments.segment import Message, SegmentRef, Tip
+from common.segments.store import SegmentGone, SegmentStore
+from common.sequences import SequenceRange
+from tests.faulty_store import FaultyStore, answering, raising
+from tests.segment_files import CHAIN, batch_of, footer_of, message, read_all
+from tests.support import SharedS3
+
+LAYOUT = Layout("data")
+ROWS = [message(n, b"payload %d" % n) for n in range(1, 101)]
+
+
+@pytest.fixture(params=["local", "s3"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "local":
+        return LocalObjects(tmp_path / "store")
+    s3: SharedS3 = request.getfixturevalue("s3")
+    return S3Objects(
+        s3.new_bucket(),
+        endpoint_url=s3.endpoint_url,
+        access_key_id=s3.access_key,
+        secret_access_key=s3.secret_key,
+    )
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalObjects:
+    return LocalObjects(tmp_path / "store")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[Any], SegmentStore]:
+    """A segment store over any object store, with a spool of its own and a clock that does not wait."""
+
+    def store(objects: Any) -> SegmentStore:
+        return SegmentStore(objects, LAYOUT, spool_dir=tmp_path / "spool", clock=ManualClock())
+
+    return store
+
+
+def spool(store: SegmentStore, rows: Sequence[Message] = ROWS, **fields: Any) -> SpooledSegment:
+    coverage = fields.pop("coverage", None)
+    footer = footer_of(rows, coverage, **fields)
+    writer = SegmentWriter(store.new_spool(), level=footer.level, compression_level=1)
+    writer.append(batch_of(rows))
+    return writer.finish(footer)
+
+
+def put(store: SegmentStore, first: int, last: int, level: int = 0, chain: Chain = CHAIN) -> SegmentRef:
+    spooled = spool(store, [message(last)], coverage=SequenceRange(first, last), level=level, chain=chain)
+    return store.put(spooled)
+
+
+def rows_of(store: SegmentStore, ref: SegmentRef, rows: SequenceRange | None = None) -> list[Message]:
+    with store.open(ref, rows=rows) as reader:
+        return read_all(reader)
+
+
+Make = Callable[[Any], SegmentStore]
+
+
+# On real stores
+
+
+def test_what_was_put_is_listed_and_read_back(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    spooled = spool(store)
+    ref = store.put(spooled)
+    assert store.list(CHAIN) == [ref]
+    assert ref.segment == spooled.segment_name
+    assert ref.size == spooled.size
+    assert rows_of(store, ref) == ROWS
+    assert rows_of(store, ref, SequenceRange(10, 12)) == ROWS[9:12]
+    assert store.footer(ref) == spooled.footer
+    assert store.tip(ref) == Tip.of(ROWS[-1])
+    assert store.is_intact(ref)
+
+
+def test_putting_it_again_changes_nothing(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    spooled = spool(store)
+    ref = store.put(spooled)
+    assert store.put(spooled) == ref
+    assert store.list(CHAIN) == [ref]
+
+
+def test_deleting_is_done_once_and_can_be_asked_twice(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    ref = store.put(spool(store))
+    store.delete(ref)
+    store.delete(ref)
+    assert store.list(CHAIN) == []
+    assert not store.is_intact(ref)
+
+
+def test_a_segment_that_was_deleted_meanwhile_is_gone_not_corrupt(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    ref = store.put(spool(store))
+    store.delete(ref)
+    for read in (store.open, store.footer, store.tip):
+        with pytest.raises(SegmentGone, match="not in the store any more"):
+            read(ref)
+
+
+def test_the_object_s_metadata_hold_the_tip_and_little_else(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    ref = store.put(spool(store))
+    info = objects.head(ref.key)
+    assert info is not None
+    assert set(info.metadata) == {"format", "rows", "bytes", "sha256", "tip"}
+    assert info.metadata["rows"] == "100"
+
+
+def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(
+    objects: ObjectStore, make: Make
+) -> None:
+    store = make(objects)
+    a, b, c = put(store, 1, 10), put(store, 11, 20), put(store, 21, 30)
+    merged = put(store, 1, 20, level=1)
+    put(store, 1, 99, chain=Chain("us-east", "NODES", 0, 1))
+    put(store, 1, 99, chain=Chain("us-east", "NODES", 1))
+    assert store.list(CHAIN) == [a, b, c, merged]
+    assert store.list(CHAIN, position=10) == [a, b, c, merged]
+    assert store.list(CHAIN, position=11) == [b, c, merged]
+    assert store.list(CHAIN, position=21) == [c]
+    assert store.list(CHAIN, position=31) == []
+    assert store.list(CHAIN, level=1) == [merged]
+    assert store.list(CHAIN, position=5, limit=1) == [a, merged]
+
+
+def test_a_foreign_key_never_hides_a_segment(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    ref = put(store, 11, 20)
+    prefix = LAYOUT.segments_prefix(CHAIN, 0)
+    for name in ("00000000000000000015.tmp", "00000000000000000015-x.parquet", "00000000000000000016"):
+        objects.put(f"{prefix}{name}", b"foreign")
+    assert store.list(CHAIN, level=0, limit=1) == [ref]
+    assert store.list(CHAIN, level=0, limit=5) == [ref]
+    assert store.list(CHAIN) == [ref]
+
+
+def test_a_segment_above_the_multipart_size_is_read_back(s3: SharedS3, make: Make) -> None:
+    objects = S3Objects(
+        s3.new_bucket(),
+        endpoint_url=s3.endpoint_url,
+        access_key_id=s3.access_key,
+        secret_access_key=s3.secret_key,
+    )
+    store = make(objects)
+    rows = [message(n, random.Random(n).randbytes(1 << 20)) for n in range(1, 67)]
+    ref = store.put(spool(store, rows))
+    assert ref.size > 64 << 20
+    assert store.is_intact(ref)
+    assert rows_of(store, ref, SequenceRange(66, 66)) == rows[65:]
+
+
+def test_segments_can_be_put_and_read_by_several_threads(objects: ObjectStore, make: Make) -> None:
+    store = make(objects)
+    spooled = [spool(store, [message(n)]) for n in range(1, 9)] + [spool(store, [message(1)])]
+    with ThreadPoolExecutor(6) as threads:
+        refs = list(threads.map(store.put, spooled))
+        found = list(threads.map(lambda ref: rows_of(store, ref), refs))
+    assert [rows[0].sequence for rows in found] == [*range(1, 9), 1]
+    assert len(store.list(CHAIN)) == 8
+
+
+# Faults of a put: F32, F33
+
+
+def all_puts_carry(faulty: FaultyStore, spooled: SpooledSegment) -> bool:
+    return {key for verb, key in faulty.keys if verb.startswith("put") and "probe" not in key} == {
+        LAYOUT.segment(spooled.segment_name)
+    }
+
+
+def test_a_put_whose_answer_was_lost_is_settled_by_a_head(local: LocalObjects, make: Make) -> None:
+    faulty = FaultyStore(local).on("put_if_absent", raising(OutcomeUnknown("lost"), after=True))
+    store = make(faulty)
+    spooled = spool(store)
+    ref = store.put(spooled)
+    assert rows_of(store, ref) == ROWS
+    assert all_puts_carry(faulty, spooled)
+    assert faulty.calls["put_if_absent"] == 1
+    assert [key for verb, key in faulty.keys if verb == "put"] == [
+        "data/_floe/site=us-east/feed=NODES/probe/wrong-checksum"
+    ]
+
+
+def test_a_put_that_was_lost_altogether_is_made_again(local: LocalObjects, make: Make) -> None:
+    store = make(FaultyStore(local).on("put_if_absent", raising(OutcomeUnknown("lost"))))
+    assert rows_of(store, store.put(spool(store))) == ROWS
+
+
+def test_a_put_that_arrived_damaged_and_was_refused_is_made_again(local: LocalObjects, make: Make) -> None:
+    store = make(FaultyStore(local).on("put_if_absent", raising(ChecksumMismatch("other bytes"))))
+    assert rows_of(store, store.put(spool(store))) == ROWS
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:100] + b"\0" + b[101:], lambda _: b""])
+def test_an_object_that_was_stored_damaged_is_repaired_with_the_same_bytes(
+    local: LocalObjects, make: Make, damage: Callable[[bytes], bytes]
+) -> None:
+    def damaged(_real: Any, key: str, body: Path, **_: Any) -> bool:
+        local.put(key, damage(body.read_bytes()))
+        return True
+
+    faulty = FaultyStore(local).on("put_if_absent", damaged)
+    store = make(faulty)
+    spooled = spool(store)
+    ref = store.put(spooled)
+    assert local.get(ref.key) == spooled.path.read_bytes()
+    assert all_puts_carry(faulty, spooled)
+
+
+def test_an_object_that_never_reads_back_is_not_acknowledged(local: LocalObjects, make: Make) -> None:
+    def truncated(_real: Any, key: str, body: Any, **_: Any) -> bool:
+        local.put(key, b"short")
+        return True
+
+    store = make(FaultyStore(local).on("put_if_absent", truncated).on("put", truncated))
+    with pytest.raises(Unavailable, match="put 4 times and never read back") as caught:
+        store.put(spool(store))
+    assert caught.value.code == "E-READ-BACK"
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
+def test_an_outage_is_told_and_the_put_can_be_made_later(
+    local: LocalObjects, make: Make, error: Exception
+) -> None:
+    store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))
+    spooled = spool(store)
+    with pytest.raises(type(error)):
+        store.put(spooled)
+    assert rows_of(store, store.put(spooled)) == ROWS
+
+
+def test_foreign_bytes_under_the_name_are_put_right(local: LocalObjects, make: Make) -> None:
+    store = make(local)
+    spooled = spool(store)
+    local.put(LAYOUT.segment(spooled.segment_name), b"x" * spooled.size)
+    assert rows_of(store, store.put(spooled)) == ROWS
+
+
+class _Credulous(FaultyStore):
+    """A store that checks nothing, damages what it is given, and repeats the checksum it was told."""
+
+    def __init__(self, local: LocalObjects) -> None:
+        super().__init__(local)
+        self.damages = 1
+        told: dict[str, str] = {}
+
+        def unchecked(_real: Any, key: str, body: Any, *, sha256: str = "", metadata: Any = None) -> bool:
+            raw = body if isinstance(body, bytes) else body.read_bytes()
+            if self.damages and not isinstance(body, bytes):
+                self.damages -= 1
+                raw = raw[:50] + bytes([raw[50] ^ 1]) + raw[51:]
+            local.put(key, raw, metadata=metadata)
+            told[key] = sha256
+            return True
+
+        def echoing(real: Any, key: str) -> Any:
+            info = real(key)
+            return info and replace(info, sha256=told.get(key))
+
+        self.on("put", unchecked).on("put_if_absent", unchecked).on("head", echoing)
+
+
+def test_a_store_that_believes_any_checksum_is_read_back_whole(local: LocalObjects, make: Make) -> None:
+    store = make(_Credulous(local))
+    ref = store.put(spool(store))
+    assert store.is_intact(ref)
+    assert rows_of(store, ref) == ROWS
+    local.put(ref.key, b"x" * ref.size)
+    assert not store.is_intact(ref)
+
+
+def test_a_store_without_checksums_is_read_back_whole_and_never_probed(
+    local: LocalObjects, make: Make
+) -> None:
+    def without(real: Any, key: str) -> Any:
+        info = real(key)
+        return info and replace(info, sha256=None)
+
+    faulty = FaultyStore(local).on("head", without)
+    store = make(faulty)
+    store.put(spool(store))
+    assert faulty.calls["download"] == 1
+    assert faulty.calls["put"] == 0
+
+
+def test_checksums_are_probed_once(local: LocalObjects, make: Make) -> None:
+    faulty = FaultyStore(local)
+    store = make(faulty)
+    for n in range(1, 4):
+        put(store, n, n)
+    assert sum("probe" in key for verb, key in faulty.keys if verb == "put") == 1
+    assert faulty.calls["download"] == 0
+
+
+# Faults of a read: F35, F36, F37, F50
+
+
+def damaged_download(times: int) -> Callable[..., bool]:
+    left = [times]
+
+    def fault(real: Any, key: str, path: Path) -> bool:
+        found: bool = real(key, path)
+        if left[0]:
+            left[0] -= 1
+            raw = path.read_bytes()
+            path.write_bytes(raw[:200] + bytes([raw[200] ^ 1]) + raw[201:])
+        return found
+
+    return fault
+
+
+def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make: Make) -> None:
+    ref = put(make(local), 1, 5)
+    store = make(FaultyStore(local).on("download", damaged_download(2)))
+    assert [m.sequence for m in rows_of(store, ref)] == [5]
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"x" * 5000])
+def test_a_segment_overwritten_in_the_store_is_corrupt(
+    local: LocalObjects, make: Make, content: bytes
+) -> None:
+    store = make(local)
+    ref = put(store, 1, 5)
+    local.put(ref.key, content)
+    with pytest.raises(SegmentCorrupt, match=r"expected .* bytes with SHA-256") as caught:
+        store.open(ref)
+    assert ref.key in caught.value.message
+    assert not store.is_intact(ref)
+
+
+def test_a_bit_that_flipped_in_the_bucket_is_found(local: LocalObjects, make: Make) -> None:
+    store = make(local)
+    ref = put(store, 1, 5)
+    raw = local.get(ref.key)
+    assert raw is not None
+    local.put(ref.key, raw[:-30] + bytes([raw[-30] ^ 4]) + raw[-29:])
+    with pytest.raises(SegmentCorrupt):
+        store.open(ref)
+    assert not store.is_intact(ref)
+
+
+def test_a_listing_that_fails_is_an_error_and_not_an_empty_chain(local: LocalObjects, make: Make) -> None:
+    store = make(FaultyStore(local).on("list", raising(Unavailable("half a page"))))
+    with pytest.raises(Unavailable):
+        store.list(CHAIN)
+
+
+# Tips
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "1", "tip": "nonsense"}, {"rows": "1"}])
+def test_a_tip_whose_metadata_were_lost_comes_from_the_footer(
+    local: LocalObjects, make: Make, metadata: dict[str, str]
+) -> None:
+    store = make(local)
+    spooled = spool(store)
+    ref = store.put(spooled)
+    local.put(ref.key, spooled.path, metadata=metadata)
+    assert store.tip(ref) == spooled.footer.tip
+
+
+def test_a_segment_for_which_no_message_was_examined_has_no_tip(local: LocalObjects, make: Make) -> None:
+    store = make(local)
+    ref = store.put(spool(store, tip=None))
+    assert store.tip(ref) is None
+
+
+# Large segments, by ranges
+
+
+@pytest.fixture
+def large(
+    local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> tuple[SegmentRef, list[Message]]:
+    """A segment of 70 MB in three row groups, larger than what is fetched whole (here)."""
+    monkeypatch.setattr(fetching, "WHOLE_BYTES", 1 << 20)
+    store = make(local)
+    rows = [message(n, random.Random(n).randbytes(1 << 20)) for n in range(1, 71)]
+    return store.put(spool(store, rows)), rows
+
+
+def fetched(faulty: FaultyStore) -> list[int]:
+    """The lengths that are asked for, as they are asked for."""
+    asked: list[int] = []
+
+    def noted(real: Any, key: str, **options: Any) -> Any:
+        asked.append(options["length"])
+        return real(key, **options)
+
+    faulty.on("get", noted)
+    return asked
+
+
+def test_a_large_segment_is_read_by_ranges(
+    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
+) -> None:
+    ref, rows = large
+    faulty = FaultyStore(local)
+    asked = fetched(faulty)
+    assert rows_of(make(faulty), ref) == rows
+    assert sum(asked) == ref.size
+    assert max(asked) <= 32 << 20
+    assert faulty.calls["download"] == 0
+
+
+def test_of_a_large_segment_only_the_row_groups_wanted_are_fetched(
+    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
+) -> None:
+    ref, rows = large
+    faulty = FaultyStore(local)
+    asked = fetched(faulty)
+    assert rows_of(make(faulty), ref, SequenceRange(70, 70)) == rows[69:]
+    assert sum(asked) < 12 << 20
+
+
+def test_a_footer_is_read_from_the_end_alone(
+    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
+) -> None:
+    ref, _ = large
+    faulty = FaultyStore(local)
+    asked = fetched(faulty)
+    make(faulty).footer(ref)
+    assert sum(asked) <= 2 << 20
+
+
+def test_a_bit_that_flipped_in_a_large_segment_is_found_by_the_page_s_checksum(
+    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
+) -> None:
+    ref, rows = large
+    raw = local.get(ref.key)
+    assert raw is not None
+    middle = raw.index(rows[50].payload[:64]) + 1000
+    local.put(ref.key, raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :])
+    store = make(local)
+    assert rows_of(store, ref, SequenceRange(1, 5)) == rows[:5]
+    with pytest.raises(SegmentCorrupt, match="checksum"):
+        rows_of(store, ref)
+
+
+def test_a_large_segment_that_is_shorter_than_listed_is_corrupt(
+    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]]
+) -> None:
+    ref, _ = large
+    local.put(ref.key, b"x" * (2 << 20))
+    with pytest.raises(SegmentCorrupt, match=r"expected .* bytes at"):
+        make(local).open(ref)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_happens_while_a_large_segment_is_read_is_told_as_it_is(
+    local: LocalObjects, make: Make, large: tuple[SegmentRef, list[Message]], gone: bool
+) -> None:
+    ref, _ = large
+    faulty = FaultyStore(local)
+    with make(faulty).open(ref) as reader:
+        faulty.on("get", answering(None) if gone else raising(Unavailable("away")))
+        with pytest.raises(SegmentGone if gone else Unavailable):
+            read_all(reader)
+
+
+# The spool
+
+
+def files_under(folder: Path) -> list[str]:
+    return [name for _, _, names in os.walk(folder) for name in names if name != "lock"]
+
+
+def test_nothing_stays_in_the_spool_and_nobody_else_may_look(
+    local: LocalObjects, make: Make, tmp_path: Path
+) -> None:
+    store = make(local)
+    path = store.new_spool()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.unlink()
+    ref = put(store, 1, 5)
+    [spooled] = files_under(tmp_path / "spool")
+    (path.parent / spooled).unlink()
+    reader = store.open(ref)
+    store.footer(ref)
+    assert files_under(tmp_path / "spool") == []
+    assert len(read_all(reader)) == 1
+    reader.close()
+    store.close()
+    assert list((tmp_path / "spool").iterdir()) == []
+    assert store.new_spool().exists()
+
+
+def test_reading_a_damaged_segment_leaves_nothing_in_the_spool(
+    local: LocalObjects, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(local)
+    spooled = spool(store, [message(1)])
+    ref = store.put(spooled)
+    spooled.path.unlink()
+    local.put(ref.key, b"x" * ref.size)
+    for most in (fetching.WHOLE_BYTES, 1):
+        monkeypatch.setattr(fetching, "WHOLE_BYTES", most)
+        with pytest.raises(SegmentCorrupt):
+            store.open(ref)
+    assert files_under(tmp_path / "spool") == []
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
+    local: LocalObjects, make: Make, tmp_path: Path
+) -> None:
+    program = f"""
+import os, signal
+from pathlib import Path
+from common.segments.spool import Spool
+spool = Spool(Path({str(tmp_path / "spool")!r}))
+spool.new_file().write_bytes(b"x" * 1000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert len(files_under(tmp_path / "spool")) == 1
+    alive = make(local)
+    mine = alive.new_spool()
+    assert files_under(tmp_path / "spool") == [mine.name]
+    make(local).new_spool()
+    assert mine.exists()
+
+
+def test_folders_that_are_not_spools_are_left_alone(local: LocalObjects, make: Make, tmp_path: Path) -> None:
+    (tmp_path / "spool/floe-spool-mine").mkdir(parents=True)
+    (tmp_path / "spool/floe-spool-mine/notes").write_text("x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/lock").touch()
+    (tmp_path / "spool/floe-spool-link").symlink_to(tmp_path / "other")
+    make(local).new_spool()
+    assert (tmp_path / "spool/floe-spool-mine/notes").exists()
+    assert (tmp_path / "other/lock").exists()
+
+
+def test_a_spool_folder_that_cannot_be_made_is_named(local: LocalObjects, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = SegmentStore(local, LAYOUT, spool_dir=tmp_path / "file")
+    with pytest.raises(Unavailable, match="spool folder") as caught:
+        store.new_spool()
+    assert caught.value.code == "E-SPOOL"

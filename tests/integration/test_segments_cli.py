@@ -1,0 +1,276 @@
+"""`floe segments`: what operators see of the archive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from common.chain import Chain
+from common.objects.local import LocalObjects
+from common.segments.cli import segments
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.layout import Layout
+from common.segments.parquet import SegmentWriter
+from common.segments.segment import Message, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from tests.segment_files import CHAIN, batch_of, footer_of, message
+
+Run = Callable[..., Result]
+
+
+class Archive:
+    """A local store with one chain, and a configuration that names it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "store"
+        self.objects = LocalObjects(self.root)
+        self.store = SegmentStore(self.objects, Layout("data"), spool_dir=folder / "spool")
+        self.chains = ChainStore(self.objects, Layout("data"))
+        self.chains.create_chain(CHAIN, ChainDocument(("nodes.>",), 1, 1))
+        self.chains.create_stream(CHAIN, StreamDocument({"name": "NODES"}, "2026-11-20T10:00:00Z"))
+        self.config = folder / "floe.yaml"
+        self.config.write_text(
+            f"site: us-east\nspool_dir: {folder / 'spool'}\nstore: {{url: 'file://{self.root}', prefix: data}}\n"
+            "log: {level: error}\n"
+        )
+
+    def put(
+        self, rows: list[Message], coverage: SequenceRange, level: int = 0, chain: Chain = CHAIN
+    ) -> SegmentRef:
+        writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
+        writer.append(batch_of(rows))
+        return self.store.put(writer.finish(footer_of(rows, coverage, level=level, chain=chain)))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path)
+
+
+@pytest.fixture
+def run(archive: Archive) -> Run:
+    def invoke(*args: str) -> Result:
+        return CliRunner().invoke(segments, [*args, "-c", str(archive.config)])
+
+    return invoke
+
+
+def rows(*sequences: int) -> list[Message]:
+    return [message(n, b'{"n":%d}' % n) for n in sequences]
+
+
+@pytest.fixture
+def merged(archive: Archive) -> tuple[SegmentRef, SegmentRef, SegmentRef]:
+    """Two segments of level 0 and one of level 1 over both."""
+    one = archive.put(rows(1, 2, 5), SequenceRange(1, 5))
+    two = archive.put(rows(6, 7), SequenceRange(6, 10))
+    both = archive.put(rows(1, 2, 5, 6, 7), SequenceRange(1, 10), level=1)
+    return one, two, both
+
+
+Merged = tuple[SegmentRef, SegmentRef, SegmentRef]
+
+
+# ls
+
+
+def test_every_segment_is_listed(run: Run, merged: Merged) -> None:
+    result = run("ls")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["chain", "level", "first", "last", "bytes", "modified", "name"]
+    assert [line.split()[0:4] for line in lines[1:]] == [
+        ["us-east/NODES/0000/0", "0", "1", "5"],
+        ["us-east/NODES/0000/0", "0", "6", "10"],
+        ["us-east/NODES/0000/0", "1", "1", "10"],
+    ]
+
+
+def test_the_cover_leaves_out_what_a_merged_segment_holds(run: Run, merged: Merged, archive: Archive) -> None:
+    result = run("ls", "us-east/NODES", "--cover", "--format", "paths")
+    assert result.stdout == f"{archive.root}/{merged[2].key}\n"
+    assert Path(result.stdout.strip()).exists()
+
+
+def test_a_cover_that_cuts_a_segment_says_so(run: Run, archive: Archive) -> None:
+    archive.put(rows(1), SequenceRange(1, 10))
+    archive.put(rows(8), SequenceRange(8, 20))
+    result = run("ls", "--cover", "--format", "paths")
+    assert "1 of these also hold rows that others account for" in result.stderr
+    found = json.loads(run("ls", "--cover", "--json").stdout)
+    assert [(s["take_first"], s["take_last"]) for s in found] == [(1, 10), (11, 20)]
+
+
+def test_a_level_can_be_chosen(run: Run, merged: Merged) -> None:
+    found = json.loads(run("ls", "--level", "1", "--json").stdout)
+    assert [s["key"] for s in found] == [merged[2].key]
+
+
+def test_chains_are_chosen_by_site_feed_incarnation_and_partition(run: Run, archive: Archive) -> None:
+    chains = [CHAIN, Chain("us-east", "NODES", 1), Chain("us-east", "NODES", 0, 1), Chain("us-east", "OTHER")]
+    for chain in chains:
+        archive.chains.create_chain(chain, ChainDocument((), 2, 1))
+        archive.put(rows(1), SequenceRange(1, 1), chain=chain)
+
+    def listed(*what: str) -> list[str]:
+        return [s["chain"] for s in json.loads(run("ls", "--json", *what).stdout)]
+
+    everything = sorted(str(chain) for chain in chains)
+    assert listed() == listed("us-east") == everything
+    assert listed("us-east/NODES") == ["us-east/NODES/0000/0", "us-east/NODES/0000/1", "us-east/NODES/0001/0"]
+    assert listed("us-east/NODES/0") == ["us-east/NODES/0000/0", "us-east/NODES/0000/1"]
+    assert listed("us-east/NODES/0000/1") == ["us-east/NODES/0000/1"]
+    assert listed("eu-west") == []
+
+
+@pytest.mark.parametrize("what", ["us-east/NODES/x", "us-east//0", "a/b/0/0/0"])
+def test_a_chain_that_is_none_is_a_usage_error(run: Run, what: str) -> None:
+    result = run("ls", what)
+    assert result.exit_code == 2
+    assert "expected" in result.stderr or "invalid" in result.stderr
+
+
+# info
+
+
+def test_a_chain_is_described_with_its_documents_and_holes(
+    run: Run, archive: Archive, merged: Merged
+) -> None:
+    archive.chains.write_tail(CHAIN, 10)
+    found = json.loads(run("info", "us-east/NODES", "--json").stdout)
+    assert found["begins"] == 1
+    assert found["filters"] == ["nodes.>"]
+    assert found["created"] == "2026-11-20T10:00:00Z"
+    assert (found["first"], found["last"], found["tail"]) == (1, 10, 10)
+    assert found["levels"]["0"]["segments"] == 2
+    assert found["holes"] == []
+    archive.put(rows(15), SequenceRange(13, 15))
+    result = run("info", "us-east/NODES")
+    assert result.exit_code == 3
+    assert "11..12" in result.stdout
+
+
+def test_a_segment_is_described_by_its_footer(run: Run, archive: Archive, merged: Merged) -> None:
+    for key in (merged[0].key, f"file://{archive.root}/{merged[0].key}"):
+        found = json.loads(run("info", key, "--json").stdout)
+        assert found["rows"] == 3
+        assert found["ledger"] == {"deleted": 2}
+        assert found["row_groups"][0] == {
+            "first": 1,
+            "last": 5,
+            "rows": 3,
+            "raw_bytes": found["row_groups"][0]["raw_bytes"],
+        }
+    assert "ledger.deleted" in run("info", merged[0].key).stdout
+
+
+def test_a_segment_that_is_not_there_or_damaged_is_an_error_with_its_key(
+    run: Run, archive: Archive, merged: Merged
+) -> None:
+    archive.objects.put(merged[0].key, b"x" * merged[0].size)
+    result = run("info", merged[0].key)
+    assert result.exit_code == 3
+    assert merged[0].key in result.stderr
+    archive.store.delete(merged[0])
+    result = run("info", merged[0].key)
+    assert result.exit_code == 3
+    assert "E-SEG-GONE" in result.stderr
+
+
+# cat
+
+
+def sequences(result: Result) -> list[int]:
+    return [json.loads(line)["sequence"] for line in result.stdout.splitlines()]
+
+
+def test_messages_of_a_chain_are_printed_once_and_in_order(run: Run, merged: Merged) -> None:
+    result = run("cat", "us-east/NODES", "--json")
+    assert result.exit_code == 0
+    assert sequences(result) == [1, 2, 5, 6, 7]
+    assert json.loads(result.stdout.splitlines()[0]) == {
+        "sequence": 1,
+        "timestamp": "2023-11-14T22:13:20.124456790Z",
+        "subject": "nodes.one",
+        "headers": None,
+        "payload": '{"n":1}',
+    }
+
+
+def test_a_part_of_a_chain_can_be_printed(run: Run, merged: Merged) -> None:
+    result = run("cat", "us-east/NODES", "--from-sequence", "2", "--to-sequence", "6", "--json")
+    assert sequences(result) == [2, 5, 6]
+    assert sequences(run("cat", "us-east/NODES", "--from-sequence", "7", "--json")) == [7]
+
+
+def test_one_segment_can_be_printed(run: Run, merged: Merged) -> None:
+    assert sequences(run("cat", merged[1].key, "--json")) == [6, 7]
+
+
+def test_bytes_that_are_not_text_come_as_base64_and_lines_stay_lines(run: Run, archive: Archive) -> None:
+    odd = message(1, b"\xff\x00", subject=b"a.\xff", headers=b"NATS/1.0\r\nA: 1\r\n\r\n")
+    archive.put([odd, message(2, b"one\ntwo\x1b[31m")], SequenceRange(1, 2))
+    first, second = run("cat", "us-east/NODES").stdout.splitlines()
+    assert first.split("\t")[2:] == ["a.\\xff", "NATS/1.0\\r\\nA: 1\\r\\n\\r\\n", "/wA="]
+    assert second.split("\t")[3:] == ["-", "one\\ntwo\\x1b[31m"]
+    found = json.loads(run("cat", "us-east/NODES", "--json").stdout.splitlines()[0])
+    assert found["payload_base64"] == "/wA="
+    assert found["subject_base64"] == "YS7/"
+    assert found["headers"] == "NATS/1.0\r\nA: 1\r\n\r\n"
+
+
+def test_holes_are_stepped_over_and_told(run: Run, archive: Archive) -> None:
+    archive.put(rows(1), SequenceRange(1, 2))
+    archive.put(rows(9), SequenceRange(5, 9))
+    result = run("cat", "us-east/NODES", "--json")
+    assert sequences(result) == [1, 9]
+    assert "no segment covers 3..4" in result.stderr
+    assert result.exit_code == 3
+    assert (
+        run("cat", "us-east/NODES", "--to-sequence", "12", "--json").stderr.count("no segment covers 10..12")
+        == 1
+    )
+
+
+def test_a_damaged_segment_is_read_around_where_others_cover_it(
+    run: Run, archive: Archive, merged: Merged
+) -> None:
+    archive.objects.put(merged[2].key, b"x" * merged[2].size)
+    result = run("cat", "us-east/NODES", "--json")
+    assert sequences(result) == [1, 2, 5, 6, 7]
+    assert merged[2].key in result.stderr
+    assert result.exit_code == 3
+    archive.objects.put(merged[0].key, b"x" * merged[0].size)
+    result = run("cat", "us-east/NODES", "--json")
+    assert sequences(result) == [6, 7]
+    assert "no segment covers 1..5" in result.stderr
+
+
+def test_a_chain_without_segments_prints_nothing(run: Run) -> None:
+    result = run("cat", "us-east/NODES")
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("cat", "us-east"),
+        ("cat", "us-east/NODES", "--from-sequence", "0"),
+        ("cat", "us-east/NODES", "--from-sequence", "9", "--to-sequence", "8"),
+    ],
+)
+def test_what_cannot_be_printed_is_a_usage_error(run: Run, merged: Merged, args: tuple[str, ...]) -> None:
+    assert run(*args).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["ls", "info", "cat"])
+def test_help_shows_an_example(command: str) -> None:
+    result = CliRunner().invoke(segments, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"floe segments {command}" in result.stdout
+    assert "--json" in result.stdout

@@ -1,0 +1,218 @@
+"""What holds of every plan, and of compaction run again and again, whatever the segments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.segments.segment import SegmentRef
+from common.sequences import cover, holes
+from compaction.plan import Output, plan
+from compaction.supersede import contained, made_by, may_supersede
+from compaction.tombstones import Standing, Tombstone, condemned, deletable, valid
+from tests.compaction_refs import NOW, TestPolicy, ref
+
+SEGMENTS = st.lists(
+    st.builds(
+        lambda first, length, level, size, age, twin: ref(
+            first, first + length, level, size=size, age=age, twin=twin
+        ),
+        st.integers(1, 60),
+        st.integers(0, 15),
+        st.integers(0, 2),
+        st.integers(0, 500),
+        st.integers(0, 3000),
+        st.integers(0, 1),
+    ),
+    max_size=25,
+    unique_by=lambda s: s.key,
+)
+POLICIES = st.builds(
+    TestPolicy,
+    min_age=st.integers(0, 1000),
+    max_wait=st.integers(0, 3000),
+    min_count=st.integers(1, 5),
+    max_count=st.integers(2, 8),
+    min_size=st.integers(0, 1500),
+    max_size=st.integers(1, 2000),
+)
+
+
+def covered(segments: list[SegmentRef] | tuple[SegmentRef, ...]) -> set[int]:
+    return {n for s in segments for n in range(s.coverage.first, s.coverage.last + 1)}
+
+
+def parts(output: Output) -> list[list[SegmentRef]]:
+    """The inputs cut wherever no two overlap."""
+    found: list[list[SegmentRef]] = []
+    reach = 0
+    for segment in output.inputs:
+        if segment.coverage.first > reach:
+            found.append([])
+        found[-1].append(segment)
+        reach = max(reach, segment.coverage.last)
+    return found
+
+
+@given(SEGMENTS, POLICIES)
+def test_a_plan_spans_no_hole_takes_nothing_young_and_nothing_twice(segments, policy):
+    outputs = plan(segments, policy, NOW)
+    taken = [s.key for o in outputs for s in o.inputs]
+    assert len(taken) == len(set(taken))
+    for output in outputs:
+        assert covered(output.inputs) == covered([replace_coverage(output)])
+        assert all(s.level == policy.from_ and NOW - s.modified >= policy.min_age for s in output.inputs)
+        assert holes((s.coverage for s in output.inputs), output.coverage) == []
+    for before, after in pairwise(outputs):
+        assert before.coverage.last < after.coverage.first
+
+
+def replace_coverage(output: Output) -> SegmentRef:
+    return ref(output.coverage.first, output.coverage.last, output.level)
+
+
+@given(SEGMENTS, POLICIES)
+def test_a_maximum_is_passed_only_by_segments_that_overlap(segments, policy):
+    for output in plan(segments, policy, NOW):
+        if len(parts(output)) > 1:
+            assert output.size <= policy.max_size
+            assert len(output.inputs) <= policy.max_count
+
+
+@given(SEGMENTS, POLICIES, st.randoms(use_true_random=False))
+def test_the_order_of_a_listing_does_not_matter(segments, policy, random):
+    shuffled = random.sample(segments, len(segments))
+    assert plan(shuffled, policy, NOW) == plan(segments, policy, NOW)
+
+
+@given(st.integers(3, 40), POLICIES)
+def test_a_quiet_chain_is_compacted_once_it_has_waited(count, policy):
+    segments = [ref(i * 10 + 1, i * 10 + 10, age=1, size=1) for i in range(count)]
+    policy = replace(policy, min_count=3, max_size=10**9, max_count=10**6)
+    later = NOW + policy.min_age + policy.max_wait + 1
+    [output] = plan(segments, policy, later)
+    assert output.inputs == tuple(segments)
+
+
+@given(SEGMENTS)
+def test_what_is_contained_is_below_and_within_what_replaces_it(segments):
+    for supersession in contained(segments):
+        for lower in supersession.superseded:
+            assert all(may_supersede(upper, lower) for upper in supersession.superseding)
+            assert holes((s.rows for s in supersession.stretches), lower.coverage) == []
+        assert Tombstone.of(supersession).problem() == ""
+
+
+@given(SEGMENTS, st.sets(st.integers(0, 24)))
+def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
+    """Whatever part of it is done, in whatever order, and whoever else deletes meanwhile."""
+    standing = [
+        Standing(Tombstone.of(s), f"t{n}", NOW - 10)
+        for n, s in enumerate(contained(segments))
+        if n not in kept
+    ]
+    going = {s.key for _, may_go in deletable(segments, standing, NOW, 10) for s in may_go}
+    left = [s for s in segments if s.key not in going]
+    assert covered(left) == covered(segments)
+    assert max((s.coverage.last for s in left), default=0) == max(
+        (s.coverage.last for s in segments), default=0
+    )
+    replacing = {u.key for stone in standing for u in stone.tombstone.superseding}
+    assert not going & (replacing - condemned(standing))
+
+
+class World:
+    """Compaction of rows held in memory: what each segment holds is a set of sequences."""
+
+    def __init__(self, segments: list[SegmentRef], rows: dict[str, frozenset[int]]) -> None:
+        self.segments, self.rows = {s.key: s for s in segments}, dict(rows)
+        self.standing: list[Standing] = []
+
+    def listed(self) -> list[SegmentRef]:
+        return list(self.segments.values())
+
+    def read(self) -> list[int]:
+        """What a reader of the cover sees."""
+        return [
+            n
+            for stretch in cover(self.listed(), 1)
+            for n in sorted(self.rows[stretch.segment.key])
+            if n in stretch.rows
+        ]
+
+    def merge(self, policy: TestPolicy, now: float) -> None:
+        for output in plan(self.listed(), policy, now):
+            made = ref(
+                output.coverage.first,
+                output.coverage.last,
+                output.level,
+                size=output.size,
+                twin=len(self.rows),
+            )
+            made = replace(made, modified=now)
+            self.segments[made.key] = made
+            self.rows[made.key] = frozenset().union(*(self.rows[s.key] for s in output.inputs))
+            self.bury([made_by(made, output.inputs)], now)
+
+    def sweep(self, now: float) -> None:
+        at_rest = valid(self.listed(), self.standing)
+        candidates = [s for s in self.listed() if s.key not in condemned(at_rest)]
+        self.bury(contained(candidates), now)
+        for _, may_go in deletable(self.listed(), self.standing, now, 100):
+            for segment in may_go:
+                del self.segments[segment.key]
+
+    def bury(self, supersessions: list, now: float) -> None:
+        for supersession in supersessions:
+            stone = Tombstone.of(supersession)
+            if self.is_proved(supersession):
+                self.standing.append(Standing(stone, stone.name, now))
+
+    def is_proved(self, supersession) -> bool:
+        found = {n for s in supersession.stretches for n in self.rows[s.segment.key] if n in s.rows}
+        return all(self.rows[s.key] <= found for s in supersession.superseded)
+
+
+@settings(max_examples=200)
+@given(SEGMENTS, POLICIES, st.lists(st.sampled_from(["low", "high", "sweep"]), max_size=12))
+def test_no_sequence_of_merges_and_deletions_changes_what_readers_see(segments, policy, steps):
+    """Every third sequence of a coverage has a row, the same in each segment."""
+    rows = {s.key: frozenset(n for n in covered([s]) if n % 3) for s in segments}
+    world, now = World(segments, rows), NOW
+    before = world.read()
+    for step in steps:
+        now += 5000
+        if step == "sweep":
+            world.sweep(now)
+        else:
+            world.merge(policy if step == "low" else replace(policy, from_=1, to=2), now)
+        assert world.read() == before
+
+
+@settings(max_examples=200)
+@given(SEGMENTS, POLICIES, st.lists(st.sampled_from(["low", "high", "sweep"]), max_size=12))
+def test_no_row_is_lost_where_segments_disagree_on_what_they_hold(segments, policy, steps):
+    """Twins and levels leave out different sequences; what a deleted segment held, one that stays holds."""
+    rows = {s.key: frozenset(n for n in covered([s]) if (n + s.level + s.size) % 3) for s in segments}
+    world, now = World(segments, rows), NOW
+    everything = frozenset().union(*rows.values())
+    for step in steps:
+        now += 5000
+        if step == "sweep":
+            world.sweep(now)
+        else:
+            world.merge(policy if step == "low" else replace(policy, from_=1, to=2), now)
+        assert frozenset().union(*(world.rows[key] for key in world.segments)) == everything
+
+
+@given(POLICIES)
+def test_merging_comes_to_an_end(policy):
+    segments = [ref(i * 10 + 1, i * 10 + 10, size=50) for i in range(20)]
+    world, now = World(segments, {s.key: frozenset(covered([s])) for s in segments}), NOW
+    for _ in range(4):
+        now += 10_000
+        world.merge(policy, now)
+    assert plan(world.listed(), policy, now + 10_000) == []

@@ -1,0 +1,100 @@
+"""The cover rule against its definition, one position at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.invariants import accounts_once
+from common.sequences import SequenceRange, cover, holes, until_hole
+
+LAST = 40
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What the cover rule sees."""
+
+    coverage: SequenceRange
+    level: int
+    name: str
+
+
+positions = st.integers(1, LAST)
+ranges = st.tuples(positions, positions).map(lambda pair: SequenceRange(min(pair), max(pair)))
+segments = st.lists(
+    st.builds(Segment, ranges, st.integers(0, 3), st.sampled_from("abcd")), max_size=12, unique=True
+)
+
+
+def brute_force(found: list[Segment], first: int, last: int) -> dict[int, Segment]:
+    """For each position, walked one by one, the segment that accounts for it."""
+    taken: dict[int, Segment] = {}
+    position, current = first, None
+    while position <= last:
+        if current is None or position > current.coverage.last:
+            candidates = [s for s in found if s.coverage.first <= position <= s.coverage.last]
+            candidates.sort(key=lambda s: (s.coverage.last, s.level, s.name))
+            current = candidates[-1] if candidates else None
+        if current is not None:
+            taken[position] = current
+        position += 1
+    return taken
+
+
+@given(segments, positions, positions)
+def test_the_cover_is_what_the_rule_gives_position_by_position(
+    found: list[Segment], first: int, last: int
+) -> None:
+    by_position = {
+        n: s.segment for s in cover(found, first, last) for n in range(s.rows.first, s.rows.last + 1)
+    }
+    assert by_position == brute_force(found, first, last)
+
+
+@given(segments, ranges)
+def test_no_sequence_is_accounted_for_twice_and_none_outside_its_segment(
+    found: list[Segment], within: SequenceRange
+) -> None:
+    stretches = cover(found, within.first, within.last)
+    taken = [n for s in stretches for n in range(s.rows.first, s.rows.last + 1)]
+    assert taken == sorted(set(taken))
+    assert all(s.segment.coverage.encloses(s.rows) and within.encloses(s.rows) for s in stretches)
+
+
+@given(segments, ranges)
+def test_cover_and_holes_share_a_range_between_them(found: list[Segment], within: SequenceRange) -> None:
+    stretches = cover(found, within.first, within.last)
+    missing = holes([s.coverage for s in found], within)
+    covered = {n for s in stretches for n in range(s.rows.first, s.rows.last + 1)}
+    absent = {n for hole in missing for n in range(hole.first, hole.last + 1)}
+    assert covered | absent == set(range(within.first, within.last + 1))
+    assert not covered & absent
+    assert accounts_once(stretches, within) == (not missing)
+
+
+@given(segments, ranges)
+def test_holes_are_as_long_as_they_can_be(found: list[Segment], within: SequenceRange) -> None:
+    missing = holes([s.coverage for s in found], within)
+    assert all(b.first > a.last + 1 for a, b in pairwise(missing))
+
+
+@given(segments, positions)
+def test_until_hole_goes_on_without_a_gap(found: list[Segment], position: int) -> None:
+    taken = until_hole(cover(found, position), position)
+    for stretch in taken:
+        assert stretch.rows.first == position
+        position = stretch.rows.last + 1
+    assert not any(s.coverage.first <= position <= s.coverage.last for s in found)
+
+
+@given(segments, positions, st.randoms())
+def test_the_cover_does_not_depend_on_the_order_of_the_listing(
+    found: list[Segment], first: int, random: object
+) -> None:
+    shuffled = list(found)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert cover(shuffled, first) == cover(found, first)

@@ -1,0 +1,118 @@
+"""Keys, both directions, and what a listing from a position finds."""
+
+from __future__ import annotations
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
+from common.segments.layout import Layout, SegmentName, decode, encode
+from common.sequences import MAX_SEQUENCE, SequenceRange
+
+sites = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)
+feeds = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
+    lambda text: not any(c.isspace() or c in ".*>/\\" or ord(c) < 0x20 or ord(c) == 0x7F for c in text)
+)
+chains = st.builds(Chain, sites, feeds, st.integers(0, MAX_INCARNATION), st.integers(0, MAX_PARTITION))
+sequences = st.integers(1, MAX_SEQUENCE) | st.integers(1, 30)
+ranges = st.tuples(sequences, sequences).map(lambda pair: SequenceRange(min(pair), max(pair)))
+digests = st.text("0123456789abcdef", min_size=16, max_size=16)
+names = st.builds(SegmentName, chains, st.integers(0, 9), ranges, digests)
+layouts = st.sampled_from([Layout(), Layout("data"), Layout("a/b-c")])
+
+
+@given(layouts, names)
+def test_a_segment_key_is_read_back_as_it_was_written(layout: Layout, name: SegmentName) -> None:
+    assert layout.parse_segment(layout.segment(name)) == name
+
+
+@given(layouts, names)
+def test_a_key_holds_nothing_that_a_store_or_a_path_could_misread(layout: Layout, name: SegmentName) -> None:
+    key = layout.segment(name)
+    assert key.isascii()
+    assert key.isprintable()
+    assert " " not in key
+    assert not {"", ".", ".."} & set(key.split("/"))
+
+
+@given(layouts, chains)
+def test_document_and_tail_keys_are_read_back_and_told_apart(layout: Layout, chain: Chain) -> None:
+    assert layout.parse_chain_document(layout.chain_document(chain)) == chain
+    assert layout.parse_tail(layout.tail(chain)) == chain
+    for other in (layout.tail(chain), layout.floor_document(chain), layout.stream_document(chain)):
+        assert layout.parse_chain_document(other) is None
+        assert layout.parse_segment(other) is None
+
+
+@given(layouts, chains)
+def test_no_document_lies_among_segments(layout: Layout, chain: Chain) -> None:
+    documents = [
+        layout.stream_document(chain),
+        layout.chain_document(chain),
+        layout.floor_document(chain),
+        layout.gaps_prefix(chain),
+        layout.tail(chain),
+        layout.tombstones_prefix(chain),
+        layout.ingress_prefix("TARGET"),
+    ]
+    assert len(set(documents)) == len(documents)
+    assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
+    assert all("/_floe/" in f"/{key}" for key in documents)
+
+
+@given(names, st.data())
+def test_a_key_that_was_changed_anywhere_is_foreign_or_means_something_else(
+    name: SegmentName, data: st.DataObject
+) -> None:
+    key = Layout("data").segment(name)
+    at = data.draw(st.integers(0, len(key) - 1))
+    changed = (
+        key[:at]
+        + data.draw(st.sampled_from(["", "/", "%", "x", "0", "٣", ".", "\n", key[at] * 2]))
+        + key[at + 1 :]
+    )
+    assume(changed != key)
+    parsed = Layout("data").parse_segment(changed)
+    assert parsed is None or (parsed != name and Layout("data").segment(parsed) == changed)
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
+    layout = Layout("data")
+    for key in (text, f"data/{text}", f"data/_floe/tails/{text}", f"data/_floe/{text}"):
+        assert layout.parse_segment(key) is None
+        assert layout.parse_chain_document(key) is None
+        parsed = layout.parse_tail(key)
+        assert parsed is None or layout.tail(parsed) == key
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_encoding_uses_an_allow_list_and_is_undone(text: str) -> None:
+    assert set(encode(text)) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-%")
+    assert decode(encode(text)) == text
+
+
+@given(st.text("ABCabc019_-%", max_size=12))
+def test_text_that_encoding_would_not_write_is_not_decoded(text: str) -> None:
+    decoded = decode(text)
+    assert decoded is None or encode(decoded) == text
+
+
+@given(chains, st.integers(0, 9), st.lists(st.tuples(ranges, digests), max_size=20), st.data())
+def test_start_after_lists_exactly_the_segments_that_reach_the_position(
+    chain: Chain, level: int, segments: list[tuple[SequenceRange, str]], data: st.DataObject
+) -> None:
+    layout = Layout("data")
+    edges = [edge for r, _ in segments for edge in (r.first, r.last, min(r.last + 1, MAX_SEQUENCE))]
+    position = data.draw(st.sampled_from([*edges, 1, MAX_SEQUENCE]) | sequences)
+    keys = {layout.segment(SegmentName(chain, level, r, digest)): r for r, digest in segments}
+    after = layout.start_after(chain, level, position)
+    listed = {key for key in keys if key.encode() > after.encode()}
+    assert listed == {key for key, r in keys.items() if r.last >= position}
+
+
+@given(chains, st.lists(ranges, min_size=2, max_size=10, unique=True))
+def test_keys_of_a_level_sort_by_where_the_segments_end(chain: Chain, spans: list[SequenceRange]) -> None:
+    keys = [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in spans]
+    by_end = sorted(spans, key=lambda r: (r.last, r.first))
+    assert sorted(keys) == [Layout().segment(SegmentName(chain, 0, r, "0" * 16)) for r in by_end]

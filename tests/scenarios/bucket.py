@@ -1,0 +1,164 @@
+"""Segments in the bucket: compaction and deletion under readers, and copies that arrive shuffled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from common.chain import Chain
+from common.objects.port import ObjectStore
+from common.segments.store import SegmentGone, SegmentStore
+from common.service.wiring import load_settings, open_store
+from infra.oracle import Trace, compare
+from infra.oracle_reading import archived
+from tests.scenarios.faults import Outcome, prepare
+from tests.scenarios.judge import judge, sources_of
+from tests.scenarios.load import Load
+from tests.scenarios.processes import run_floe
+from tests.scenarios.world import World
+
+POLICY = {
+    "engine": "local",
+    "verify": "merge",
+    "delete_grace": "1s",
+    "levels": [
+        {
+            "from": 0,
+            "to": 1,
+            "min_age": "1s",
+            "max_wait": "2s",
+            "min_count": 2,
+            "max_count": 5,
+            "min_size": "1M",
+        },
+        {
+            "from": 1,
+            "to": 2,
+            "min_age": "1s",
+            "max_wait": "2s",
+            "min_count": 2,
+            "max_count": 4,
+            "min_size": "1M",
+        },
+    ],
+}
+
+
+async def compacted(
+    s3: Any, rng: random.Random, seconds: float, rate: int = 400, engine: str = "local"
+) -> Outcome:
+    """The cover gives the same rows during and after compaction and deletion, ingress reading (I5)."""
+    with World(s3, "alpha") as world:
+        await prepare(world, rng)
+        central = world.central_config(compaction={**POLICY, "engine": engine})
+        services = [world.egress(world.site_config("alpha")), world.ingress(central)]
+        started, faults = time.monotonic(), Counter[str]()
+        done = asyncio.Event()
+        watch = asyncio.create_task(asyncio.to_thread(_watch, central, done, faults))
+        async with Load(world.sites["alpha"].url, "alpha", rng, rate):
+            while time.monotonic() < started + seconds:
+                await asyncio.sleep(rng.uniform(0.5, 2.0))
+                await asyncio.to_thread(_compact, central, faults)
+                if rng.random() < 0.3:
+                    await asyncio.to_thread(services[1].kill)
+                    services[1].start()
+        for _ in range(3):
+            await asyncio.to_thread(_compact, central, faults)
+            await asyncio.sleep(1.5)
+        done.set()
+        await watch
+        verdict = await judge(world, central, await sources_of(world))
+        checked = run_floe("segments", "verify", "-c", str(central))
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        assert faults["covers compared"] > 0
+        assert faults["segments deleted"] > 0
+        for service in services:
+            assert service.drain() == 0, service.tail()
+        return Outcome(verdict, time.monotonic() - started, faults)
+
+
+def _compact(config: Path, faults: Counter[str]) -> None:
+    store = open_store(load_settings(str(config)))
+    before = {ref.name for ref in store.list(Chain("alpha", "NODES"))}
+    done = run_floe("compact", "-c", str(config))
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = {ref.name for ref in store.list(Chain("alpha", "NODES"))}
+    faults["compactions"] += 1
+    faults["segments deleted"] += len(before - after)
+
+
+def _watch(config: Path, done: asyncio.Event, counts: Counter[str]) -> None:
+    """Read the cover over and over; what it gave once, it must give again."""
+    store, known = open_store(load_settings(str(config))), Trace()
+    while not done.is_set():
+        current = _trace(store)
+        again = compare(known, _upto(current, known))
+        assert again.ok, f"the cover changed under compaction: {again.report()}"
+        known = current
+        counts["covers compared"] += 1
+        time.sleep(0.2)
+
+
+def _trace(store: SegmentStore) -> Trace:
+    """The cover's rows now; a segment deleted between listing and reading means: list again."""
+    for _ in range(50):
+        try:
+            return Trace.of(archived(store, Chain("alpha", "NODES")))
+        except SegmentGone:
+            continue
+    raise AssertionError("the cover could not be read in 50 tries: its segments vanish without a successor")
+
+
+def _upto(trace: Trace, known: Trace) -> Trace:
+    """The part of `trace` that `known` speaks of."""
+    count = sum(1 for sequence in trace.sequences if sequence <= known.through)
+    return Trace(
+        trace.sequences[:count], trace.timestamps[:count], trace.prints[:count], through=known.through
+    )
+
+
+async def shuffled(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -> Outcome:
+    """A copier brings the site's objects to the centre's bucket late and in shuffled order."""
+    with World(s3, "alpha", "beta") as world:
+        await prepare(world, rng)
+        centre_bucket = world.s3.new_bucket()
+        central = world.central_config(bucket=centre_bucket)
+        services = [*(world.egress(world.site_config(site), f"egress-{site}") for site in world.sites)]
+        services.append(world.ingress(central))
+        source, copy = _objects(world, world.bucket), _objects(world, centre_bucket)
+        started, faults = time.monotonic(), Counter[str]()
+        async with Load(world.sites["alpha"].url, "alpha", rng, rate):
+            while time.monotonic() < started + seconds:
+                await asyncio.sleep(rng.uniform(0.5, 2.0))
+                await asyncio.to_thread(_copy_some, source, copy, rng, rng.uniform(0.2, 0.7), faults)
+        for service in services[:-1]:
+            assert service.drain() == 0, service.tail()
+        await asyncio.to_thread(_copy_some, source, copy, rng, 1.0, faults)
+        verdict = await judge(world, central, await sources_of(world))
+        assert services[-1].drain() == 0, services[-1].tail()
+        return Outcome(verdict, time.monotonic() - started, faults)
+
+
+def _objects(world: World, bucket: str) -> ObjectStore:
+    from common.objects.open import open_objects
+    from common.settings.store import StoreSettings
+
+    return open_objects(StoreSettings.model_validate(world.store(bucket)))
+
+
+def _copy_some(
+    source: ObjectStore, copy: ObjectStore, rng: random.Random, share: float, counts: Counter[str]
+) -> None:
+    """Copy a random `share` of what is not there yet or has changed, in random order, metadata with it."""
+    there = {info.key: info.size for info in copy.list("data/")}
+    missing = [i for i in source.list("data/") if there.get(i.key) != i.size or "/tails/" in i.key]
+    rng.shuffle(missing)
+    for info in missing[: max(1, round(len(missing) * share))]:
+        head, body = source.head(info.key), source.get(info.key)
+        if head is not None and body is not None:
+            copy.put(info.key, body, sha256=None, metadata=dict(head.metadata))
+            counts["objects copied"] += 1

@@ -1,0 +1,81 @@
+"""Messages published into a site's stream while the services are being killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.streams import create_stream
+from common.settings.nats import NatsSettings
+from infra.acked import AckedPublisher
+from infra.awkward import publish_awkward
+
+HEADERS = (
+    None,
+    b"NATS/1.0\r\nA: 1\r\nA: 2\r\n\r\n",
+    b"NATS/1.0\r\nNats-Msg-Id: %d\r\n\r\n",
+    b"NATS/1.0\r\n\r\n",
+)
+
+
+@asynccontextmanager
+async def client_of(url: str, name: str = "test") -> AsyncIterator[FloeClient]:
+    """A connection that is closed at the end."""
+    client = await connect(NatsSettings(url=url), name=name)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def make_stream(client: FloeClient, name: str, root: str, **more: object) -> None:
+    """A file stream with limits retention that takes `{root}.>`."""
+    config = {"name": name, "subjects": [f"{root}.>"], "storage": "file", "retention": "limits"}
+    await create_stream(client, {**config, "duplicate_window": 10**9, "discard": "old", **more})
+
+
+async def awkward_start(
+    client: FloeClient, stream: str, root: str, rng: random.Random, count: int = 300
+) -> None:
+    """What a stream already holds when Floe first sees it: awkward messages, some deleted again."""
+    report = await publish_awkward(client, stream, root, rng, count)
+    assert report.deleted, "expected deleted sequences among the awkward messages"
+
+
+async def publish(client: FloeClient, root: str, rng: random.Random, count: int, first: int = 0) -> int:
+    """`count` plain messages, each acknowledged; how many were stored."""
+    async with AckedPublisher(client, window=512) as publisher:
+        for number in range(first, first + count):
+            subject = f"{root}.n{rng.randrange(50)}".encode()
+            headers = rng.choice(HEADERS)
+            block = headers % number if headers and b"%d" in headers else headers
+            await publisher.publish(subject, rng.randbytes(rng.randrange(1200)), block)
+        done = await publisher.settle()
+    return done.stored
+
+
+class Load:
+    """Publishes about `rate` messages a second into `{root}.>` until it is left."""
+
+    def __init__(self, url: str, root: str, rng: random.Random, rate: int) -> None:
+        self._url, self._root, self._rng, self._rate = url, root, rng, rate
+        self._stop = asyncio.Event()
+        self.published = 0
+
+    async def __aenter__(self) -> Load:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stop.set()
+        await self._task
+
+    async def _run(self) -> None:
+        async with client_of(self._url, "load") as client:
+            while not self._stop.is_set():
+                batch = max(1, self._rate // 10)
+                self.published += await publish(client, self._root, self._rng, batch, self.published)
+                await asyncio.sleep(0.1)

@@ -1,0 +1,81 @@
+"""Floe's commands as processes that a test starts, kills, pauses and drains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Service:
+    """One `floe … run` process with a log file; started again after every kill."""
+
+    def __init__(self, folder: Path, name: str, *command: str, env: dict[str, str] | None = None) -> None:
+        self.name, self._command, self._env = name, command, env or {}
+        self.log = folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Service:
+        """Start it; nothing if it runs."""
+        if not self.runs():
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "floe", *self._command],
+                    stdout=log,
+                    stderr=log,
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env},
+                )
+        return self
+
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """The process id of the last start. Raises RuntimeError before the first."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} was never started")
+        return self._process.pid
+
+    def send(self, number: signal.Signals) -> None:
+        """Send the signal, if the process runs."""
+        if self.runs() and self._process:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGKILL)
+        self.wait(10)
+
+    def drain(self, seconds: float = 40) -> int:
+        """SIGTERM; its exit code. Fails if it takes longer than `seconds`."""
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        return self.wait(seconds)
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code once it ends; 0 if it was never started."""
+        return self._process.wait(seconds) if self._process else 0
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of its log, for the message of a failed assertion."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return f"--- {self.name}\n" + "\n".join(text.splitlines()[-lines:])
+
+
+def run_floe(*command: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run one command of Floe to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "floe", *command],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        cwd=ROOT,
+        check=False,
+    )

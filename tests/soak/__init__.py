@@ -1,0 +1,1 @@
+"""The fault runs at the length that the promises name (`make soak`)."""

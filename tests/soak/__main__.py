@@ -1,0 +1,69 @@
+"""`python -m tests.soak [--only NAME]`: run the fault runs at full length, write docs/evidence/soak.json."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import platform
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from infra.local.seaweedfs import SeaweedFS
+from tests.scenarios.bucket import compacted, shuffled
+from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
+from tests.scenarios.histories import recreated_unput, recreated_while_down, recreated_while_running
+from tests.support import SharedS3
+
+EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "soak.json"
+
+RUNS: dict[str, Callable[[Any, random.Random], Awaitable[Outcome]]] = {
+    "kill_rounds": lambda s3, rng: kill_rounds(s3, rng, rounds=50, rate=1000),
+    "twins": lambda s3, rng: twins(s3, rng, seconds=120, rate=1000),
+    "standby": lambda s3, rng: standby(s3, rng, seconds=120, rate=500),
+    "recreated_while_down": recreated_while_down,
+    "recreated_while_running": recreated_while_running,
+    "recreated_unput": recreated_unput,
+    "compacted": lambda s3, rng: compacted(s3, rng, seconds=120, rate=1000),
+    "compacted_spark": lambda s3, rng: compacted(s3, rng, seconds=90, rate=1000, engine="spark"),
+    "shuffled": lambda s3, rng: shuffled(s3, rng, seconds=90, rate=1000),
+}
+
+
+@click.command()
+@click.option("--only", type=click.Choice(sorted(RUNS)), help="Run this one alone.")
+@click.option("--seed", type=int, help="Repeat a run with the seed that it printed.")
+def main(only: str | None, seed: int | None) -> None:
+    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds"""
+    results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
+    failed = []
+    with SeaweedFS() as server:
+        for name in [only] if only else list(RUNS):
+            results[name] = _run(server, name, seed if seed is not None else secrets.randbits(32))
+            if not results[name]["ok"]:
+                failed.append(name)
+            _write(results)
+    raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def _run(server: SeaweedFS, name: str, seed: int) -> dict[str, Any]:
+    click.echo(f"{name}, seed {seed} …")
+    outcome = asyncio.run(RUNS[name](SharedS3(server), random.Random(seed)))
+    result = {"ok": outcome.verdict.ok, "seed": seed, **outcome.as_json()}
+    click.echo(f"  {json.dumps(result)}")
+    if not outcome.verdict.ok:
+        click.echo(outcome.verdict.report())
+    return result
+
+
+def _write(results: dict[str, Any]) -> None:
+    EVIDENCE.parent.mkdir(parents=True, exist_ok=True)
+    document = {"python": platform.python_version(), "runs": results}
+    EVIDENCE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+main()

@@ -1,0 +1,112 @@
+"""What a policy makes of a listing."""
+
+from __future__ import annotations
+
+from compaction.plan import Output, plan
+from tests.compaction_refs import NOW, TestPolicy, ref
+
+
+def ranges(outputs: list[Output]) -> list[str]:
+    return [str(o.coverage) for o in outputs]
+
+
+def tens(count: int, **how: float) -> list:
+    """Adjacent segments of ten sequences each."""
+    return [ref(i * 10 + 1, i * 10 + 10, **how) for i in range(count)]
+
+
+def test_nothing_is_due_in_an_empty_chain():
+    assert plan([], TestPolicy(), NOW) == []
+
+
+def test_a_run_is_merged_when_it_reaches_min_size():
+    assert plan(tens(9), TestPolicy(min_size=1000), NOW) == []
+    [output] = plan(tens(10), TestPolicy(min_size=1000), NOW)
+    assert (output.level, str(output.coverage), len(output.inputs)) == (1, "1..100", 10)
+
+
+def test_a_run_is_merged_when_it_reaches_max_count():
+    outputs = plan(tens(5), TestPolicy(max_count=5), NOW)
+    assert ranges(outputs) == ["1..50"]
+
+
+def test_a_quiet_chain_is_merged_when_its_oldest_has_waited():
+    policy = TestPolicy(min_count=3, max_wait=1000)
+    assert plan(tens(3, age=1000), policy, NOW) == []
+    assert ranges(plan([*tens(2, age=500), ref(21, 30, age=1001)], policy, NOW)) == ["1..30"]
+
+
+def test_too_few_segments_wait_however_old_they_are():
+    assert plan(tens(2, age=10**9), TestPolicy(min_count=3), NOW) == []
+
+
+def test_one_segment_alone_is_never_rewritten_for_its_age_or_count():
+    assert plan([ref(1, 10, age=10**9)], TestPolicy(min_count=1, max_count=1), NOW) == []
+
+
+def test_one_segment_alone_is_promoted_when_it_has_the_size():
+    assert ranges(plan([ref(1, 10, size=1000)], TestPolicy(min_size=1000), NOW)) == ["1..10"]
+
+
+def test_ages_are_taken_from_the_store_and_young_segments_end_a_run():
+    segments = [*tens(10), ref(101, 110, age=59), ref(111, 120)]
+    assert ranges(plan(segments, TestPolicy(min_age=60), NOW)) == ["1..100"]
+
+
+def test_an_output_is_closed_before_it_passes_max_size():
+    outputs = plan(tens(10, size=300), TestPolicy(min_size=900, max_size=1000), NOW)
+    assert ranges(outputs) == ["1..30", "31..60", "61..90"]
+    assert all(o.size <= 1000 for o in outputs)
+
+
+def test_a_closed_output_is_merged_below_min_size_too():
+    segments = [ref(1, 10, size=400), ref(11, 20, size=400), ref(21, 30, size=900)]
+    assert ranges(plan(segments, TestPolicy(min_size=1000, max_size=1000), NOW)) == ["1..20"]
+
+
+def test_an_output_never_spans_a_hole():
+    segments = [*tens(10), *[ref(i * 10 + 2, i * 10 + 11) for i in range(10, 20)]]
+    assert ranges(plan(segments, TestPolicy(), NOW)) == ["1..100", "102..201"]
+
+
+def test_overlapping_segments_stay_together_past_max_size():
+    segments = [ref(1, 60, size=600), ref(50, 100, size=600), ref(101, 200, size=600)]
+    [output] = plan(segments, TestPolicy(max_size=1000), NOW)
+    assert str(output.coverage) == "1..100"
+    assert not output.is_disjoint
+
+
+def test_an_old_segment_waits_for_a_young_one_that_overlaps_it():
+    segments = [*tens(10), ref(95, 120, age=1)]
+    assert ranges(plan(segments, TestPolicy(min_size=900), NOW)) == ["1..90"]
+
+
+def test_what_a_higher_level_accounts_for_is_not_merged_again():
+    assert plan([*tens(10), ref(1, 100, level=1)], TestPolicy(), NOW) == []
+
+
+def test_what_a_higher_level_accounts_for_in_part_is_merged():
+    [output] = plan([*tens(20), ref(1, 95, level=1)], TestPolicy(), NOW)
+    assert str(output.coverage) == "91..200"
+
+
+def test_of_twins_only_the_larger_name_is_merged():
+    twins = [ref(1, 10, twin=n) for n in range(3)]
+    [output] = plan([*twins, *tens(10)[1:]], TestPolicy(), NOW)
+    assert output.inputs[0] == max(twins, key=lambda s: s.name)
+
+
+def test_a_damaged_segment_ends_the_runs_beside_it():
+    segments = tens(21)
+    outputs = plan(segments, TestPolicy(), NOW, damaged={segments[10].key})
+    assert ranges(outputs) == ["1..100", "111..210"]
+
+
+def test_what_only_a_damaged_segment_accounts_for_above_is_merged_again():
+    broken = ref(1, 100, level=1)
+    assert ranges(plan([*tens(10), broken], TestPolicy(), NOW, damaged={broken.key})) == ["1..100"]
+
+
+def test_other_levels_are_left_to_their_own_policies():
+    second = [ref(i * 100 + 1, i * 100 + 100, level=1, size=500) for i in range(4)]
+    assert ranges(plan([*tens(9), *second], TestPolicy(from_=1, to=2), NOW)) == ["1..400"]

@@ -1,0 +1,76 @@
+"""The demo's verdict: it must be able to fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.chain import Chain
+from common.segments.segment import Message
+from infra.demo_result import Readings, Result, worst
+from infra.oracle import Comparison, Trace
+
+CHAIN = Chain("us-east", "NODES")
+
+
+def trace(*sequences: int) -> Trace:
+    return Trace.of(Message(sequence, sequence, b"s", None, b"%d" % sequence) for sequence in sequences)
+
+
+def result(readings: Readings, *problems: str) -> Result:
+    return Result((readings,), published=3, publishing_seconds=1.0, seconds=2.0, problems=problems)
+
+
+def whole(**changes: Trace) -> Readings:
+    places = {"source": trace(1, 2, 3), "archive": trace(1, 2, 3), "target": trace(1, 2, 3), **changes}
+    return Readings(
+        CHAIN, places["source"], places["archive"], places["target"], delays=(500, 100, 300), stored_bytes=3
+    )
+
+
+def test_is_well_where_all_three_places_agree() -> None:
+    assert result(whole()).ok
+    assert result(whole()).comparison().line() == "lost 0, repeated 0, out of order 0, altered 0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
+        ({"target": trace(1, 2, 2, 3)}, "lost 0, repeated 1, out of order 0, altered 0"),
+        ({"target": trace(1, 3, 2)}, "lost 0, repeated 0, out of order 1, altered 0"),
+        ({"archive": trace(1, 3), "target": trace(1, 3)}, "lost 1, repeated 0, out of order 0, altered 0"),
+        ({"archive": trace(1, 3)}, "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"),
+        ({"target": trace()}, "lost 3, repeated 0, out of order 0, altered 0"),
+    ],
+)
+def test_names_the_damage_between_any_two_places(changes: dict[str, Trace], line: str) -> None:
+    assert not result(whole(**changes)).ok
+    assert result(whole(**changes)).comparison().line() == line
+
+
+def test_takes_no_offence_at_what_the_source_deleted_later() -> None:
+    source = trace(1, 3)
+
+    assert result(whole(source=source)).ok
+    assert "1 of them the sources no longer hold" in " ".join(result(whole(source=source)).figures())
+
+
+def test_fails_for_other_problems_and_for_nothing_at_all() -> None:
+    assert not result(whole(), "us-east/NODES/0000/0: a hole in the archive: 5..6").ok
+    assert not Result((), 0, 0.0, 0.0).ok
+
+
+def test_says_how_far_behind_half_and_all_of_the_messages_were() -> None:
+    assert (whole().delay(0.5), whole().delay(1.0)) == (0.3, 0.5)
+    assert Readings(CHAIN, trace(), trace(), trace()).delay(0.5) == 0
+
+
+def test_of_several_comparisons_the_one_with_most_damage_counts() -> None:
+    assert worst([Comparison(repeated=1), Comparison(lost_middle=2), Comparison()]).lost == 2
+
+
+def test_a_program_reads_the_same_verdict() -> None:
+    document = result(whole(target=trace(1, 2, 2))).to_json()
+
+    assert (document["ok"], document["lost"], document["repeated"]) == (False, 1, 1)
+    assert document["chains"][0]["seconds_behind"] == {"median": 0.3, "most": 0.5}

@@ -1,0 +1,304 @@
+"""The small objects beside the segments: made once, read with doubt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.layout import Layout
+from common.sequences import MAX_SEQUENCE
+from tests.faulty_store import FaultyStore, answering, raising
+
+CHAIN = Chain("us-east", "NODES", 1, 2)
+LAYOUT = Layout("data")
+STREAM = StreamDocument(
+    {"name": "NODES", "subjects": ["nodes.>"], "max_age": 86_400_000_000_000, "metadata": {"a": "ä"}},
+    "2026-11-20T10:00:00.123456789Z",
+    {0: 100, 1: 0, 65535: MAX_SEQUENCE},
+)
+DOCUMENT = ChainDocument(("nodes.a.>", "nodes.b.>"), 4, 17)
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> LocalObjects:
+    return LocalObjects(tmp_path / "store")
+
+
+@pytest.fixture
+def chains(objects: LocalObjects) -> ChainStore:
+    return ChainStore(objects, LAYOUT)
+
+
+def test_documents_come_back_as_they_were_made(chains: ChainStore) -> None:
+    assert chains.create_stream(CHAIN, STREAM) == STREAM
+    assert chains.create_chain(CHAIN, DOCUMENT) == DOCUMENT
+    assert chains.read_stream(CHAIN) == STREAM
+    assert chains.read_chain(CHAIN) == DOCUMENT
+
+
+def test_the_first_incarnation_has_no_one_before_it(chains: ChainStore) -> None:
+    first = StreamDocument({}, "", None)
+    assert chains.create_stream(CHAIN, first).previous is None
+
+
+def test_an_incarnation_after_one_of_no_partitions_is_not_the_first(chains: ChainStore) -> None:
+    assert chains.create_stream(CHAIN, StreamDocument({}, "", {})).previous == {}
+
+
+def test_what_is_not_there_is_none(chains: ChainStore) -> None:
+    assert chains.read_stream(CHAIN) is None
+    assert chains.read_chain(CHAIN) is None
+    assert chains.read_floor(CHAIN) is None
+    assert chains.read_tail(CHAIN) is None
+    assert chains.tails() == {}
+    assert chains.chains() == []
+
+
+def test_who_comes_second_gets_what_the_first_made(chains: ChainStore) -> None:
+    chains.create_chain(CHAIN, DOCUMENT)
+    assert chains.create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
+    chains.create_stream(CHAIN, STREAM)
+    assert chains.create_stream(CHAIN, StreamDocument({}, "later")) == STREAM
+
+
+def test_a_store_that_ignores_the_condition_does_not_lose_what_was_there(objects: LocalObjects) -> None:
+    def unconditional(_real: Any, key: str, body: bytes, **_: Any) -> bool:
+        objects.put(key, body)
+        return True
+
+    store = ChainStore(FaultyStore(objects).on("put_if_absent", unconditional), LAYOUT)
+    store.create_chain(CHAIN, DOCUMENT)
+    assert store.create_chain(CHAIN, ChainDocument((), 1, 1)) == DOCUMENT
+
+
+def test_a_race_is_won_by_one_and_both_learn_who(objects: LocalObjects) -> None:
+    other = ChainDocument((), 1, 5)
+
+    def overtaken(real: Any, key: str, body: bytes, **options: Any) -> Any:
+        assert real(key, other.to_json())
+        return real(key, body, **options)
+
+    store = ChainStore(FaultyStore(objects).on("put_if_absent", overtaken), LAYOUT)
+    assert store.create_chain(CHAIN, DOCUMENT) == other
+
+
+@pytest.mark.parametrize("was_done", [True, False])
+def test_an_unknown_outcome_is_settled_by_reading(objects: LocalObjects, was_done: bool) -> None:
+    lost = raising(OutcomeUnknown("answer lost"), after=was_done)
+    store = ChainStore(FaultyStore(objects).on("put_if_absent", lost), LAYOUT)
+    if was_done:
+        assert store.create_chain(CHAIN, DOCUMENT) == DOCUMENT
+    else:
+        with pytest.raises(Unavailable, match="put and not there"):
+            store.create_chain(CHAIN, DOCUMENT)
+
+
+@pytest.mark.parametrize("error", [Unavailable("away"), DataError("odd")])
+def test_other_errors_of_the_store_are_the_caller_s(objects: LocalObjects, error: Exception) -> None:
+    store = ChainStore(FaultyStore(objects).on("put_if_absent", raising(error)), LAYOUT)
+    with pytest.raises(type(error)):
+        store.create_chain(CHAIN, DOCUMENT)
+
+
+# Documents that are not what they must be
+
+GOOD_CHAIN = json.loads(DOCUMENT.to_json())
+GOOD_STREAM = json.loads(STREAM.to_json())
+
+
+def spoiled(good: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({n: v for n, v in {**good, **fields}.items() if v != "absent"}).encode()
+
+
+BAD_CHAINS = [
+    b"",
+    b"\xff",
+    b"null",
+    b"[]",
+    b"<html>",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    DOCUMENT.to_json() + b"x",
+    b" " * (1024 * 1024) + DOCUMENT.to_json(),
+    spoiled(GOOD_CHAIN, format_version=2),
+    spoiled(GOOD_CHAIN, format_version="absent"),
+    spoiled(GOOD_CHAIN, unknown=1),
+    spoiled(GOOD_CHAIN, first=0),
+    spoiled(GOOD_CHAIN, first=-1),
+    spoiled(GOOD_CHAIN, first=MAX_SEQUENCE + 1),
+    spoiled(GOOD_CHAIN, first=10**30),
+    spoiled(GOOD_CHAIN, first="1"),
+    spoiled(GOOD_CHAIN, first=1.5),
+    spoiled(GOOD_CHAIN, first=True),
+    spoiled(GOOD_CHAIN, first=None),
+    spoiled(GOOD_CHAIN, first="absent"),
+    spoiled(GOOD_CHAIN, partitions=0),
+    spoiled(GOOD_CHAIN, partitions=65537),
+    spoiled(GOOD_CHAIN, filters="nodes.>"),
+    spoiled(GOOD_CHAIN, filters=[1]),
+]
+BAD_STREAMS = [
+    b"",
+    spoiled(GOOD_STREAM, config=[]),
+    spoiled(GOOD_STREAM, config=None),
+    spoiled(GOOD_STREAM, created=1),
+    spoiled(GOOD_STREAM, previous=[1]),
+    spoiled(GOOD_STREAM, previous={"0": -1}),
+    spoiled(GOOD_STREAM, previous={"0": MAX_SEQUENCE + 1}),
+    spoiled(GOOD_STREAM, previous={"x": 1}),
+    spoiled(GOOD_STREAM, previous={"٣": 1}),
+    spoiled(GOOD_STREAM, previous={"-1": 1}),
+    spoiled(GOOD_STREAM, previous={"65536": 1}),
+    spoiled(GOOD_STREAM, previous="absent"),
+    spoiled(GOOD_STREAM, more={}),
+    b'{"format_version":1,"created":"","previous":null,"config":' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
+]
+
+
+def refusal(read: Callable[[Chain], object]) -> DataError:
+    with pytest.raises(DataError) as caught:
+        read(CHAIN)
+    assert caught.value.code == "E-STATE-JSON"
+    return caught.value
+
+
+@pytest.mark.parametrize("raw", BAD_CHAINS, ids=lambda raw: repr(raw[:60]))
+def test_a_spoiled_chain_document_is_never_acted_on(
+    objects: LocalObjects, chains: ChainStore, raw: bytes
+) -> None:
+    objects.put(LAYOUT.chain_document(CHAIN), raw)
+    error = refusal(chains.read_chain)
+    assert error.message.startswith(f"{LAYOUT.chain_document(CHAIN)}: ")
+    refusal(lambda chain: chains.create_chain(chain, DOCUMENT))
+
+
+@pytest.mark.parametrize("raw", BAD_STREAMS, ids=lambda raw: repr(raw[:60]))
+def test_a_spoiled_stream_document_is_never_acted_on(
+    objects: LocalObjects, chains: ChainStore, raw: bytes
+) -> None:
+    objects.put(LAYOUT.stream_document(CHAIN), raw)
+    refusal(chains.read_stream)
+
+
+def test_no_more_of_a_document_is_read_than_its_greatest_size(objects: LocalObjects) -> None:
+    objects.put(LAYOUT.chain_document(CHAIN), b" " * (5 * 1024 * 1024))
+    lengths: list[int] = []
+
+    def noted(real: Any, key: str, **options: Any) -> Any:
+        lengths.append(options["length"])
+        return real(key, **options)
+
+    refusal(ChainStore(FaultyStore(objects).on("get", noted), LAYOUT).read_chain)
+    assert lengths == [1024 * 1024 + 1]
+
+
+def test_a_document_too_large_to_be_read_is_not_written(chains: ChainStore) -> None:
+    with pytest.raises(DataError, match="expected at most"):
+        chains.create_stream(CHAIN, StreamDocument({"x": "y" * 2_000_000}, ""))
+    assert chains.read_stream(CHAIN) is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ChainDocument((), 0, 1),
+        lambda: ChainDocument((), 1, 0),
+        lambda: StreamDocument({}, "", {-1: 1}),
+        lambda: StreamDocument({}, "", {0: MAX_SEQUENCE + 1}),
+    ],
+)
+def test_values_outside_their_range_are_refused_before_they_are_written(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        make()
+
+
+# Floor
+
+
+def test_the_floor_rises_and_never_falls(chains: ChainStore) -> None:
+    for first, floor in ((10, 10), (5, 10), (20, 20), (20, 20)):
+        chains.raise_floor(CHAIN, first)
+        assert chains.read_floor(CHAIN) == floor
+
+
+def test_a_floor_raised_by_another_in_between_is_not_lowered(objects: LocalObjects) -> None:
+    chains = ChainStore(objects, LAYOUT)
+    chains.raise_floor(CHAIN, 1)
+
+    def overtaken(real: Any, *args: Any) -> Any:
+        chains.raise_floor(CHAIN, 50)
+        return real(*args)
+
+    faulty = FaultyStore(objects).on("put_if_match", overtaken, nth=1)
+    ChainStore(faulty, LAYOUT).raise_floor(CHAIN, 30)
+    assert chains.read_floor(CHAIN) == 50
+    assert faulty.calls["put_if_match"] == 1
+
+
+def test_a_floor_that_is_always_overtaken_is_given_up(objects: LocalObjects) -> None:
+    ChainStore(objects, LAYOUT).raise_floor(CHAIN, 1)
+    faulty = FaultyStore(objects).on("put_if_match", answering(False))
+    with pytest.raises(Unavailable, match="lost to other writers"):
+        ChainStore(faulty, LAYOUT).raise_floor(CHAIN, 30)
+
+
+@pytest.mark.parametrize("first", [0, -1, MAX_SEQUENCE + 1])
+def test_a_floor_is_a_sequence(chains: ChainStore, first: int) -> None:
+    with pytest.raises(ValueError, match="expected 1 to"):
+        chains.raise_floor(CHAIN, first)
+
+
+def test_a_spoiled_floor_is_not_raised(objects: LocalObjects, chains: ChainStore) -> None:
+    objects.put(LAYOUT.floor_document(CHAIN), b"{}")
+    refusal(lambda chain: chains.raise_floor(chain, 5))
+
+
+# Tails and lists of chains
+
+
+def test_a_tail_tells_the_end_and_changes_its_etag_when_it_moves(chains: ChainStore) -> None:
+    chains.write_tail(CHAIN, 100)
+    before = chains.tails()
+    assert list(before) == [CHAIN]
+    assert chains.tails() == before
+    chains.write_tail(CHAIN, 200)
+    assert chains.read_tail(CHAIN) == 200
+    assert chains.tails() != before
+
+
+@pytest.mark.parametrize("raw", [b"", b"x", b'{"end":-1,"format_version":1}', b" " * 2_000_000])
+def test_a_spoiled_tail_is_no_tail_and_can_be_written_again(
+    objects: LocalObjects, chains: ChainStore, raw: bytes
+) -> None:
+    objects.put(LAYOUT.tail(CHAIN), raw)
+    assert chains.read_tail(CHAIN) is None
+    chains.write_tail(CHAIN, 7)
+    assert chains.read_tail(CHAIN) == 7
+
+
+def test_foreign_keys_among_the_tails_are_passed_over(objects: LocalObjects, chains: ChainStore) -> None:
+    chains.write_tail(CHAIN, 1)
+    objects.put(f"{LAYOUT.tails_prefix()}us-east/NODES/notes.txt", b"")
+    assert list(chains.tails()) == [CHAIN]
+
+
+def test_chains_are_found_by_their_documents(objects: LocalObjects, chains: ChainStore) -> None:
+    made = [Chain("a", "X"), Chain("a", "X", 1), Chain("a", "Y", 0, 3), Chain("a", "XX"), Chain("b", "X")]
+    for chain in made:
+        chains.create_chain(chain, DOCUMENT)
+        chains.create_stream(chain, STREAM)
+        chains.raise_floor(chain, 1)
+    objects.put("data/_floe/site=a/feed=X/notes/chain.json", b"")
+    assert chains.chains() == sorted(made)
+    assert chains.chains("a") == sorted(made[:4])
+    assert chains.chains("a", "X") == made[:2]
+    assert chains.chains(feed="X") == [*made[:2], made[4]]
+    assert chains.chains("c") == []

@@ -1,0 +1,253 @@
+"""The open segment: when it closes, what it covers, what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.clock import ManualClock
+from common.segments.rows import Columns
+from common.segments.segment import Reason
+from common.sequences import SequenceRange, is_gapless
+from egress.budget import Account, Budget
+from egress.builder import GAP_AGE, Builder, Close, Closing, Emitted, Piece
+from egress.ledger import attribute, before_first_gap, gone_before_read
+
+SECOND = 1_000_000_000
+
+
+def columns(sequences: Iterable[int], *, payload: bytes = b"x" * 10, at: int | None = None) -> Columns:
+    chosen = list(sequences)
+    times = [at if at is not None else s * SECOND for s in chosen]
+    count = len(chosen)
+    return Columns(chosen, times, [b"s"] * count, [None] * count, [payload] * count)
+
+
+class Bench:
+    """A builder, its clock and what it emitted."""
+
+    def __init__(self, *, first: int = 1, until: int | None = None, keep: int = 0, **closing: float) -> None:
+        self.clock = ManualClock()
+        self.emitted: list[Emitted] = []
+        self.account: Account = Budget(1 << 30).account(lambda: None)
+        limits = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
+        self.builder = Builder(
+            Closing(**limits),  # type: ignore[arg-type]
+            self.clock,
+            self.account,
+            self.emitted.append,
+            first=first,
+            until=until,
+            keep_ns=keep * SECOND,
+        )
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [item for item in self.emitted if isinstance(item, Piece)]
+
+    def segments(self) -> list[tuple[SequenceRange, list[int], Close]]:
+        """Coverage, rows and cause of each closed segment."""
+        found, pieces = [], []
+        for item in self.emitted:
+            if isinstance(item, Piece):
+                pieces.append(item)
+                continue
+            coverage = SequenceRange(pieces[0].coverage.first, pieces[-1].coverage.last)
+            found.append((coverage, [s for piece in pieces for s in piece.rows.sequences], item))
+            pieces = []
+        return found
+
+
+def test_closes_at_exactly_max_messages() -> None:
+    bench = Bench(max_messages=4)
+    bench.builder.messages(columns(range(1, 11)))
+    assert bench.segments() == [
+        (SequenceRange(1, 4), [1, 2, 3, 4], Close.MESSAGES),
+        (SequenceRange(5, 8), [5, 6, 7, 8], Close.MESSAGES),
+    ]
+    assert bench.builder.end == 10
+
+
+def test_closes_with_the_message_that_fills_max_size() -> None:
+    bench = Bench(max_size=30)  # 11 bytes each, the subject included
+    bench.builder.messages(columns([1, 2]))
+    bench.builder.messages(columns([3, 4, 5]))
+    assert bench.segments() == [(SequenceRange(1, 3), [1, 2, 3], Close.SIZE)]
+
+
+def test_one_message_over_max_size_is_a_segment_of_its_own() -> None:
+    bench = Bench(max_size=30)
+    bench.builder.messages(columns([1, 2], payload=b"x" * 100))
+    assert [rows for _, rows, _ in bench.segments()] == [[1], [2]]
+
+
+def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
+    bench = Bench(max_age=60)
+    bench.clock.advance(1_000)
+    bench.builder.tick()
+    bench.builder.messages(columns([1]))
+    bench.clock.advance(59)
+    bench.builder.tick()
+    assert bench.segments() == []
+    bench.clock.advance(1)
+    bench.builder.tick()
+    assert bench.segments() == [(SequenceRange(1, 1), [1], Close.AGE)]
+
+
+def test_a_range_that_was_passed_without_rows_still_becomes_a_segment() -> None:
+    bench = Bench(first=11)
+    bench.builder.passed(40)
+    bench.clock.advance(60)
+    bench.builder.tick()
+    assert bench.segments() == [(SequenceRange(11, 40), [], Close.AGE)]
+
+
+def test_nothing_covered_makes_no_segment() -> None:
+    bench = Bench(first=11)
+    bench.builder.passed(10)
+    bench.builder.close(Close.DRAIN)
+    bench.clock.advance(600)
+    bench.builder.tick()
+    assert bench.emitted == []
+
+
+def test_coverage_continues_over_gaps_and_heartbeats() -> None:
+    bench = Bench(first=5, max_messages=3)
+    bench.builder.messages(columns([8, 9]))
+    bench.builder.passed(12)
+    bench.builder.messages(columns([20, 21]))
+    bench.builder.close(Close.DRAIN)
+    assert bench.segments() == [
+        (SequenceRange(5, 20), [8, 9, 20], Close.MESSAGES),
+        (SequenceRange(21, 21), [21], Close.DRAIN),
+    ]
+
+
+def test_a_hole_is_filled_to_its_end_and_not_beyond() -> None:
+    bench = Bench(first=5, until=9)
+    bench.builder.messages(columns([5, 6, 8, 12, 13]))
+    bench.builder.messages(columns([14]))
+    assert bench.segments() == [(SequenceRange(5, 9), [5, 6, 8], Close.HOLE)]
+    assert bench.builder.is_done
+
+
+def test_a_hole_that_holds_no_messages_is_filled_by_what_comes_behind_or_a_heartbeat() -> None:
+    by_message, by_heartbeat = Bench(first=5, until=9), Bench(first=5, until=9)
+    by_message.builder.messages(columns([12]))
+    by_heartbeat.builder.passed(30)
+    for bench in (by_message, by_heartbeat):
+        assert bench.segments() == [(SequenceRange(5, 9), [], Close.HOLE)]
+
+
+def test_messages_older_than_max_age_before_the_newest_seen_are_left_out_but_examined() -> None:
+    bench = Bench(keep=100)
+    bench.builder.saw(1_000 * SECOND)
+    bench.builder.messages(columns([1, 2], at=899 * SECOND))
+    bench.builder.messages(columns([3], at=900 * SECOND))
+    bench.builder.close(Close.DRAIN)
+    (piece,) = bench.pieces
+    assert (piece.examined, piece.rows.sequences) == ([1, 2, 3], [3])
+    assert attribute(piece, 1, filtered=False).counts == {Reason.TOO_OLD: 2}
+
+
+def test_a_newer_message_makes_later_old_ones_too_old() -> None:
+    bench = Bench(keep=100)
+    bench.builder.messages(columns([1], at=50 * SECOND))
+    bench.builder.messages(columns([2], at=500 * SECOND))
+    bench.builder.messages(columns([3], at=50 * SECOND))
+    bench.builder.close(Close.DRAIN)
+    assert bench.pieces[0].rows.sequences == [1, 2]
+    assert bench.pieces[0].last is not None
+    assert bench.pieces[0].last.sequence == 3
+
+
+def test_a_piece_with_gaps_is_handed_over_early() -> None:
+    bench = Bench()
+    bench.builder.messages(columns([1, 3]))
+    bench.clock.advance(GAP_AGE)
+    bench.builder.tick()
+    bench.builder.messages(columns([4, 5]))
+    bench.clock.advance(GAP_AGE)
+    bench.builder.tick()
+    assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
+
+
+def test_what_is_charged_is_what_the_pieces_say() -> None:
+    bench = Bench()
+    bench.builder.messages(columns(range(1, 101)))
+    bench.builder.close(Close.DRAIN)
+    assert bench.account.used == sum(piece.memory for piece in bench.pieces) > 100 * 11
+
+
+STEP = st.one_of(
+    st.tuples(st.just("messages"), st.lists(st.integers(1, 4), min_size=1, max_size=30)),
+    st.tuples(st.just("passed"), st.integers(0, 20)),
+    st.tuples(st.just("time"), st.integers(1, 40)),
+)
+
+
+@given(
+    st.lists(STEP, max_size=30),
+    st.integers(1, 9),
+    st.integers(20, 200),
+    st.one_of(st.none(), st.integers(1, 60)),
+)
+@settings(max_examples=500, deadline=None)
+def test_segments_account_for_everything_once(
+    steps: list[tuple[str, object]], max_messages: int, max_size: int, until: int | None
+) -> None:
+    """Coverages are gapless from the first sequence on, hold every message once, and no segment is too
+    full."""
+    bench = Bench(max_messages=max_messages, max_size=max_size, until=until)
+    sent, reached = [], 0
+    for what, value in steps:
+        if what == "messages":
+            batch = []
+            for distance in value:  # type: ignore[attr-defined]
+                reached += distance
+                batch.append(reached)
+            bench.builder.messages(columns(batch))
+            sent += batch
+        elif what == "passed":
+            reached += value  # type: ignore[operator]
+            bench.builder.passed(reached)
+        else:
+            bench.clock.advance(value)  # type: ignore[arg-type]
+            bench.builder.tick()
+    bench.builder.close(Close.DRAIN)
+    segments = bench.segments()
+    last = reached if until is None else min(reached, until)
+    assert [s for _, rows, _ in segments for s in rows] == [s for s in sent if s <= last]
+    assert is_gapless(coverage for coverage, _, _ in segments)
+    if last:
+        assert (segments[0][0].first, segments[-1][0].last) == (1, last)
+    assert all(len(rows) <= max_messages for _, rows, _ in segments)
+    for coverage, rows, _ in segments:
+        assert all(s in coverage for s in rows)
+
+
+def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
+    return Piece(coverage, columns(sequences), sequences, None, 0, 0)
+
+
+@given(st.sets(st.integers(1, 30)), st.integers(1, 40))
+@settings(max_examples=300, deadline=None)
+def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], source_first: int) -> None:
+    found = piece(SequenceRange(1, 30), sorted(received))
+    missing = [s for s in range(1, 31) if s not in received]
+    gone = sum(s < source_first for s in missing)
+    assert gone_before_read(found, source_first) == gone
+    for filtered, reason in ((False, Reason.DELETED), (True, Reason.NOT_MATCHED)):
+        ledger = attribute(found, source_first, filtered=filtered)
+        assert ledger.counts.get(Reason.GONE_BEFORE_READ, 0) == gone
+        assert ledger.counts.get(reason, 0) == len(missing) - gone
+        assert ledger.total() + len(received) == 30
+
+
+def test_the_part_before_the_first_gap() -> None:
+    trimmed = before_first_gap(piece(SequenceRange(5, 20), [5, 6, 7, 9, 20]))
+    assert trimmed is not None
+    assert (trimmed.coverage, trimmed.rows.sequences) == (SequenceRange(5, 7), [5, 6, 7])
+    assert before_first_gap(piece(SequenceRange(5, 20), [6])) is None

@@ -1,0 +1,162 @@
+"""What is written to the wire is checked byte by byte; what is read from it is split whatever it carries."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.jetstream.frames import FrameParser, WireError, frame
+
+BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
+
+
+def test_writes_a_message_without_headers():
+    assert frame(b"a.b", b"hello") == b"PUB a.b 5\r\nhello\r\n"
+
+
+def test_writes_headers_and_reply():
+    assert frame(b"a", b"xy", BLOCK, b"r.1") == b"HPUB a r.1 %d %d\r\n%bxy\r\n" % (
+        len(BLOCK),
+        len(BLOCK) + 2,
+        BLOCK,
+    )
+
+
+def test_writes_an_empty_payload_and_an_empty_block():
+    assert frame(b"a", b"", b"NATS/1.0\r\n\r\n") == b"HPUB a 12 12\r\nNATS/1.0\r\n\r\n\r\n"
+
+
+@pytest.mark.parametrize("byte", [b" ", b"\t", b"\r", b"\n", b"\0"])
+def test_refuses_what_would_end_a_subject(byte: bytes):
+    with pytest.raises(ValueError, match="expected no space, tab, CR, LF or NUL"):
+        frame(b"a." + byte + b"b", b"")
+    with pytest.raises(ValueError, match="expected no space, tab, CR, LF or NUL"):
+        frame(b"a", b"", None, b"r" + byte)
+
+
+def test_refuses_an_injected_command():
+    with pytest.raises(ValueError, match="subject"):
+        frame(b"a 0\r\n\r\nPUB b", b"")
+
+
+def test_refuses_an_empty_subject():
+    with pytest.raises(ValueError, match="at least one byte"):
+        frame(b"", b"x")
+
+
+def test_refuses_a_control_line_that_the_server_would_close_the_connection_for():
+    with pytest.raises(ValueError, match="at most 4056 bytes, found 4057"):
+        frame(b"a" * 4057, b"")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"",
+        b"A: 1\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\r\n",
+        b"NATS/1.0 503\r\n\r\n",
+        b"NATS/1.0\r\n\r\nA: 1\r\n\r\n",
+    ],
+)
+def test_refuses_what_is_no_whole_block(block: bytes):
+    with pytest.raises(ValueError, match="header block"):
+        frame(b"a", b"", block)
+
+
+class Received:
+    """Collects what a parser hands out."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[bytes, bytes, bytes, bytes | None]] = []
+        self.others: list[bytes] = []
+        self.lines: list[bytes] = []
+        self.parser = FrameParser({b"1": self.sink}, self.other, self.line)
+
+    def sink(self, *message: bytes | None) -> None:
+        self.messages.append(message)
+
+    async def other(self, sid: bytes, *_: bytes | None) -> None:
+        self.others.append(sid)
+
+    async def line(self, line: bytes) -> None:
+        self.lines.append(line)
+
+    def feed(self, *chunks: bytes) -> Received:
+        async def run() -> None:
+            for chunk in chunks:
+                await self.parser.parse(chunk)
+
+        asyncio.run(run())
+        return self
+
+
+def test_hands_messages_to_their_sink_and_lines_to_the_connection():
+    wire = b"PING\r\nMSG a 1 2\r\nhi\r\nMSG b 2 r 0\r\n\r\nHMSG c 1 r.1 %d %d\r\n%bx\r\nPONG\r\n" % (
+        len(BLOCK),
+        len(BLOCK) + 1,
+        BLOCK,
+    )
+    received = Received().feed(wire)
+    assert received.messages == [(b"a", b"", b"hi", None), (b"c", b"r.1", b"x", BLOCK)]
+    assert received.others == [b"2"]
+    assert received.lines == [b"PING", b"PONG"]
+
+
+SUBJECT = st.binary(min_size=1, max_size=12).filter(lambda s: not set(s) & set(b" \t\r\n")) | st.sampled_from(
+    [b"s.\xff\xfe", b"s.\x0b\x0c", b"s.\x00", b"s.\x1c\x85", b"MSG", b"a\rb"]
+)
+MESSAGES = st.lists(
+    st.tuples(SUBJECT, SUBJECT | st.just(b""), st.binary(max_size=40), st.none() | st.binary())
+)
+
+
+@given(messages=MESSAGES, data=st.data())
+def test_splits_any_bytes_however_they_arrive(messages, data):
+    wire = b"".join(_delivered(*message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=8)))
+    chunks = [wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)]
+    assert Received().feed(*chunks).messages == messages
+
+
+def _delivered(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> bytes:
+    start = subject + b" 1 " + (reply + b" " if reply else b"")
+    if headers is None:
+        return b"MSG %b%d\r\n%b\r\n" % (start, len(payload), payload)
+    size = len(headers)
+    return b"HMSG %b%d %d\r\n%b%b\r\n" % (start, size, size + len(payload), headers, payload)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"MSG a 1 x\r\n",
+        b"MSG a\r\n",
+        b"MSG a 1 -5\r\n",
+        b"MSG a 1 2\r\nhixx",
+        b"HMSG a 1 9 5\r\nhello\r\n",
+        b"HMSG a 1 -2 5\r\nhello\r\n",
+    ],
+)
+def test_refuses_what_is_not_the_protocol(wire: bytes):
+    with pytest.raises(WireError):
+        Received().feed(wire)
+
+
+def test_refuses_a_line_without_end():
+    with pytest.raises(WireError, match="a line of more than"):
+        Received().feed(b"x" * (5 << 20))
+
+
+def test_a_reset_within_a_chunk_drops_the_rest_of_the_old_connection():
+    received = Received()
+
+    async def line(_: bytes) -> None:
+        received.parser.reset()
+
+    received.parser._on_line = line
+    received.feed(b"-ERR 'x'\r\nMSG a 1 1\r\nz\r\nMSG", b"MSG b 1 1\r\ny\r\n")
+    assert received.messages == [(b"b", b"", b"y", None)]

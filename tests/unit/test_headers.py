@@ -1,0 +1,173 @@
+"""Header blocks: what is escaped, what acts, what a reader gets back."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.headers import (
+    Provenance,
+    build_block,
+    escape,
+    header,
+    hops,
+    parse_block,
+    restore,
+    status,
+)
+
+HERE = Provenance("us-east", "NODE_DATA", 0, 3, 42, 1_700_000_000_000_000_001)
+SOURCE = b"Floe-Source: us-east NODE_DATA 0000 3 42 1700000000000000001"
+
+
+def block(*lines: bytes) -> bytes:
+    return b"".join([b"NATS/1.0\r\n", *(line + b"\r\n" for line in lines), b"\r\n"])
+
+
+def test_a_message_without_headers_gets_its_provenance_alone():
+    assert escape(None, HERE) == block(SOURCE)
+    assert restore(block(SOURCE)) == (HERE, None)
+
+
+def test_an_empty_block_is_told_from_none():
+    assert escape(block(), HERE) == block(SOURCE, b"Floe-Original:")
+    assert restore(block(SOURCE, b"Floe-Original:")) == (HERE, block())
+
+
+def test_headers_that_act_or_that_are_floes_travel_escaped_in_any_case():
+    original = block(b"A: 1", b"Nats-Rollup: sub", b"NATS-msg-id:x", b"floe-source: forged", b"A: 2")
+    assert escape(original, HERE) == block(
+        SOURCE,
+        b"A: 1",
+        b"Floe-Original: Nats-Rollup: sub",
+        b"Floe-Original: NATS-msg-id:x",
+        b"Floe-Original: floe-source: forged",
+        b"A: 2",
+    )
+    assert restore(escape(original, HERE)) == (HERE, original)
+
+
+def test_named_control_headers_act_again():
+    original = block(b"Nats-TTL: 5s", b"Nats-Msg-Id: x", b"Floe-Original: y")
+    escaped = escape(original, HERE, frozenset({b"nats-ttl", b"floe-original"}))
+    assert escaped == block(
+        SOURCE, b"Nats-TTL: 5s", b"Floe-Original: Nats-Msg-Id: x", b"Floe-Original: Floe-Original: y"
+    )
+    assert restore(escaped) == (HERE, original)
+
+
+def test_floes_own_lines_stand_first_and_are_not_given_back():
+    original = block(b"Nats-Expected-Last-Sequence: 7")
+    escaped = escape(original, HERE, first_lines=(b"Nats-Expected-Last-Sequence: 5", b"Nats-Batch-Id: b"))
+    assert escaped == block(
+        b"Nats-Expected-Last-Sequence: 5",
+        b"Nats-Batch-Id: b",
+        SOURCE,
+        b"Floe-Original: Nats-Expected-Last-Sequence: 7",
+    )
+    assert restore(escaped) == (HERE, original)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b"",
+        b"garbage",
+        b"NATS/1.0\r\n",
+        b"NATS/1.0 503 No Responders\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\rNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\n\r\nNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\r\n\r\nNats-Rollup: all\r\n\r\n",
+        b"NATS/1.0\r\nA: 1\r\n\n\r\n",
+        b"\r\nNats-Rollup: all\r\n\r\n",
+    ],
+)
+def test_what_some_reader_could_take_for_other_headers_travels_as_text(odd: bytes):
+    escaped = escape(odd, HERE)
+    assert [name for name, _ in parse_block(escaped)] == [b"Floe-Source", b"Floe-Block"]
+    assert b"Rollup" not in escaped
+    assert restore(escaped) == (HERE, odd)
+
+
+def test_malformed_lines_pass_as_they_are():
+    original = block(b"no colon", b": no name", b"  spaced : x  ", b"caf\xe9: \xff\x00", b"A:")
+    assert restore(escape(original, HERE)) == (HERE, original)
+    assert escape(original, HERE).endswith(original.removeprefix(b"NATS/1.0\r\n"))
+
+
+def test_a_relay_adds_its_hop_and_keeps_what_the_first_escaped():
+    there = Provenance("hub", "RELAYED", 1, 0, 9, 2_000_000_000_000_000_000)
+    original = block(b"A: 1", b"Nats-Msg-Id: x")
+    first = escape(original, HERE, frozenset(), (b"Nats-Expected-Last-Sequence: 8",))
+    second = escape(first, there, first_lines=(b"Nats-Expected-Last-Sequence: 100",), relay=True)
+    assert hops(second) == [there, HERE]
+    assert restore(second) == (there, original)
+    assert b"Last-Sequence: 8" not in second
+
+
+def test_a_control_header_that_acted_at_a_relay_acts_no_further_unless_named():
+    first = escape(block(b"Nats-TTL: 5s"), HERE, frozenset({b"nats-ttl"}))
+    assert b"\r\nFloe-Original: Nats-TTL: 5s\r\n" in escape(first, HERE, relay=True)
+    assert b"\r\nNats-TTL: 5s\r\n" in escape(first, HERE, frozenset({b"nats-ttl"}), relay=True)
+
+
+def test_a_forged_provenance_is_no_hop_where_the_stream_is_no_relay():
+    forged = block(SOURCE, b"A: 1")
+    assert hops(escape(forged, Provenance("b", "F", 0, 0, 1, 1))) == [Provenance("b", "F", 0, 0, 1, 1)]
+
+
+def test_a_message_that_nobody_escaped_is_given_back_as_it_is():
+    for plain in (None, b"", b"garbage", block(), block(b"A: 1"), block(b"A: 1", SOURCE)):
+        assert restore(plain) == (None, plain)
+        assert hops(plain) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Floe-Source: ",
+        b"Floe-Source: a b 0 0 1",
+        b"Floe-Source: a b 0 0 1 x",
+        b"Floe-Source: \xff b 0 0 1 1",
+        b"Floe-Source: a b 0 0 -1 1",
+    ],
+)
+def test_a_provenance_that_cannot_be_read_is_none(line: bytes):
+    assert restore(block(line, b"A: 1")) == (None, block(line, b"A: 1"))
+
+
+def test_a_damaged_block_text_is_not_believed():
+    damaged = block(SOURCE, b"Floe-Block: not base64!")
+    assert restore(damaged) == (None, damaged)
+
+
+def test_provenance_names_its_chain():
+    assert HERE.chain == Chain("us-east", "NODE_DATA", 0, 3)
+    assert Provenance.parse(HERE.line()) == HERE
+    assert Provenance.parse(HERE.line().removeprefix(b"Floe-Source: ")) == HERE
+
+
+def test_values_are_as_the_publisher_gave_them():
+    parsed = parse_block(block(b"A: 1", b"a:2", b"A:  3 ", b"B", b"C:", b"D: x: y"))
+    assert parsed == [(b"A", b"1"), (b"a", b"2"), (b"A", b" 3 "), (b"B", b""), (b"C", b""), (b"D", b"x: y")]
+
+
+def test_finds_a_header_in_any_case():
+    assert header(block(b"X: 1", b"nats-TTL:  5s ", b"Nats-TTL: 6s"), b"Nats-TTL") == b"5s"
+    assert header(block(b"X: 1"), b"Y") is None
+    assert header(None, b"Y") is None
+
+
+def test_reads_status_lines():
+    assert status(b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Stream: 7\r\n\r\n") == (100, b"Idle Heartbeat")
+    assert status(b"NATS/1.0 503\r\n\r\n") == (503, b"")
+    assert header(b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Stream: 7\r\n\r\n", b"nats-last-stream") == b"7"
+    for other in (None, b"", block(), block(b"A: 1"), b"NATS/1.0 x\r\n\r\n"):
+        assert status(other) is None
+
+
+@pytest.mark.parametrize("line", [b"", b"A: 1\r\nNats-Rollup: all", b"A: \n", b"A: \r"])
+def test_builds_no_block_with_a_line_break_in_a_line(line: bytes):
+    with pytest.raises(ValueError, match="expected text without CR and LF"):
+        build_block([line])

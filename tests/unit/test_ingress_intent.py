@@ -1,0 +1,215 @@
+"""The intent and the checkpoint: transitions, their stored form, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.errors import OutcomeUnknown, Stopped
+from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
+from ingress.documents import from_json, to_json
+from ingress.intent import (
+    Checkpoint,
+    CheckpointConflict,
+    Intent,
+    Piece,
+    TargetState,
+    close_intent,
+    merged,
+    open_intent,
+)
+from ingress.state import StateStore
+
+A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
+
+
+def piece(first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0") -> Piece:
+    name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
+    return Piece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
+
+
+def state(positions: dict[Chain, int] | None = None, sequence: int = 0) -> TargetState:
+    return TargetState(Checkpoint(sequence, "t0", positions or {}))
+
+
+def test_an_intent_begins_after_the_checkpoint_and_closing_it_is_the_next_checkpoint() -> None:
+    opened = open_intent(state({A: 11}, 100), [piece(11, 20, 4), piece(1, 5, 5, B)])
+
+    assert opened.intent == Intent(100, (piece(11, 20, 4), piece(1, 5, 5, B)))
+    assert opened.intent.count == 9
+    assert opened.expected_sequence == 109
+    closed = close_intent(opened)
+    assert closed == state({A: 21, B: 6}, 109)
+    assert closed.expected_sequence == 109
+
+
+def test_a_second_intent_is_refused_while_one_is_open() -> None:
+    opened = open_intent(state(), [piece(1, 5)])
+
+    with pytest.raises(CheckpointConflict, match="expected no open intent, found one after sequence 0"):
+        open_intent(opened, [piece(6, 9)])
+
+
+@pytest.mark.parametrize("first", [10, 12])
+def test_rows_that_do_not_continue_the_checkpoint_are_refused(first: int) -> None:
+    with pytest.raises(CheckpointConflict, match=f"us-east/NODES/0000/0: expected rows from 11, got {first}"):
+        open_intent(state({A: 11}), [piece(first, 20)])
+
+
+def test_rows_that_do_not_continue_each_other_are_refused() -> None:
+    with pytest.raises(CheckpointConflict, match="expected rows from 6, got 7"):
+        open_intent(state(), [piece(1, 5), piece(7, 9)])
+
+
+def test_closing_without_an_open_intent_is_refused() -> None:
+    with pytest.raises(CheckpointConflict, match="expected an open intent, found none"):
+        close_intent(state())
+
+
+def test_an_intent_without_messages_moves_positions_only() -> None:
+    closed = close_intent(open_intent(state({A: 1}, 7), [piece(1, 500, 0)]))
+
+    assert closed == state({A: 501}, 7)
+
+
+def test_each_message_is_found_in_its_piece() -> None:
+    intent = Intent(0, (piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B)))
+
+    assert [intent.piece_at(index) for index in (0, 2, 3, 4)] == [
+        (0, piece(1, 3)),
+        (0, piece(1, 3)),
+        (3, piece(1, 2, 2, B)),
+        (3, piece(1, 2, 2, B)),
+    ]
+    with pytest.raises(IndexError):
+        intent.piece_at(5)
+
+
+def test_neighbours_of_one_segment_become_one_piece() -> None:
+    pieces = [piece(1, 3), piece(4, 9, 0), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
+
+    assert merged(pieces) == [piece(1, 9, 3), piece(1, 2, 2, B), piece(10, 12), piece(13, 14, digest="1")]
+
+
+def test_the_stored_form_comes_back_as_it_was() -> None:
+    opened = open_intent(state({A: 11, Chain("a", "b", 3, 7): 2**63 - 1}, 100), [piece(11, 20, 4)])
+
+    assert from_json("FLEET", to_json("FLEET", opened)) == opened
+    assert from_json("FLEET", to_json("FLEET", state())) == state()
+
+
+def test_a_full_intent_over_a_thousand_chains_stays_far_below_what_a_message_may_hold() -> None:
+    chains = [Chain(f"site-{n:04d}", "NODE_DATA_OF_THE_FLEET") for n in range(1000)]
+    full = open_intent(state(dict.fromkeys(chains, 1)), [piece(1, 9, chain=chain) for chain in chains])
+
+    assert len(to_json("FLEET", full)) < 256 * 1024
+
+
+def stored(**changes: Any) -> bytes:
+    document = json.loads(to_json("FLEET", open_intent(state({A: 11}), [piece(11, 20)])))
+    return json.dumps({**document, **changes}).encode()
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "expected an object, found list"),
+        (b"\x80\x80{}", "utf-8"),
+        (b"[" * 100_000, "recursion"),
+        (stored(version=2), "version: expected 1, found 2"),
+        (stored(target="OTHER"), "target: expected FLEET, found 'OTHER'"),
+        (stored(target_sequence=-1), "target_sequence: expected a number from 0, found -1"),
+        (stored(target_sequence="1"), "target_sequence: expected a number from 0, found '1'"),
+        (stored(target_created=None), "target_created: expected text, found None"),
+        (stored(positions={"a/..": 1}), "feed '..'"),
+        (stored(positions={"us/NODES": True}), "position: expected a number from 0, found True"),
+        (stored(intent={"base": 0, "rows": [["us/N", "0/9-1-xyz", 1, 9, 9]]}), "digest 'xyz'"),
+        (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 10, 9]]}), "inside 1..9"),
+        (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "10 of them"),
+        (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
+        (stored(intent=7), "not subscriptable"),
+    ],
+)
+def test_a_spoiled_state_stops_the_target_and_says_why(raw: bytes, why: str) -> None:
+    with pytest.raises(Stopped, match="stored state of target FLEET cannot be read") as caught:
+        from_json("FLEET", raw)
+
+    assert why in caught.value.message
+    assert caught.value.code == "E-STATE-KV"
+
+
+# The state in its bucket
+
+
+@dataclass
+class Value:
+    value: bytes
+    revision: int
+
+
+class Bucket:
+    """A bucket whose answers get lost before or after the write, in the order of `fates`."""
+
+    def __init__(self, *fates: str) -> None:
+        self.entry: Value | None = None
+        self.fates = list(fates)
+
+    async def get(self, key: str) -> Value | None:
+        return self.entry
+
+    async def create(self, key: str, value: bytes) -> int | None:
+        return await self.update(key, value, 0)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        fate = self.fates.pop(0) if self.fates else "done"
+        if fate == "lost":
+            raise OutcomeUnknown("lost")
+        if revision != (self.entry.revision if self.entry else 0):
+            return None
+        self.entry = Value(value, revision + 1)
+        if fate == "unanswered":
+            raise OutcomeUnknown("unanswered")
+        return revision + 1
+
+
+async def test_nothing_stored_is_told_from_something() -> None:
+    bucket = Bucket()
+    store = StateStore(bucket, "key", "FLEET")
+
+    assert (await store.load()).state is None
+    saved = await store.save(state({A: 5}), 0)
+    assert saved is not None
+    assert await store.load() == saved
+
+
+async def test_a_state_that_somebody_else_changed_is_not_overwritten() -> None:
+    bucket = Bucket()
+    store = StateStore(bucket, "key", "FLEET")
+    await store.save(state({A: 5}), 0)
+
+    assert await store.save(state({A: 6}), 0) is None
+    assert (await store.load()).state == state({A: 5})
+
+
+@pytest.mark.parametrize("fate", ["lost", "unanswered"])
+async def test_a_lost_answer_is_settled_by_reading(fate: str) -> None:
+    store = StateStore(Bucket(fate), "key", "FLEET")
+
+    saved = await store.save(state({A: 5}), 0)
+
+    assert saved is not None
+    assert (saved.revision, (await store.load()).state) == (1, state({A: 5}))
+
+
+async def test_a_lost_answer_to_a_write_that_came_too_late_is_a_conflict() -> None:
+    bucket = Bucket("done", "lost")
+    store = StateStore(bucket, "key", "FLEET")
+    await store.save(state({A: 5}), 0)
+
+    assert await store.save(state({A: 6}), 0) is None

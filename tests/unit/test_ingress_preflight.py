@@ -1,0 +1,123 @@
+"""The target before anything is published: how it is made, what speaks against it, which publisher it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.settings.ingress import TargetSettings
+from ingress.preflight import add_command, problems, stream_config
+from ingress.publisher import choose, offered
+
+
+def target(**keys: Any) -> TargetSettings:
+    source = {"site": "us-east", "feed": "NODES", "subject_prefix": "fleet"}
+    return TargetSettings.model_validate({"stream": "FLEET", "sources": [source], **keys})
+
+
+def created(**keys: Any) -> dict[str, Any]:
+    settings = target(**keys)
+    assert settings.create is not None
+    return stream_config(settings, settings.create)
+
+
+def test_a_created_target_allows_batches_and_keeps_everything() -> None:
+    config = created(create={"replicas": 3, "max_age": "1d", "max_bytes": "1G"})
+
+    assert config["subjects"] == ["fleet.>"]
+    assert config["allow_atomic"] is config["allow_batched"] is config["allow_direct"] is True
+    assert (config["retention"], config["discard"], config["num_replicas"]) == ("limits", "old", 3)
+    assert (config["max_age"], config["max_bytes"]) == (86_400_000_000_000, 1 << 30)
+
+
+def test_a_created_target_allows_what_its_control_headers_need() -> None:
+    config = created(create={}, control_headers=["Nats-TTL", "Nats-Rollup"])
+
+    assert config["allow_msg_ttl"] is config["allow_rollup_hdrs"] is True
+
+
+def test_the_line_that_makes_a_missing_target_can_be_pasted() -> None:
+    assert add_command(target()) == (
+        "nats stream add FLEET --subjects 'fleet.>' --storage file --replicas 1 --retention limits "
+        "--discard old --allow-batch --allow-direct --defaults"
+    )
+
+
+def test_what_floe_creates_it_also_takes() -> None:
+    assert list(problems(created(create={}), target(create={}))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mirror": {"name": "X"}}, "mirror: expected none"),
+        ({"sources": [{"name": "X"}]}, "sources: expected none"),
+        ({"subject_transform": {"src": "a", "dest": "b"}}, "subject_transform: expected none"),
+        ({"sealed": True}, "sealed: expected false, found true"),
+        ({"no_ack": True}, "no_ack: expected false, found true"),
+        ({"allow_msg_counter": True}, "allow_msg_counter: expected false, found true"),
+        ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
+        ({"retention": "interest"}, "retention: expected limits (create), found interest"),
+        ({"storage": "memory"}, "storage: expected file (create), found memory"),
+        ({"num_replicas": 1}, "num_replicas: expected 3 (create), found 1"),
+        ({"max_age": 5}, "max_age: expected 0 (create), found 5"),
+        ({"max_bytes": 7}, "max_bytes: expected -1 (create), found 7"),
+        ({"subjects": ["fleet.*"]}, "subjects: expected fleet.> (create) among them, found fleet.*"),
+    ],
+)
+def test_a_dangerous_difference_is_named_with_both_values(changes: dict[str, Any], problem: str) -> None:
+    settings = target(create={"replicas": 3})
+    config = {**created(create={"replicas": 3}), **changes}
+
+    (found,) = problems(config, settings)
+
+    assert found.startswith(problem)
+
+
+def test_a_target_of_the_operators_own_may_forget() -> None:
+    config = {**created(create={}), "retention": "workqueue", "max_age": 5, "storage": "memory"}
+
+    assert list(problems(config, target())) == []
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        ("Nats-TTL", "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
+        (
+            "Nats-Schedule",
+            "control_headers: expected some of nats-marker-reason, nats-rollup, nats-ttl, found",
+        ),
+    ],
+)
+def test_control_headers_that_the_target_would_refuse_are_named(header: str, problem: str) -> None:
+    (found,) = problems(created(create={}), target(control_headers=[header]))
+
+    assert found.startswith(problem)
+
+
+ATOMIC = {"allow_atomic": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "control", "name"),
+    [
+        ((2, 12, 0), ATOMIC, frozenset(), "atomic"),
+        ((2, 15, 1), ATOMIC, frozenset({b"nats-ttl"}), "atomic"),
+        ((2, 11, 9), ATOMIC, frozenset(), "single"),
+        ((2, 15, 1), {}, frozenset(), "single"),
+        ((2, 15, 1), {"allow_atomic": "yes"}, frozenset(), "single"),
+        ((2, 15, 1), ATOMIC, frozenset({b"nats-rollup"}), "single"),
+    ],
+)
+def test_the_publisher_follows_the_server_and_what_the_stream_echoes(
+    version: tuple[int, int, int], config: dict[str, Any], control: frozenset[bytes], name: str
+) -> None:
+    assert choose("FLEET", "auto", offered(version, config, control)) == name
+
+
+def test_a_publisher_that_the_target_does_not_offer_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="expected one that it offers, found atomic: the stream says"):
+        choose("FLEET", "atomic", offered((2, 15, 1), {}, frozenset()))

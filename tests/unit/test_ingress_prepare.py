@@ -1,0 +1,139 @@
+"""Rows are made ready, and what the target would refuse is found before an intent holds it."""
+
+from __future__ import annotations
+
+from common.chain import Chain
+from common.jetstream.headers import Provenance, escape, restore
+from common.segments.rows import Columns
+from common.segments.segment import Message
+from ingress.blocks import Material
+from ingress.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, Shape
+from ingress.subjects import Accepting, SubjectRule
+from tests.segment_files import message
+
+CHAIN = Chain("us-east", "NODES", 1, 2)
+VERSION = b"NATS/1.0\r\n"
+
+
+def columns(*rows: Message) -> Columns:
+    return Columns(
+        [m.sequence for m in rows],
+        [m.timestamp_ns for m in rows],
+        [m.subject for m in rows],
+        [m.headers for m in rows],
+        [m.payload for m in rows],
+    )
+
+
+def prepared(*rows: Message, most: int = 1 << 20, control: frozenset[bytes] = frozenset()) -> Prepared:
+    shape = Shape(Accepting(["fleet.>"]), most, control)
+    return Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(columns(*rows))
+
+
+def ready(material: Material | None) -> list[tuple[bytes, bytes, bytes]]:
+    return [] if material is None else list(material.messages(0, len(material.sequences)))
+
+
+def block(*lines: bytes) -> bytes:
+    return VERSION + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+def test_each_message_carries_its_provenance_as_the_headers_module_writes_it() -> None:
+    rows = [message(7), message(12, headers=block(b"A: 1", b"a:  2 ", b"Nats-Rollup: all"))]
+
+    found = ready(prepared(*rows).material)
+
+    for row, (subject, tail, payload) in zip(rows, found, strict=True):
+        origin = Provenance("us-east", "NODES", 1, 2, row.sequence, row.timestamp_ns)
+        assert (subject, payload) == (b"fleet.nodes.one", b"payload")
+        assert VERSION + tail == escape(row.headers, origin)
+        assert restore(VERSION + tail) == (origin, row.headers)
+
+
+def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready() -> None:
+    result = prepared(message(1), message(2), message(3, subject=b"a..b c"), message(4))
+
+    assert result.material is not None
+    assert result.material.sequences == [1, 2]
+    assert result.problem is not None
+    assert result.problem.code == "E-SUBJECT"
+    assert result.problem.message == (
+        "chain us-east/NODES/0001/2 stops at sequence 3: subject 'a..b c' becomes 'fleet.a.b c': "
+        "it holds a space, tab, CR, LF or NUL"
+    )
+
+
+def test_a_subject_that_the_target_does_not_take_is_named() -> None:
+    shape = Shape(Accepting(["other.>"]), 1 << 20)
+    result = Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(columns(message(1)))
+
+    assert result.material is None
+    assert result.problem is not None
+    assert result.problem.message.endswith("'nodes.one' becomes 'fleet.nodes.one': the target takes other.>")
+
+
+def test_a_message_that_is_too_large_with_its_headers_is_named_with_both_sizes() -> None:
+    result = prepared(message(1, b"x" * 500), message(2, b"x" * 2000), most=2000)
+
+    assert result.material is not None
+    assert result.material.sequences == [1]
+    assert result.problem is not None
+    assert result.problem.code == "E-MSG-TOO-LARGE"
+    assert "the message with its headers needs 23" in result.problem.message
+    assert result.problem.message.endswith("bytes, the target takes 2000")
+
+
+def test_a_header_block_that_grows_beyond_what_a_server_keeps_is_named() -> None:
+    lines = [b"Nats-X%d: 1" % number for number in range(3000)]
+    result = prepared(message(1), message(2, headers=block(*lines)))
+
+    assert result.problem is not None
+    assert "the header block needs" in result.problem.message
+    assert result.problem.message.endswith(f"the target takes {MAX_HEADER_BLOCK}")
+
+
+def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
+    rows = [message(1), message(2**62, timestamp_ns=2**62), message(3 + 2**62, headers=block(b"A: 1"))]
+
+    material = prepared(*rows).material
+
+    assert material is not None
+    before = 0
+    for (_, tail, payload), end in zip(ready(material), material.ends, strict=True):
+        assert len(VERSION) + len(tail) + len(payload) + PUBLISHER_LINES - 20 <= end - before
+        before = end
+
+
+def test_the_first_of_several_problems_is_told() -> None:
+    result = prepared(message(1, b"x" * 2000), message(2, subject=b"a b"), most=1000)
+
+    assert result.problem is not None
+    assert "sequence 1" in result.problem.message
+
+
+def test_a_control_header_acts_only_with_a_value_that_the_server_takes() -> None:
+    control = frozenset({b"nats-ttl"})
+    good = message(1, headers=block(b"Nats-TTL: 5m", b"Nats-Rollup: sub"))
+    bad = message(2, headers=block(b"Nats-TTL: soon"))
+
+    acting, escaped = [tail for _, tail, _ in ready(prepared(good, bad, control=control).material)]
+
+    assert b"\r\nNats-TTL: 5m\r\n" in acting
+    assert b"\r\nFloe-Original: Nats-Rollup: sub\r\n" in acting
+    assert b"\r\nFloe-Original: Nats-TTL: soon\r\n" in escaped
+
+
+def test_a_site_and_a_feed_with_a_percent_sign_are_only_text() -> None:
+    chain = Chain("us", "a%d%b")
+    preparer = Preparer(chain, SubjectRule(), Shape(Accepting([">"]), 1 << 20))
+
+    ((_, tail, _),) = ready(preparer.prepare(columns(message(5))).material)
+
+    assert tail.startswith(b"Floe-Source: us a%d%b 0000 0 5 ")
+
+
+def test_a_subject_refused_once_is_refused_again() -> None:
+    preparer = Preparer(CHAIN, SubjectRule(b"fleet"), Shape(Accepting(["fleet.>"]), 1 << 20))
+
+    for _ in range(2):
+        assert preparer.prepare(columns(message(1, subject=b"a b"))).problem is not None

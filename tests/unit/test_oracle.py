@@ -1,0 +1,171 @@
+"""Every class of damage, fed to the oracle and named by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from common.segments.segment import Message
+from infra.oracle import Comparison, Trace, compare, fingerprint, prefixed, total
+
+
+def message(sequence: int, **changes: object) -> Message:
+    made = Message(sequence, sequence * 1000, b"a.b", b"NATS/1.0\r\nA: 1\r\n\r\n", b"payload %d" % sequence)
+    return replace(made, **changes)
+
+
+def messages(*sequences: int) -> list[Message]:
+    return [message(sequence) for sequence in sequences]
+
+
+def verdict(
+    found: list[Message], *, expected: list[Message] | None = None, may_be_gone: bool = False
+) -> Comparison:
+    whole = messages(*range(1, 11)) if expected is None else expected
+    return compare(Trace.of(whole), Trace.of(found), may_be_gone=may_be_gone)
+
+
+def test_says_that_nothing_is_wrong_where_all_arrived_in_order() -> None:
+    result = verdict(messages(*range(1, 11)))
+
+    assert result.ok
+    assert result.line() == "lost 0, repeated 0, out of order 0, altered 0"
+    assert (result.expected, result.found) == (10, 10)
+
+
+def test_tells_lost_in_front_in_the_middle_and_at_the_end_apart() -> None:
+    result = verdict(messages(3, 4, 6, 7))
+
+    assert (result.lost_prefix, result.lost_middle, result.lost_postfix) == (2, 1, 3)
+    assert result.lost == 6
+    assert result.line() == "lost 6, repeated 0, out of order 0, altered 0"
+    assert "lost: sequence 1" in result.examples
+
+
+def test_counts_what_has_not_arrived_at_all_as_lost_at_the_end() -> None:
+    result = verdict([])
+
+    assert (result.lost_prefix, result.lost_middle, result.lost_postfix) == (0, 0, 10)
+
+
+def test_names_a_repeated_message_once_for_each_repetition() -> None:
+    result = verdict(messages(1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 10, 2))
+
+    assert (result.repeated, result.out_of_order, result.lost) == (2, 0, 0)
+    assert result.examples == ("repeated: sequence 2 came again",) * 2
+
+
+def test_names_a_message_that_came_after_its_successor() -> None:
+    result = verdict(messages(1, 3, 2, 4, 5, 6, 7, 8, 9, 10))
+
+    assert (result.out_of_order, result.repeated, result.lost) == (1, 0, 0)
+    assert result.examples == ("out of order: sequence 2 came after 3",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"subject": b"a.c"},
+        {"payload": b""},
+        {"headers": None},
+        {"headers": b"NATS/1.0\r\n\r\n"},
+        {"headers": b"NATS/1.0\r\nA:1\r\n\r\n"},
+        {"headers": b"NATS/1.0\r\nA: 1\r\nA: 1\r\n\r\n"},
+    ],
+)
+def test_names_a_message_whose_content_changed(change: dict[str, object]) -> None:
+    result = verdict([*messages(1, 2, 3, 4), message(5, **change), *messages(6, 7, 8, 9, 10)])
+
+    assert result.line() == "lost 0, repeated 0, out of order 0, altered 1"
+    assert result.examples == ("altered: sequence 5: subject, headers or payload differ",)
+
+
+def test_names_a_message_whose_provenance_has_another_time() -> None:
+    result = verdict([*messages(*range(1, 10)), message(10, timestamp_ns=10_001)])
+
+    assert result.altered == 1
+    assert result.examples == ("altered: sequence 10: timestamp 10000 became 10001",)
+
+
+def test_sees_two_messages_that_changed_places_under_each_others_sequence() -> None:
+    swapped = [message(1, payload=b"payload 2"), message(2, payload=b"payload 1"), *messages(*range(3, 11))]
+
+    assert verdict(swapped).altered == 2
+
+
+def test_names_a_message_that_was_never_there() -> None:
+    result = verdict(messages(*range(1, 12)))
+
+    assert not result.ok
+    assert result.line() == "lost 0, repeated 0, out of order 0, altered 0, unexpected 1"
+
+
+def test_takes_what_the_source_deleted_since_for_gone_and_not_for_damage() -> None:
+    held = messages(1, 2, 3, 7, 8, 9, 10)
+
+    assert verdict(messages(*range(1, 11)), expected=held).unexpected == 3
+    assert verdict(messages(*range(1, 11)), expected=held, may_be_gone=True).ok
+    assert verdict(messages(*range(1, 11)), expected=held, may_be_gone=True).gone == 3
+
+
+def test_still_sees_that_a_message_which_is_gone_at_the_source_was_repeated() -> None:
+    held = messages(1, 3)
+
+    result = verdict(messages(1, 2, 2, 3), expected=held, may_be_gone=True)
+
+    assert (result.gone, result.repeated) == (1, 1)
+
+
+def test_does_not_excuse_what_lies_behind_all_that_the_source_ever_had() -> None:
+    result = verdict(messages(1, 2, 3), expected=messages(1, 2), may_be_gone=True)
+
+    assert (result.gone, result.unexpected) == (0, 1)
+
+
+def test_compares_under_the_subject_that_the_target_gives() -> None:
+    source = messages(1, 2)
+    target = [replace(one, subject=b"fleet." + one.subject) for one in source]
+
+    assert compare(Trace.of(source, prefixed("fleet")), Trace.of(target)).ok
+    assert compare(Trace.of(source), Trace.of(target)).altered == 2
+
+
+def test_sums_up_chains_and_says_which_chain_an_example_is_of() -> None:
+    whole = Trace.of(messages(1, 2, 3))
+    both = total(
+        [
+            compare(whole, Trace.of(messages(1, 2)), name="us-east/NODES"),
+            compare(whole, Trace.of(messages(1, 1, 2, 3)), name="eu-west/NODES"),
+        ]
+    )
+
+    assert both.line() == "lost 1, repeated 1, out of order 0, altered 0"
+    assert both.examples == (
+        "us-east/NODES: lost: sequence 3",
+        "eu-west/NODES: repeated: sequence 1 came again",
+    )
+
+
+def test_refuses_an_expectation_that_is_itself_out_of_order() -> None:
+    with pytest.raises(ValueError, match="sequence 1 stands after 2"):
+        compare(Trace.of(messages(2, 1)), Trace())
+
+
+def test_a_fingerprint_keeps_the_parts_of_a_message_apart() -> None:
+    prints = {
+        fingerprint(b"ab", None, b"c"),
+        fingerprint(b"a", None, b"bc"),
+        fingerprint(b"a", b"", b"bc"),
+        fingerprint(b"a", b"b", b"c"),
+        fingerprint(b"a", b"bc", b""),
+    }
+
+    assert len(prints) == 5
+
+
+def test_a_trace_takes_24_bytes_for_a_message_of_any_size() -> None:
+    trace = Trace.of([message(1, payload=b"x" * 100_000), message(2)])
+
+    assert sum(part.itemsize for part in (trace.sequences, trace.timestamps, trace.prints)) == 24
+    assert trace.raw_bytes > 100_000

@@ -1,0 +1,214 @@
+"""Page headers and metadata as a forger would write them, byte by byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import SegmentCorrupt
+from common.segments import metadata, pages
+from common.segments.metadata import Chunk
+from common.segments.parquet import Limits, open_file
+from common.segments.thrift import Bounds, TruncatedError, read_struct
+from tests.segment_files import message, write_segment
+
+BOUNDS = Bounds(values=100, elements=10)
+PLAIN, DICTIONARY_CODED, DELTA_BYTE_ARRAY = 0, 8, 7
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def encoded(fields: dict[int, Any]) -> bytes:
+    """A struct of i32 numbers, strings, nested structs and lists of i32."""
+    out, last = bytearray(), 0
+    for number, value in fields.items():
+        kind = {int: 5, bytes: 8, dict: 12, list: 9}[type(value)]
+        step = number - last
+        out += bytes([step << 4 | kind]) if 0 < step < 16 else bytes([kind]) + varint(number << 1)
+        out += body(value)
+        last = number
+    return bytes(out) + b"\0"
+
+
+def body(value: Any) -> bytes:
+    if isinstance(value, dict):
+        return encoded(value)
+    if isinstance(value, bytes):
+        return varint(len(value)) + value
+    if isinstance(value, list):
+        return bytes([min(len(value), 15) << 4 | 5]) + b"".join(body(v) for v in value)
+    return varint(value << 1 if value >= 0 else (-value << 1) - 1)
+
+
+class Bytes:
+    """A source in memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        return self._data[offset : offset + nbytes]
+
+
+def page(
+    values: int, *, kind: int = 0, plain: int = 10, stored: int = 10, coding: int = PLAIN, **other: Any
+) -> bytes:
+    inner = {0: 5, 2: 7, 3: 8}.get(kind, 6)
+    fields = {1: kind, 2: plain, 3: stored, 4: 12345, inner: {1: values, 2: coding}, **other}
+    return encoded(dict(sorted(fields.items()))) + b"x" * max(0, stored)
+
+
+def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **limits: int) -> int:
+    chunk = Chunk(column, 0, data_at, len(data), rows)
+    return pages.decoded_bytes(Bytes(data), chunk, Limits(**limits))
+
+
+def test_pages_add_up_to_what_they_decode_to() -> None:
+    assert walked(page(3, plain=100) + page(2, plain=50), rows=5) == 150
+
+
+def test_a_page_that_is_larger_stored_than_decoded_counts_as_stored() -> None:
+    assert walked(page(1, plain=1, stored=90), rows=1) == 90
+
+
+def test_bytes_behind_the_last_page_are_not_looked_at() -> None:
+    assert walked(page(1) + b"rubbish", rows=1) == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "rows", "cause"),
+    [
+        (page(2_000_000_000), 5, "expected 5 values, found pages of 2000000000"),
+        (page(3), 5, "page header at"),
+        (page(0), 5, "a page holds no values"),
+        (page(5, coding=DELTA_BYTE_ARRAY), 5, "encoding 7"),
+        (page(5, coding=DICTIONARY_CODED), 5, "encoding 8"),
+        (page(5, kind=1), 5, "found type 1"),
+        (page(5, kind=3), 5, "found type 3"),
+        (page(5, kind=9), 5, "found type 9"),
+        (page(5, plain=-1), 5, "field 2: expected a count, found -1"),
+        (page(5, stored=-1), 5, "field 3: expected a count, found -1"),
+        (page(-5), 5, "field 1: expected a count, found -5"),
+        (page(5)[:-1], 5, "ends behind the column's end"),
+        (page(5)[:6], 5, "page header at 0 passes 6 bytes"),
+        (b"", 5, "page header at 0 passes 0 bytes"),
+        (page(1, kind=2), 5, "encoding 0 of a dictionary page"),
+        (encoded({1: 0, 2: 10, 3: 10, 5: {1: 5, 2: 0}}), 5, "no checksum"),
+        (encoded({1: 0, 2: 10, 3: 10, 4: 1}), 5, "expected data or dictionary pages"),
+    ],
+)
+def test_pages_that_the_writer_does_not_make_are_refused(data: bytes, rows: int, cause: str) -> None:
+    with pytest.raises(SegmentCorrupt) as caught:
+        walked(data, rows)
+    assert cause in caught.value.message
+
+
+def test_a_page_beyond_the_limit_is_refused_by_its_header() -> None:
+    with pytest.raises(SegmentCorrupt, match="at most 1000 decoded bytes, found 1001"):
+        walked(page(5, plain=1001), rows=5, row_group_bytes=1000)
+
+
+def test_a_subject_may_have_one_dictionary_and_it_comes_first() -> None:
+    dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
+    assert walked(dictionary + coded, 5, "subject", data_at=len(dictionary)) == 20
+    with pytest.raises(SegmentCorrupt, match="stands behind other pages"):
+        walked(dictionary + dictionary + coded, 5, "subject", data_at=2 * len(dictionary))
+
+
+def test_a_dictionary_has_no_more_values_than_its_bytes_hold() -> None:
+    with pytest.raises(SegmentCorrupt, match="a dictionary of 10 bytes claims 1000000 values"):
+        walked(page(1_000_000, kind=2), 5, "subject")
+
+
+def test_the_first_data_page_is_where_the_metadata_says() -> None:
+    """Else a reader that passes over the dictionary would meet pages that nobody walked."""
+    dictionary, coded = page(2, kind=2), page(5, coding=DICTIONARY_CODED)
+    with pytest.raises(SegmentCorrupt, match="expected the first data page at 5000"):
+        walked(dictionary + coded, 5, "subject", data_at=5000)
+
+
+# The structures themselves
+
+
+def test_a_structure_is_read_with_its_size() -> None:
+    fields = {1: 5, 2: -7, 4: b"text", 30: {1: 1}, 31: [1, 2, 3]}
+    assert read_struct(encoded(fields) + b"more", BOUNDS) == (fields, len(encoded(fields)))
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_a_structure_that_is_cut_wants_more_bytes(length: int) -> None:
+    whole = encoded({1: 5, 4: b"text", 5: {1: 1}})
+    with pytest.raises(TruncatedError):
+        read_struct(whole[: min(length, len(whole) - 1)], BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"\x15\x02\x05\x02\x02\x00", "field 1 comes twice"),
+        (b"\x15" + b"\xff" * 9 + b"\x01\x00", "expected 32 bits"),
+        (b"\x15" + b"\xff" * 11, "longer than 10 bytes"),
+        (b"\x1b\x00\x00", "type 11"),
+        (b"\x19\xf5\xff\xff\xff\xff\x0f", "expected at most 10"),
+        (b"\x1c" * 20, "nested deeper than 8"),
+        (b"\x19" + b"\x19" * 20, "nested deeper than 8"),
+    ],
+)
+def test_a_structure_that_readers_would_not_agree_on_is_refused(data: bytes, cause: str) -> None:
+    with pytest.raises(ValueError, match=cause):
+        read_struct(data, BOUNDS)
+
+
+def test_a_structure_of_too_many_values_is_refused() -> None:
+    data = encoded({n: [1] * 10 for n in range(1, 12)})
+    with pytest.raises(ValueError, match="more than 100 values"):
+        read_struct(data, BOUNDS)
+
+
+# Metadata that end the process when pyarrow looks at them
+
+
+@pytest.mark.parametrize("codec", [3, 22, -32, 2**31 - 1])
+def test_a_codec_that_there_is_not_is_refused_before_pyarrow_sees_it(tmp_path: Path, codec: int) -> None:
+    group = metadata.Group(1, 10, ({3: {1: 6, 4: codec, 5: 1, 7: 10, 9: 4}},))
+    with pytest.raises(SegmentCorrupt, match="expected compression UNCOMPRESSED or ZSTD") as caught:
+        metadata.chunk("payload", group, 0)
+    assert caught.value.code == "E-SEG-CODEC"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {},
+        {3: 5},
+        {3: {1: 0, 4: 6, 5: 1, 7: 10, 9: 4}},
+        {3: {1: 6, 4: 6, 5: 2, 7: 10, 9: 4}},
+        {3: {1: 6, 4: 6, 5: 1, 7: 10}},
+        {3: {1: 6, 4: 6, 5: 1, 7: -10, 9: 4}},
+        {3: {1: 6, 4: 6, 5: 1, 7: 10, 9: -4}},
+        {1: b"elsewhere", 3: {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}},
+        {3: {1: 6, 4: 6, 5: 1, 7: 10, 9: 4}, 9: b"secret"},
+    ],
+)
+def test_a_column_chunk_that_cannot_be_is_refused(column: Any) -> None:
+    with pytest.raises(SegmentCorrupt, match="column payload: "):
+        metadata.chunk("payload", metadata.Group(1, 10, (column,)), 0)
+
+
+def test_a_file_whose_codec_was_changed_in_place_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    name = write_segment(path, [message(1)]).segment_name
+    whole = path.read_bytes()
+    # Field 4 (codec) of the column that comes before `num_values` 1: ZSTD (6) is written as 0x15 0x0c.
+    assert b"\x15\x0c\x16\x02" in whole
+    path.write_bytes(whole.replace(b"\x15\x0c\x16\x02", b"\x15\x2c\x16\x02"))
+    with pytest.raises(SegmentCorrupt, match="found 22"):
+        open_file(path, name)

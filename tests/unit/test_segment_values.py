@@ -1,0 +1,399 @@
+"""The values of a segment, rows in memory, and what the writer makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from common.chain import Chain
+from common.errors import SegmentCorrupt, Unavailable
+from common.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
+from common.segments.parquet import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
+from common.segments.segment import (
+    Footer,
+    Inputs,
+    Ledger,
+    Message,
+    Reason,
+    Tip,
+    decode_subject,
+    message_digest,
+)
+from common.segments.store import object_metadata
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
+from tests.segment_files import batch_of, footer_of, message, read_segment, write_segment
+
+MIB = 2**20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "segment.parquet"
+
+
+# Rows in memory
+
+
+def test_awkward_messages_come_back_byte_for_byte(path: Path) -> None:
+    header = b"NATS/1.0\r\nA:1\r\nA: 1 \r\nNats-Msg-Id: x\r\n\r\n"
+    rows = [
+        message(1, b""),
+        message(2, bytes(range(256)), headers=header),
+        message(3, b"x", headers=b""),
+        message(5, b"x", headers=None),
+        message(6, b"x", subject=b"nodes.\xff\xfe"),
+        message(7, b"x", subject="nodes.ä.☃".encode()),
+        message(8, b"x", subject=b"nodes.\\xff"),
+        message(9, b"x", subject=b"a\x00b"),
+        message(10, b"x", timestamp_ns=0),
+        message(11, b"x", timestamp_ns=-1),
+        message(12, b"x", timestamp_ns=-1_000_000_001),
+        message(MAX_SEQUENCE, b"x", timestamp_ns=2**63 - 1),
+    ]
+    spooled = write_segment(path, rows)
+    assert same_rows(rows, read_segment(path, spooled.segment_name))
+
+
+def test_a_subject_that_is_not_utf8_is_escaped_for_engines_and_kept_raw() -> None:
+    batch = batch_of([message(1, subject=b"a.\xff"), message(2, subject=b"a.b")])
+    assert batch.column("subject").to_pylist() == ["a.\\xff", "a.b"]
+    assert batch.column("subject_raw").to_pylist() == [b"a.\xff", None]
+
+
+@pytest.mark.parametrize(
+    ("ns", "us"), [(1999, 1), (1000, 1), (999, 0), (0, 0), (-1, -1), (-1000, -1), (-1001, -2)]
+)
+def test_microseconds_are_rounded_down(ns: int, us: int) -> None:
+    batch = batch_of([message(1, timestamp_ns=ns)])
+    assert batch.column("timestamp").cast(pa.int64()).to_pylist() == [us]
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        ([1, 2], [0], [b"s"] * 2, [None] * 2, [b""] * 2),
+        ([1], [0], [b"s"], [None], [None]),
+        ([1], [0], [None], [None], [b""]),
+        ([1], [None], [b"s"], [None], [b""]),
+    ],
+)
+def test_rows_that_lack_something_are_refused(lists: Any) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        record_batch(*lists)
+
+
+def test_no_rows_are_a_batch_too() -> None:
+    batch = batch_of([])
+    assert batch.schema.equals(SCHEMA)
+    assert list(messages(batch)) == []
+    assert columns(batch).payloads == []
+
+
+def test_a_slice_of_a_batch_is_read_from_where_it_begins() -> None:
+    rows = [message(n, b"%d" % n, subject=b"\xff" if n == 2 else b"a") for n in range(1, 6)]
+    assert list(messages(batch_of(rows).slice(1, 3))) == rows[1:4]
+
+
+# Values
+
+
+def test_a_digest_tells_apart_what_runs_together() -> None:
+    parts = [(b"ab", None, b"c"), (b"a", None, b"bc"), (b"ab", b"", b"c"), (b"ab", b"c", b"")]
+    digests = {message_digest(Message(1, 1, *part)) for part in parts}
+    assert len(digests) == len(parts)
+    assert all(len(digest) == 32 for digest in digests)
+
+
+def test_a_tip_is_written_in_bounded_length_and_read_back() -> None:
+    tip = Tip.of(message(MAX_SEQUENCE, b"x" * 1000, subject=b"s" * 5000, timestamp_ns=2**63 - 1))
+    assert Tip.from_text(tip.to_text()) == tip
+    assert len(tip.to_text()) <= 73
+
+
+@pytest.mark.parametrize("text", ["", "1:2", "1:2:3", "x:2:" + "0" * 32, "1:2:" + "0" * 31])
+def test_text_that_is_no_tip_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|invalid"):
+        Tip.from_text(text)
+
+
+def test_ledgers_add_up_by_reason() -> None:
+    one, other = Ledger({Reason.DELETED: 2, Reason.LOST: 1}), Ledger({Reason.DELETED: 3})
+    assert one.plus(other) == Ledger({Reason.DELETED: 5, Reason.LOST: 1})
+    assert one.plus(other).total() == 6
+    assert Ledger({Reason.DELETED: 0}).to_json() == {}
+
+
+def test_inputs_do_not_depend_on_the_order_of_names() -> None:
+    assert Inputs.of(["b", "a"]) == Inputs.of(["a", "b"]) != Inputs.of(["a", "c"])
+
+
+def test_a_footer_is_read_back_as_it_was_written() -> None:
+    footer = footer_of(
+        [message(5), message(7)],
+        SequenceRange(1, 10),
+        level=1,
+        ledger=Ledger({Reason.SAMPLED_OUT: 7, Reason.LOST: 1}),
+        sampling={"inspect_field": "id", "inspect_duration": 3600.0},
+        sampling_digest="ab",
+        inputs=Inputs.of(["x"]),
+    )
+    assert Footer.from_json(footer.to_json()) == footer
+    assert footer.is_balanced()
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"null", b'{"format_version":1}', b'{"format_version":true}'])
+def test_bytes_that_are_no_footer_are_refused(raw: bytes) -> None:
+    with pytest.raises(SegmentCorrupt, match="footer"):
+        Footer.from_json(raw)
+
+
+def test_a_subject_for_people_shows_bytes_that_are_not_text() -> None:
+    assert decode_subject(b"a.\xff.\xc3\xa4") == "a.\\xff.ä"
+
+
+def test_object_metadata_stay_small_whatever_the_segment(path: Path) -> None:
+    chain = Chain("s" * 63, "☃" * 255, 9999, 65535)
+    last = message(MAX_SEQUENCE, b"", subject=b"s" * 4000, timestamp_ns=2**63 - 1)
+    spooled = write_segment(path, [last], chain=chain)
+    worst = replace(spooled, footer=replace(spooled.footer, rows=MAX_SEQUENCE, raw_bytes=2**63 - 1))
+    metadata = object_metadata(worst)
+    assert set(metadata) == {"format", "rows", "bytes", "tip", "sha256"}
+    assert sum(len(f"x-amz-meta-{name}: {value}\r\n") for name, value in metadata.items()) < 1024
+    assert all(value.isascii() for value in metadata.values())
+
+
+# The writer
+
+
+def test_the_name_comes_from_the_bytes(path: Path) -> None:
+    import hashlib
+
+    spooled = write_segment(path, [message(1)])
+    assert spooled.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert spooled.size == path.stat().st_size
+    assert spooled.segment_name.digest == spooled.sha256[:16]
+    assert spooled.segment_name.coverage == SequenceRange(1, 1)
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    rows = [message(n) for n in range(1, 100)]
+    one, other = write_segment(tmp_path / "a", rows), write_segment(tmp_path / "b", rows)
+    assert one.sha256 == other.sha256
+
+
+def test_a_covered_range_without_rows_is_a_segment(path: Path) -> None:
+    spooled = write_segment(path, [], SequenceRange(5, 9))
+    with open_file(path, spooled.segment_name) as reader:
+        assert list(reader.batches()) == []
+        assert reader.row_groups == ()
+        assert rows_balance(reader.footer)
+
+
+def test_raw_bytes_and_times_are_taken_from_the_rows(path: Path) -> None:
+    rows = [message(1, b"abc", headers=b"12345"), message(2, b"")]
+    spooled = write_segment(path, rows, raw_bytes=0, first_timestamp_ns=None, last_timestamp_ns=7)
+    assert spooled.footer.raw_bytes == len(b"nodes.one") * 2 + 3 + 5
+    assert spooled.footer.first_timestamp_ns == rows[0].timestamp_ns
+    assert spooled.footer.last_timestamp_ns == rows[1].timestamp_ns
+
+
+def groups_of(path: Path, rows: list[Message], level: int = 0, batch_rows: int = 7) -> list[int]:
+    """The raw bytes of the payloads in each row group of the file."""
+    spooled = write_segment(path, rows, level=level, batch_rows=batch_rows)
+    assert same_rows(rows, read_segment(path, spooled.segment_name))
+    with open_file(path, spooled.segment_name) as reader:
+        return [
+            sum(len(p) for b in reader.batches(group.range) for p in b.column("payload").to_pylist())
+            for group in reader.row_groups
+        ]
+
+
+def test_a_row_group_ends_before_the_message_that_would_pass_its_limit(path: Path) -> None:
+    rows = [message(n, bytes([n]) * (MIB - 200)) for n in range(1, 71)]
+    for batch_rows in (1, 7, 70):
+        assert groups_of(path, rows, batch_rows=batch_rows) == [
+            32 * (MIB - 200),
+            32 * (MIB - 200),
+            6 * (MIB - 200),
+        ]
+
+
+def test_a_message_larger_than_a_row_group_stands_alone(path: Path) -> None:
+    large = 40 * MIB
+    rows = [message(1, b"a"), message(2, b"b" * large), message(3, b"c" * large), message(4, b"d")]
+    assert groups_of(path, rows) == [1, large, large, 1]
+
+
+def test_a_message_of_64_mib_is_carried(path: Path) -> None:
+    rows = [message(1, b"\x01" * (64 * MIB - 20))]
+    assert groups_of(path, rows, level=1) == [64 * MIB - 20]
+
+
+def test_many_empty_messages_are_not_one_row_group(path: Path) -> None:
+    count = 600_000
+    batch = record_batch(range(1, count + 1), [0] * count, [b"s"] * count, [None] * count, [b""] * count)
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    writer.append(batch)
+    footer = replace(footer_of([message(1)]), coverage=SequenceRange(1, count), rows=count, ledger=Ledger())
+    name = writer.finish(footer).segment_name
+    with open_file(path, name) as reader:
+        assert [group.rows for group in reader.row_groups] == [516_222, 83_778]
+
+
+def test_merged_segments_have_larger_row_groups(path: Path) -> None:
+    rows = [message(n, bytes([n]) * MIB) for n in range(1, 41)]
+    assert groups_of(path, rows, level=1) == [40 * MIB]
+
+
+def test_large_messages_make_pages_of_bounded_size(path: Path) -> None:
+    """So that a reader holds a page of a few messages, not a row group."""
+    write_segment(path, [message(n, bytes([n]) * (2 * MIB)) for n in range(1, 13)])
+    payload = pq.read_metadata(path).row_group(0).column(6)
+    assert payload.has_offset_index
+    with path.open("rb") as file:
+        file.seek(payload.data_page_offset)
+        from common.segments.thrift import Bounds, read_struct
+
+        header, _ = read_struct(file.read(200), Bounds(64, 0))
+    assert header[2] < 3 * MIB
+
+
+def test_the_file_is_laid_out_as_other_engines_like_it(path: Path) -> None:
+    write_segment(path, [message(n, b"secret") for n in range(1, 101)])
+    file = pq.ParquetFile(path)
+    group = file.metadata.row_group(0)
+    by_name = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    assert list(by_name) == SCHEMA.names
+    assert {c.compression for c in by_name.values()} == {"ZSTD"}
+    assert [n for n, c in by_name.items() if c.has_dictionary_page] == ["subject"]
+    delta = [n for n, c in by_name.items() if "DELTA_BINARY_PACKED" in c.encodings]
+    assert delta == ["sequence", "timestamp", "timestamp_ns"]
+    assert [n for n, c in by_name.items() if c.statistics is not None and c.statistics.has_min_max] == [
+        "sequence",
+        "timestamp",
+        "timestamp_ns",
+        "subject",
+    ]
+    assert all(c.has_offset_index for c in by_name.values())
+    assert file.metadata.row_group(0).sorting_columns == (pq.SortingColumn(0),)
+    fields = [file.schema_arrow.field(i) for i in range(len(SCHEMA))]
+    assert [f.metadata[b"PARQUET:field_id"] for f in fields] == [
+        b"1",
+        b"2",
+        b"3",
+        b"4",
+        b"5",
+        b"6",
+        b"7",
+        b"8",
+    ]
+    assert set(file.metadata.metadata) == {b"floe.segment"}
+    assert json.loads(file.metadata.metadata[b"floe.segment"])["site"] == "us-east"
+
+
+def test_nothing_of_payload_or_headers_shows_in_the_metadata(path: Path) -> None:
+    write_segment(path, [message(1, b"a-secret", headers=b"NATS/1.0\r\nKey: another\r\n\r\n")])
+    whole = path.read_bytes()
+    stored = int.from_bytes(whole[-8:-4], "little")
+    assert b"secret" not in whole[-8 - stored :]
+    assert b"another" not in whole[-8 - stored :]
+
+
+@pytest.mark.parametrize("sequences", [[2, 1], [1, 1], [3, 3]])
+def test_rows_that_do_not_ascend_are_refused(path: Path, sequences: list[int]) -> None:
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    with pytest.raises(ValueError, match="expected ascending"):
+        writer.append(batch_of([message(n) for n in sequences]))
+
+
+def test_rows_that_do_not_follow_the_batch_before_are_refused(path: Path) -> None:
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    writer.append(batch_of([message(5)]))
+    with pytest.raises(ValueError, match="expected ascending ones after 5"):
+        writer.append(batch_of([message(5)]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"rows": 2, "ledger": Ledger()}, "footer rows: expected 1 as appended, found 2"),
+        ({"coverage": SequenceRange(1, 9)}, "expected 9 sequences accounted for"),
+        ({"coverage": SequenceRange(6, 6), "ledger": Ledger()}, "expected them in 6..6"),
+    ],
+)
+def test_a_footer_that_does_not_fit_the_rows_is_refused(path: Path, fields: Any, cause: str) -> None:
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    writer.append(batch_of([message(5)]))
+    with pytest.raises(ValueError, match=cause):
+        writer.finish(replace(footer_of([message(5)]), **fields))
+
+
+def test_other_columns_are_refused(path: Path) -> None:
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    with pytest.raises(ValueError, match="expected columns"):
+        writer.append(batch_of([message(5)]).select(["sequence"]))
+
+
+def test_aborting_leaves_no_file(path: Path) -> None:
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    writer.append(batch_of([message(n, b"x" * MIB) for n in range(1, 40)]))
+    assert path.exists()
+    writer.abort()
+    writer.abort()
+    assert not path.exists()
+
+
+def test_a_full_disk_is_a_fault_of_the_spool_folder(path: Path) -> None:
+    path.symlink_to("/dev/full")
+    writer = SegmentWriter(path, level=0, compression_level=1)
+    writer.append(batch_of([message(1, b"x" * 100)]))
+    with pytest.raises(Unavailable, match="No space left") as caught:
+        writer.finish(footer_of([message(1, b"x" * 100)]))
+    assert caught.value.code == "E-SPOOL"
+
+
+# Promises
+
+
+def test_each_promise_has_an_id_and_one_line() -> None:
+    assert [p.name for p in Promise] == [f"I{n}" for n in range(1, 10)]
+    assert all("\n" not in str(p) and str(p).startswith(p.name) for p in Promise)
+
+
+def test_predicates_say_what_is_in_order_and_what_is_twice() -> None:
+    assert in_order([1, 2, 9])
+    assert not in_order([1, 2, 2])
+    assert not in_order([2, 1])
+    assert repeated([1, 2, 2, 3, 1]) == [1, 2]
+    assert continues(5, SequenceRange(5, 9))
+    assert not continues(4, SequenceRange(5, 9))
+
+
+def test_rows_are_the_same_only_if_nothing_is_missing_or_more() -> None:
+    rows = [message(1), message(2)]
+    assert same_rows(rows, list(rows))
+    assert not same_rows(rows, rows[:1])
+    assert not same_rows(rows, [*rows, message(3)])
+    assert not same_rows(rows, [message(1), message(2, headers=b"")])
+
+
+def test_a_cover_accounts_once_or_not() -> None:
+    class Segment:
+        coverage = SequenceRange(1, 10)
+        level = 0
+        name = "a"
+
+    def stretch(first: int, last: int) -> Stretch[Any]:
+        return Stretch(Segment(), SequenceRange(first, last))
+
+    assert accounts_once([stretch(1, 5), stretch(6, 10)], SequenceRange(1, 10))
+    assert not accounts_once([stretch(1, 5), stretch(7, 10)], SequenceRange(1, 10))
+    assert not accounts_once([stretch(1, 6), stretch(6, 10)], SequenceRange(1, 10))
+    assert not accounts_once([stretch(1, 12)], SequenceRange(1, 12))
+    assert not accounts_once([], SequenceRange(1, 10))

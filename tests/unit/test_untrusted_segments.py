@@ -1,0 +1,488 @@
+"""Files that are not what their key says: each is refused, by name and cause, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from common.chain import Chain
+from common.errors import SegmentCorrupt, Unavailable
+from common.segments.layout import Layout, SegmentName
+from common.segments.parquet import SCHEMA, Limits, open_file
+from common.segments.segment import Footer, Ledger, Reason
+from common.sequences import SequenceRange
+from tests.segment_files import (
+    footer_of,
+    forge,
+    message,
+    name_of,
+    read_segment,
+    table_of,
+    write_segment,
+)
+
+ROWS = [message(n, b"payload %d" % n) for n in range(1, 41)]
+NAME = name_of(footer_of(ROWS))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "segment.parquet"
+
+
+def refusal(path: Path, name: SegmentName = NAME, **options: Any) -> SegmentCorrupt:
+    """The error that reading the whole file ends in; it names the key."""
+    with pytest.raises(SegmentCorrupt) as caught:
+        read_segment(path, name, **options)
+    assert caught.value.message.startswith(f"segment {Layout().segment(name)}: ")
+    return caught.value
+
+
+def forged(path: Path, table: pa.Table | None = None, footer: Any = None, **options: Any) -> SegmentCorrupt:
+    forge(path, table if table is not None else table_of(ROWS), footer or footer_of(ROWS), **options)
+    return refusal(path)
+
+
+def changed(**fields: Any) -> bytes:
+    """The footer as JSON with other values in it; a field that is None is taken out."""
+    document = {**json.loads(footer_of(ROWS).to_json()), **fields}
+    return json.dumps({name: value for name, value in document.items() if value is not None}).encode()
+
+
+def test_the_forger_can_make_a_good_file(path: Path) -> None:
+    forge(path, table_of(ROWS), footer_of(ROWS))
+    assert read_segment(path, NAME) == ROWS
+
+
+# Not Parquet
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PAR1",
+        b"PAR1PAR1",
+        b"PAR1\x00\x00\x00\x00PAR1",
+        b"<html><body>503 Service Unavailable</body></html>",
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03",
+        b"PAR1" + b"\x00" * 100 + b"\xff\xff\xff\x7fPAR1",
+        b"PAR1" + b"\x00" * 100 + b"\x10\x00\x00\x00PAR1",
+        b"\x00" * 1000,
+    ],
+)
+def test_what_is_not_parquet_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert refusal(path).code == "E-SEG-CORRUPT"
+
+
+def test_the_size_of_what_is_not_parquet_is_named(path: Path) -> None:
+    path.write_bytes(b"")
+    assert "not a Parquet file (0 bytes" in refusal(path).message
+
+
+def test_an_encrypted_footer_is_told_from_rubbish(path: Path) -> None:
+    path.write_bytes(b"PARE" + b"\x00" * 100 + b"\x10\x00\x00\x00PARE")
+    assert refusal(path).code == "E-SEG-CODEC"
+
+
+def test_a_file_cut_anywhere_is_refused(path: Path) -> None:
+    name = write_segment(path, ROWS).segment_name
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 7), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        refusal(path, name)
+
+
+def test_a_file_with_bytes_behind_it_is_refused(path: Path) -> None:
+    name = write_segment(path, ROWS).segment_name
+    path.write_bytes(path.read_bytes() + b"\n")
+    refusal(path, name)
+
+
+def test_a_bit_flipped_in_a_page_is_caught_by_its_checksum(path: Path) -> None:
+    rows = [message(n, random.Random(n).randbytes(100)) for n in range(1, 41)]
+    name = write_segment(path, rows).segment_name
+    whole = path.read_bytes()
+    at = whole.index(rows[20].payload)  # random bytes stay as they are when they are compressed
+    for bit in range(8):
+        path.write_bytes(whole[: at + 50] + bytes([whole[at + 50] ^ 1 << bit]) + whole[at + 51 :])
+        assert "checksum" in refusal(path, name).message
+
+
+def test_a_byte_changed_anywhere_is_refused_or_changes_no_row(path: Path) -> None:
+    rows = ROWS[:10]
+    name = write_segment(path, rows).segment_name
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        try:
+            assert read_segment(path, name) == rows
+        except SegmentCorrupt:
+            refused += 1
+    assert refused > len(whole) / 3
+
+
+# Schema
+
+
+def with_column(name: str, values: Any, kind: pa.DataType, *, nullable: bool = False) -> pa.Table:
+    table = table_of(ROWS)
+    field = pa.field(name, kind, nullable)
+    return table.set_column(SCHEMA.get_field_index(name), field, pa.array(values, kind))
+
+
+@pytest.mark.parametrize(
+    ("table", "cause"),
+    [
+        (
+            lambda: table_of(ROWS).drop_columns(["payload"]),
+            "column payload: expected binary not null, found none",
+        ),
+        (
+            lambda: table_of(ROWS).rename_columns(["seq", *SCHEMA.names[1:]]),
+            "column sequence: expected int64 not null, found none",
+        ),
+        (
+            lambda: with_column("payload", ["x"] * 40, pa.string()),
+            "column payload: expected binary not null, found string not null",
+        ),
+        (
+            lambda: with_column("sequence", range(1, 41), pa.uint64()),
+            "column sequence: expected int64 not null, found uint64 not null",
+        ),
+        (
+            lambda: with_column("sequence", range(1, 41), pa.int64(), nullable=True),
+            "column sequence: expected int64 not null, found int64",
+        ),
+        (
+            lambda: with_column("timestamp", [0] * 40, pa.timestamp("ms", "UTC")),
+            "column timestamp: expected timestamp[us, tz=UTC] not null, found timestamp[ms, tz=UTC] not null",
+        ),
+        (
+            lambda: with_column("timestamp", [0] * 40, pa.timestamp("us")),
+            "column timestamp: expected timestamp[us, tz=UTC] not null, found timestamp[us] not null",
+        ),
+        (
+            lambda: table_of(ROWS).append_column(pa.field("more", pa.int64(), False), pa.array([1] * 40)),
+            "column more: expected no such column or a nullable one",
+        ),
+        (
+            lambda: table_of(ROWS).append_column("payload", pa.array([b"x"] * 40)),
+            "column payload: expected once, found 2 times",
+        ),
+        (
+            lambda: table_of(ROWS).append_column("payload.more", pa.array([b"x"] * 40)),
+            "column payload: expected once, found 2 times",
+        ),
+        (
+            lambda: with_column("payload", [{"a": b"x"}] * 40, pa.struct([("a", pa.binary())])),
+            "column payload: expected binary not null, found struct<a: binary> not null",
+        ),
+    ],
+)
+def test_each_wrong_column_is_named(path: Path, table: Any, cause: str) -> None:
+    error = forged(path, table())
+    assert error.code == "E-SEG-SCHEMA"
+    assert cause in error.message
+
+
+def test_all_wrong_columns_are_named_at_once(path: Path) -> None:
+    error = forged(path, table_of(ROWS).select(["sequence", "timestamp", "subject_raw", "headers"]))
+    assert error.message.count("found none") == 4
+
+
+def test_further_columns_that_may_be_null_are_passed_over(path: Path) -> None:
+    table = table_of(ROWS).append_column("later", pa.array([{"a": [1]}] * 40))
+    forge(path, table, footer_of(ROWS))
+    assert read_segment(path, NAME) == ROWS
+
+
+def test_an_arrow_schema_in_the_file_cannot_change_a_type(path: Path) -> None:
+    table = with_column("payload", [b"x"] * 40, pa.large_binary())
+    assert forged(path, table, store_schema=True).code == "E-SEG-SCHEMA"
+
+
+# Footer
+
+
+@pytest.mark.parametrize(
+    ("footer", "code", "cause"),
+    [
+        (b"not json", "E-SEG-META", "expected JSON"),
+        (b"[]", "E-SEG-META", "expected an object, found list"),
+        (b"[" * 100_000, "E-SEG-META", "expected JSON"),
+        (b"{}", "E-SEG-META", "footer format_version"),
+        (changed(format_version=2), "E-SEG-VERSION", "expected 1, found 2"),
+        (changed(site="eu-west"), "E-SEG-META", "footer chain: expected us-east/NODES/0000/0 as in the key"),
+        (changed(feed="OTHER"), "E-SEG-META", "footer chain"),
+        (changed(incarnation=1), "E-SEG-META", "footer chain"),
+        (changed(partition=1), "E-SEG-META", "footer chain"),
+        (changed(site="../.."), "E-SEG-META", "site"),
+        (changed(level=1), "E-SEG-META", "footer level: expected 0 as in the key, found 1"),
+        (changed(last=41), "E-SEG-META", "footer coverage: expected 1..40 as in the key, found 1..41"),
+        (changed(first=40, last=1), "E-SEG-META", "range 40..1"),
+        (changed(first="1"), "E-SEG-META", "footer first: expected int, found '1'"),
+        (changed(rows=True), "E-SEG-META", "footer rows: expected int, found True"),
+        (changed(rows=39), "E-SEG-META", "footer rows: expected 40 as in the file, found 39"),
+        (changed(ledger={"deleted": 1}), "E-SEG-META", "expected rows and ledger to sum to 40, found 40 + 1"),
+        (changed(ledger={"deleted": -1, "lost": 1}), "E-SEG-META", "ledger deleted: expected a count"),
+        (changed(ledger={"mislaid": 0}), "E-SEG-META", "mislaid"),
+        (changed(ledger=[]), "E-SEG-META", "footer ledger: expected dict"),
+        (changed(tip="1:2"), "E-SEG-META", "footer floe.segment"),
+        (changed(inputs={"count": float("inf"), "digest": ""}), "E-SEG-META", "footer floe.segment"),
+        (changed(inputs={}), "E-SEG-META", "footer floe.segment"),
+        (changed(raw_bytes=-1), "E-SEG-META", "footer raw_bytes"),
+        (changed(first_timestamp_ns=None), "E-SEG-META", "footer timestamps"),
+        (changed(last_timestamp_ns=1), "E-SEG-META", "footer timestamps"),
+        (changed(raw_bytes=10_000), "E-SEG-META", "footer raw_bytes"),
+        (changed(raw_bytes=10), "E-SEG-BOMB", "expected 10 raw bytes as in the footer, found more"),
+    ],
+)
+def test_a_footer_that_is_wrong_is_refused(path: Path, footer: bytes, code: str, cause: str) -> None:
+    error = forged(path, footer=footer)
+    assert (error.code, cause in error.message) == (code, True), error.message
+
+
+def test_a_file_without_a_footer_is_refused(path: Path) -> None:
+    forge(path, table_of(ROWS), footer_of(ROWS), key="other")
+    assert "expected one, found none" in refusal(path).message
+
+
+def test_rows_and_ledger_must_sum_to_the_coverage(path: Path) -> None:
+    wide = SequenceRange(1, 50)
+    footer = footer_of(ROWS, wide, ledger=Ledger({Reason.DELETED: 9}))
+    forge(path, table_of(ROWS), footer)
+    assert "to sum to 50, found 40 + 9" in refusal(path, name_of(footer)).message
+
+
+# Rows
+
+
+def rows_with(**columns: Any) -> pa.Table:
+    table = table_of(ROWS)
+    for name, values in columns.items():
+        table = table.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), values)
+    return table
+
+
+def sequences(*values: int) -> pa.Array:
+    return pa.array([*values, *range(len(values) + 1, 41)], pa.int64())
+
+
+@pytest.mark.parametrize(
+    ("values", "cause"),
+    [
+        (sequences(1, 3, 2), "sequence 2 after 3"),
+        (sequences(1, 1), "sequence 1 after 1"),
+        (sequences(0), "row group 0"),
+        (sequences(-5), "row group 0"),
+        (pa.array([*range(1, 40), 41], pa.int64()), "row group 0: expected sequences in 1..40, found 1..41"),
+        (pa.array([*range(1, 40), 2**63 - 1], pa.int64()), "row group 0: expected sequences in 1..40"),
+    ],
+)
+def test_rows_out_of_order_or_outside_the_coverage_are_refused(path: Path, values: Any, cause: str) -> None:
+    error = forged(path, rows_with(sequence=values))
+    assert (error.code, cause in error.message) == ("E-SEG-ROWS", True), error.message
+
+
+def test_order_is_checked_across_row_groups_and_without_the_column_being_asked_for(path: Path) -> None:
+    repeated = pa.concat_tables([table_of(ROWS[:20]), table_of(ROWS[10:30])])
+    forge(path, repeated, footer_of(ROWS), row_group_size=20)
+    assert "row group 1: expected sequences in 21..40, found 11..30" in refusal(path).message
+    forge(path, repeated, footer_of(ROWS))
+    with pytest.raises(SegmentCorrupt, match="after 20"), open_file(path, NAME) as reader:
+        list(reader.batches(columns=["payload"]))
+
+
+def test_a_file_without_statistics_of_sequences_is_refused(path: Path) -> None:
+    assert "expected statistics" in forged(path, write_statistics=False).message
+
+
+def test_a_time_that_is_not_the_nanoseconds_is_refused(path: Path) -> None:
+    times = pc.add(table_of(ROWS)["timestamp"].cast(pa.int64()), 1).cast(SCHEMA.field("timestamp").type)
+    error = forged(path, rows_with(timestamp=times))
+    assert error.code == "E-SEG-ROWS"
+    assert "row 0 of a batch: expected timestamp" in error.message
+
+
+@pytest.mark.parametrize("column", ["subject", "sample_key"])
+def test_text_that_is_not_utf8_is_refused(path: Path, column: str) -> None:
+    raw = pa.array([b"\xff\xfe"] * 40, pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 40, raw.buffers())
+    error = forged(path, rows_with(**{column: text}))
+    assert (error.code, f"column {column}" in error.message) == ("E-SEG-ROWS", True)
+
+
+@pytest.mark.parametrize("raw", [b"nodes.one", b"\xff"])
+def test_raw_subjects_that_do_not_belong_to_the_text_are_refused(path: Path, raw: bytes) -> None:
+    values = pa.array([raw] + [None] * 39, pa.binary())
+    footer = footer_of(ROWS, raw_bytes=10_000)
+    error = forged(path, rows_with(subject_raw=values), footer)
+    assert (error.code, "for subject_raw" in error.message) == ("E-SEG-ROWS", True)
+
+
+# Encodings, codecs, sizes
+
+
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "brotli", "lz4"])
+def test_a_compression_that_the_writer_does_not_use_is_refused(path: Path, codec: str) -> None:
+    assert forged(path, compression=codec).code == "E-SEG-CODEC"
+
+
+def test_pages_without_checksums_are_refused(path: Path) -> None:
+    assert "has no checksum" in forged(path, write_page_checksum=False).message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"column_encoding": {"payload": "DELTA_BYTE_ARRAY"}},
+        {"column_encoding": {"payload": "DELTA_LENGTH_BYTE_ARRAY"}},
+        {"column_encoding": {"timestamp_ns": "BYTE_STREAM_SPLIT"}},
+        {"use_dictionary": ["payload"]},
+        {"use_dictionary": ["headers"]},
+        {"use_dictionary": ["sequence"]},
+        {"data_page_version": "2.0"},
+    ],
+)
+def test_encodings_that_decode_to_more_than_their_bytes_are_refused(path: Path, options: Any) -> None:
+    forged(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("limits", "cause"),
+    [
+        (Limits(row_groups=3), "expected at most 3 row groups, found 4"),
+        (Limits(columns=7), "expected at most 7 columns, found 8"),
+        (Limits(footer_bytes=100), "expected metadata of at most 100 bytes"),
+        (Limits(page_header_bytes=4), "passes 4 bytes"),
+    ],
+)
+def test_a_file_beyond_the_limits_is_refused(path: Path, limits: Limits, cause: str) -> None:
+    forge(path, table_of(ROWS), footer_of(ROWS), row_group_size=10)
+    assert read_segment(path, NAME) == ROWS
+    assert cause in refusal(path, limits=limits).message
+
+
+def test_a_string_in_the_metadata_beyond_its_limit_is_refused(path: Path) -> None:
+    forge(path, table_of(ROWS), changed(writer="x" * 5000))
+    refusal(path, limits=Limits(footer_value_bytes=4000))
+
+
+def test_a_page_that_inflates_beyond_the_limit_is_refused_before_it_is_inflated(path: Path) -> None:
+    rows = [message(1, b"\0" * (4 << 20))]
+    name = write_segment(path, rows).segment_name
+    assert path.stat().st_size < 10_000
+    assert read_segment(path, name) == rows
+    assert refusal(path, name, limits=Limits(row_group_bytes=1 << 20)).code == "E-SEG-BOMB"
+
+
+def dictionary_bomb(path: Path, column: str, size: int, rows: int) -> Footer:
+    """`rows` rows that all use one value of `size` bytes: a file of 3 KB that decodes to size * rows."""
+    found = [message(n, b"") for n in range(1, rows + 1)]
+    kind = SCHEMA.field(column).type
+    value = pa.array([b"x" * size], pa.binary()).cast(kind)
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), value)
+    field = pa.field(column, values.type, SCHEMA.field(column).nullable)
+    table = table_of(found).set_column(SCHEMA.get_field_index(column), field, values)
+    footer = footer_of(found, raw_bytes=10**12)
+    forge(
+        path,
+        table,
+        footer,
+        use_dictionary=[column],
+        dictionary_pagesize_limit=2 * size,
+        write_statistics=["sequence"],
+    )
+    return footer
+
+
+def _bomb_reader(path: Path, footer: Footer) -> str:
+    """A program that reads the bomb and prints by how many MiB its memory peaked above its beginning."""
+    return f"""
+import resource
+from pathlib import Path
+import common.segments.parquet as parquet
+from common.chain import Chain
+from common.errors import SegmentCorrupt
+from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+name = SegmentName(Chain("us-east", "NODES"), 0, SequenceRange(1, {footer.rows}), "0" * 16)
+try:
+    with parquet.open_file(Path({str(path)!r}), name) as reader:
+        print(sum(batch.num_rows for batch in reader.batches()))
+except SegmentCorrupt as error:
+    print(error.code, peak() - before)
+"""
+
+
+@pytest.mark.parametrize(("column", "most"), [("payload", 20), ("subject", 80), ("sample_key", 80)])
+def test_a_dictionary_bomb_costs_no_more_than_its_dictionary(path: Path, column: str, most: int) -> None:
+    footer = dictionary_bomb(path, column, 10 << 20, 100)
+    assert path.stat().st_size < 5000
+    done = subprocess.run(
+        [sys.executable, "-c", _bomb_reader(path, footer)], capture_output=True, text=True, check=True
+    )
+    code, mebibytes = done.stdout.split()
+    assert code == "E-SEG-BOMB"
+    assert int(mebibytes) < most
+
+
+# Whose fault it is
+
+
+def test_an_outage_while_parts_are_fetched_is_not_the_file_s_fault(path: Path) -> None:
+    name = write_segment(path, ROWS).segment_name
+
+    def fetch(first: int, length: int) -> None:
+        raise Unavailable("store away")
+
+    with pytest.raises(Unavailable, match="store away"):
+        open_file(path, name, fetch=fetch)
+
+
+def test_a_missing_file_is_not_a_corrupt_segment(path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_file(path, NAME)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_what_was_to_be_done_on_closing_is_done_also_when_opening_fails(path: Path, good: bool) -> None:
+    name = write_segment(path, ROWS).segment_name
+    closed: list[str] = []
+    if good:
+        open_file(path, name, on_close=lambda: closed.append("x")).close()
+    else:
+        other = SegmentName(Chain("other", "F"), 0, name.coverage, name.digest)
+        with pytest.raises(SegmentCorrupt):
+            open_file(path, other, on_close=lambda: closed.append("x"))
+    assert closed == ["x"]
+
+
+def test_columns_that_there_are_not_are_the_caller_s_fault(path: Path) -> None:
+    name = write_segment(path, ROWS).segment_name
+    with open_file(path, name) as reader, pytest.raises(ValueError, match=r"columns \['seq'\]"):
+        reader.batches(columns=["seq"])
+
+
+def test_the_key_in_errors_can_be_given(path: Path) -> None:
+    path.write_bytes(b"")
+    with pytest.raises(SegmentCorrupt, match=r"^segment data/x: not a Parquet file"):
+        open_file(path, NAME, key="data/x")
+
+
+def test_a_message_of_a_bad_file_is_one_line(path: Path) -> None:
+    forge(path, table_of(ROWS), changed(site="a\nb"))
+    assert "\n" not in refusal(path).line()
