@@ -54,6 +54,11 @@ def compact(
     """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
 
     Without Java: --engine local.
+
+    \b
+    Examples:
+      floe compact -c central.yaml
+      floe compact -c central.yaml --dry-run --site us-east
     """
     from compaction.run import Selection
 
@@ -79,6 +84,8 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
 
     Exit 3 where anything is not as it must be.
+
+    Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
     from common.segments.archive import select_chains
     from compaction import report

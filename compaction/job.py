@@ -8,7 +8,6 @@ A task may be retried or doubled: it makes the same object again.
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -40,11 +39,7 @@ class SparkRunner:
         session = self._spark.session()
         task = task_of(pickle.dumps((self._settings, work, list(items))), version())
         try:
-            with warnings.catch_warnings():
-                # It warns of versions of pandas, which nothing here goes through.
-                warnings.simplefilter("ignore", FutureWarning)
-                frame = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT)
-            rows = frame.collect()
+            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
         # What our own executors answered, over Spark's own connection.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +31,9 @@ DEFAULTS = {
     "spark.sql.session.timeZone": "UTC",
     # What is shuffled is two numbers of each row, and only where segments overlap.
     "spark.sql.shuffle.partitions": "8",
-    "spark.log.level": "ERROR",
 }
+_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+_LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
 _TASK_FAILURES = 4
 # Text that tasks raise and the driver looks for.
@@ -48,6 +50,8 @@ class Spark:
 
     def session(self) -> SparkSession:
         """The session. Raises ConfigError where PySpark or Java is missing."""
+        # It warns of versions of pandas, which nothing of Floe goes through.
+        warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
         if self._session is None:
             self._session = start(self._master, self._conf)
         return self._session
@@ -78,7 +82,10 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
     own = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
     if _LOCAL.fullmatch(master):
         own |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    return DEFAULTS | own | dict(conf) | FIXED
+    java = conf.get(_JAVA_OPTIONS, "")
+    if "log4j" not in java:
+        java = f"{java} {_LOG_CONFIGURATION}".strip()
+    return DEFAULTS | own | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
 
 
 def with_retries(master: str) -> str:
@@ -98,7 +105,7 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
             hint="install floe-jetstream[spark], or use --engine local",
             code="E-SPARK",
         ) from error
-    _set_environment(conf)
+    _set_environment(master, conf)
     try:
         builder = SparkSession.builder.appName("floe compaction").master(with_retries(master))
         return builder.config(map=spark_conf(master, conf)).getOrCreate()
@@ -108,10 +115,12 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
         raise spark_error("start", error) from error
 
 
-def _set_environment(conf: Mapping[str, str]) -> None:
+def _set_environment(master: str, conf: Mapping[str, str]) -> None:
     """Executors of this host run this interpreter and this code, whatever `python3` on the PATH is."""
     if "spark.pyspark.python" not in conf:
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if _LOCAL.fullmatch(master):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     root = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:

@@ -16,7 +16,10 @@ def egress() -> None:
 @config_option
 @run_command
 async def run(config: str) -> int:
-    """Freeze until SIGTERM; then store what was read, and end."""
+    """Freeze until SIGTERM; then store what was read, and end.
+
+    Example: floe egress run -c site.yaml
+    """
     settings = load_settings(config)
     from egress.service import serve
 

@@ -22,7 +22,7 @@ from common.service.threads import Threads
 from common.settings.egress import FeedSettings
 from egress import metrics
 from egress.backoff import Backoff
-from egress.parts import Parts
+from egress.parts import Parts, Pools
 from egress.report import FeedReport
 from egress.worker import Worker
 
@@ -31,7 +31,6 @@ log = get_logger("egress.controller")
 REEXAMINE = 30.0  # seconds until a stopped chain is looked at again
 BEAT = 1.0  # seconds
 ABANDON = 2.0  # seconds to let go of what was not drained in time
-THREADS = 3  # of a feed: one encodes, one puts, one looks
 
 
 def lease_key(feed: Chain) -> str:
@@ -54,9 +53,9 @@ class Feed:
     ) -> None:
         self._parts, self._leases, self._ttl, self._reexamine = parts, leases, ttl, reexamine
         self._chain = Chain(site, settings.name)
-        self._threads = Threads(f"egress-{settings.name}", THREADS)
+        self._pools = Pools(Threads(f"egress-{settings.name}", 2), Threads(f"encode-{settings.name}", 1))
         self._report = FeedReport(self._chain, settings.stream, health)
-        self._worker = Worker(site, settings, parts, self._threads, self._report)
+        self._worker = Worker(site, settings, parts, self._pools, self._report)
         self._backoff = Backoff(parts.rng)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -70,7 +69,7 @@ class Feed:
                 else:
                     await self._hold(lease, stop)
         finally:
-            self._threads.close()
+            self._pools.close()
 
     async def _acquire(self) -> Lease | None:
         """The lease; None where another instance holds it, or nobody can say."""
@@ -94,7 +93,7 @@ class Feed:
         try:
             while lease.is_usable() and not stop.is_set():
                 await self._work(lease, stop)
-            await self._threads.idle()
+            await self._pools.idle()
         finally:
             keeping.cancel()
             with suppress(asyncio.CancelledError):

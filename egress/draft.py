@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+
 from common.chain import Chain
 from common.segments.limits import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
 from common.segments.parquet import SegmentWriter, SpooledSegment, record_batch
@@ -56,19 +58,23 @@ class Draft:
         """Close and hash the file. Raises ValueError if nothing was added."""
         if self._coverage is None:
             raise ValueError("segment: expected at least one piece")
-        return self._file.finish(
-            Footer(
-                chain=self._chain,
-                level=0,
-                coverage=self._coverage,
-                rows=self._file.rows,
-                ledger=self._ledger,
-                raw_bytes=self._file.raw_bytes,
-                first_timestamp_ns=None,  # it and the next come from the rows
-                last_timestamp_ns=None,
-                tip=Tip.of(self._last) if self._last else None,
-                writer=self._writer,
-            )
+        spooled = self._file.finish(self._footer(self._coverage))
+        # The allocator keeps what a thread has freed, a row group or two, until it is told to let go.
+        pa.default_memory_pool().release_unused()
+        return spooled
+
+    def _footer(self, coverage: SequenceRange) -> Footer:
+        return Footer(
+            chain=self._chain,
+            level=0,
+            coverage=coverage,
+            rows=self._file.rows,
+            ledger=self._ledger,
+            raw_bytes=self._file.raw_bytes,
+            first_timestamp_ns=None,  # it and the next come from the rows
+            last_timestamp_ns=None,
+            tip=Tip.of(self._last) if self._last else None,
+            writer=self._writer,
         )
 
     def abort(self) -> None:

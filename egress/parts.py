@@ -13,6 +13,7 @@ from common.jetstream.kv import KeyValue
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
+from common.service.threads import Threads
 from egress.budget import Budget
 
 T = TypeVar("T")
@@ -60,6 +61,25 @@ class Tuning:
     pulling: Pulling = field(default_factory=Pulling)
     pace: Pace = field(default_factory=Pace)
     confirming: Confirming = field(default_factory=Confirming)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """The threads of one feed. `io`: one puts while one looks. `encoder`: one thread, so that pieces stay in
+    order and only one heap keeps what encoding has freed."""
+
+    io: Threads
+    encoder: Threads
+
+    async def idle(self) -> None:
+        """Return when no call is running, those whose await was cancelled included."""
+        await self.io.idle()
+        await self.encoder.idle()
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self.io.close()
+        self.encoder.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from common.jetstream.lease import Lease
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import SegmentRef, Tip
 from common.service.logs import get_logger
-from common.service.threads import Threads
 from common.settings.egress import FeedSettings
 from egress.archive import Archive
 from egress.backoff import Backoff
@@ -30,7 +29,7 @@ from egress.history import Incarnation
 from egress.identity import Source
 from egress.inquiry import Inquiry
 from egress.ledger import before_first_gap, gone_before_read
-from egress.parts import Parts
+from egress.parts import Parts, Pools
 from egress.position import Position
 from egress.reader import SECOND, DoubtError, Reader
 from egress.report import FeedReport
@@ -57,7 +56,7 @@ class Session:
         self,
         parts: Parts,
         feed: FeedSettings,
-        threads: Threads,
+        pools: Pools,
         report: FeedReport,
         inquiry: Inquiry,
         lease: Lease,
@@ -67,7 +66,8 @@ class Session:
         place: Position,
         hurry: float | None = None,
     ) -> None:
-        self._parts, self._feed, self._threads, self._report = parts, feed, threads, report
+        self._parts, self._feed, self._report = parts, feed, report
+        self._pools, self._encoder = pools, pools.encoder
         self._inquiry, self._lease, self._archive, self._current = inquiry, lease, archive, current
         self._backoff = Backoff(parts.rng)
         self._fills_hole = place.until is not None
@@ -164,7 +164,7 @@ class Session:
 
     async def seal(self) -> deque[SpooledSegment]:
         """Close what is open and hand over all that was received and not put. After `run` only."""
-        await self._threads.idle()
+        await self._encoder.idle()
         self._builder.close(Close.DOUBT)
         while self._outbox:
             await self._encode_next()
@@ -174,7 +174,7 @@ class Session:
     async def close(self) -> None:
         """Give back memory and spool files. After `run` only."""
         self._account.close()
-        await self._threads.idle()
+        await self._pools.idle()
         if self._draft is not None:
             self._draft.abort()
         for spooled in self._sealed:
@@ -252,8 +252,8 @@ class Session:
 
     async def _add(self, piece: Piece, source_first: int) -> None:
         if self._draft is None:
-            self._draft = await self._threads.run(self._make_draft)
-        await self._threads.run(self._draft.add, piece, source_first)
+            self._draft = await self._encoder.run(self._make_draft)
+        await self._encoder.run(self._draft.add, piece, source_first)
         self._charge_draft(self._draft.held)
 
     async def _source_first(self) -> int:
@@ -271,7 +271,7 @@ class Session:
 
     async def _finish(self, why: Close) -> None:
         assert self._draft is not None, "a segment closes behind its pieces"
-        spooled = await self._threads.run(self._draft.finish)
+        spooled = await self._encoder.run(self._draft.finish)
         self._draft = None
         self._charge_draft(0)
         failpoint("egress.sealed")

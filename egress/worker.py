@@ -22,14 +22,13 @@ from common.jetstream.streams import StreamInfo
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
-from common.service.threads import Threads
 from common.settings.egress import FeedSettings
 from egress.archive import Archive, Marks
 from egress.backoff import Backoff
 from egress.history import History, Incarnation
 from egress.identity import Evidence, Kind, Source, Verdict
 from egress.inquiry import Inquiry
-from egress.parts import Parts
+from egress.parts import Parts, Pools
 from egress.reader import DoubtError
 from egress.report import FeedReport, stopped_error
 from egress.session import RetakeError, Session
@@ -56,14 +55,12 @@ class Held:
 class Worker:
     """Freezes one feed. `run` may be called again after whatever it raised; it goes on from the listing."""
 
-    def __init__(
-        self, site: str, feed: FeedSettings, parts: Parts, threads: Threads, report: FeedReport
-    ) -> None:
-        self._feed, self._parts, self._threads, self._report = feed, parts, threads, report
+    def __init__(self, site: str, feed: FeedSettings, parts: Parts, pools: Pools, report: FeedReport) -> None:
+        self._feed, self._parts, self._pools, self._report = feed, parts, pools, report
         self._chain = Chain(site, feed.name)
         filters = (feed.filter_subject,) if feed.filter_subject else ()
-        self._history = History(self._chain, filters, parts.chains, parts.objects, threads, parts.clock)
-        self._inquiry = Inquiry(feed.stream, parts, threads)
+        self._history = History(self._chain, filters, parts.chains, parts.objects, pools.io, parts.clock)
+        self._inquiry = Inquiry(feed.stream, parts, pools.io)
         self._marks = Marks(parts.state)
         self._backoff = Backoff(parts.rng)
         self._held: Held | None = None
@@ -123,9 +120,9 @@ class Worker:
 
     async def _open_archive(self, current: Incarnation) -> Archive:
         parts = self._parts
-        floor = await self._threads.run(parts.chains.read_floor, current.chain)
+        floor = await self._pools.io.run(parts.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
-        archive = Archive(current.chain, first, parts.store, parts.chains, self._marks, self._threads)
+        archive = Archive(current.chain, first, parts.store, parts.chains, self._marks, self._pools.io)
         await archive.load()
         return archive
 
@@ -180,7 +177,7 @@ class Worker:
         session = Session(
             self._parts,
             self._feed,
-            self._threads,
+            self._pools,
             self._report,
             self._inquiry,
             lease,

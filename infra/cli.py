@@ -87,7 +87,7 @@ def emulate(**options: Any) -> None:
 
 @click.command(help=DEMO_HELP)
 @click.option(
-    "--seconds", type=click.FloatRange(min=5), default=40, show_default=True, help="How long to publish."
+    "--seconds", type=click.FloatRange(min=5), default=30, show_default=True, help="How long to publish."
 )
 @click.option(
     "--rate",

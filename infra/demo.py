@@ -88,6 +88,7 @@ async def _steps(run: Run, view: View, world: World) -> Result:
 async def _compare(run: Run, world: World, started: float) -> Result:
     """Read each chain in its three places, and let Spark count the archive too."""
     readings, problems = await read_chains(run.clients, run.archive)
+    run.view.say("asking Spark to count the archive")
     counted, differences = await ask_spark(world, readings)
     run.view.say(counted)
     return Result(

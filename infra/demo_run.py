@@ -111,6 +111,7 @@ class Run:
     async def compact(self) -> None:
         """Run `floe compact` once, to its end."""
         started = self.clock.monotonic()
+        self.view.progress("floe compact runs on Spark")
         out = await run_command(
             self.world.folder, "compact", "floe", "compact", "-c", str(self.world.central_config), "--json"
         )
@@ -157,7 +158,7 @@ def _summary(out: str) -> str:
     """What a compaction says of itself, as words. Raises FloeError where it does not."""
     try:
         report = json.loads(out)
-        inputs = sum(len(merged["inputs"]) for merged in report["merged"])
+        inputs = sum(merged["input_count"] for merged in report["merged"])
         return f"{inputs} segments merged into {len(report['merged'])}, {len(report['deleted'])} deleted"
     except (ValueError, KeyError, TypeError) as error:
         raise FloeError(

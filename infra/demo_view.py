@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from common.clock import Clock
@@ -42,7 +42,14 @@ class ConsoleView:
     def __init__(self, clock: Clock, steps: int, console: Console | None = None) -> None:
         self._clock, self._steps, self._number = clock, steps, 0
         self._console = console or Console(highlight=False)
-        self._status: Status | None = None
+        self._moving = Progress(
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            transient=True,
+        )
+        self._line = self._moving.add_task("starting", total=None)
         self._started = self._spoken = clock.monotonic()
 
     @contextmanager
@@ -51,9 +58,8 @@ class ConsoleView:
         if not self._console.is_terminal:
             yield
             return
-        with self._console.status("starting") as self._status:
+        with self._moving:
             yield
-        self._status = None
 
     def step(self, title: str, why: str) -> None:
         self._number += 1
@@ -66,9 +72,8 @@ class ConsoleView:
         self._spoken = self._clock.monotonic()
 
     def progress(self, text: str) -> None:
-        if self._status is not None:
-            self._update(text)
-        elif self._clock.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
+        self._update(text)
+        if not self._console.is_terminal and self._clock.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
             self.say(text)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -82,8 +87,7 @@ class ConsoleView:
         self._console.print()
 
     def _update(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(f"{self._elapsed()}  {text}")
+        self._moving.update(self._line, description=text)
 
     def _elapsed(self) -> str:
         return f"{self._clock.monotonic() - self._started:5.1f} s"

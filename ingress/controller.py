@@ -14,6 +14,7 @@ from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
 from common.settings.root import Settings
+from ingress.carrier import LOOK_SPACING
 from ingress.discovery import Discovery
 from ingress.runner import Parts, Runner
 
@@ -25,13 +26,24 @@ IDLE_TIMEOUT = 5.0  # seconds for threads that still read
 
 
 class Controller:
-    """Runs every target of `settings` until it is asked to stop."""
+    """Runs every target of `settings` until it is asked to stop.
+
+    `look_spacing`: seconds between the three looks that confirm a verdict.
+    """
 
     def __init__(
-        self, settings: Settings, store: SegmentStore, documents: ChainStore, health: Health, clock: Clock
+        self,
+        settings: Settings,
+        store: SegmentStore,
+        documents: ChainStore,
+        health: Health,
+        clock: Clock,
+        *,
+        look_spacing: float = LOOK_SPACING,
     ) -> None:
         self._settings, self._store, self._documents = settings, store, documents
         self._health, self._clock = health, clock
+        self._look_spacing = look_spacing
         self._threads = Threads("ingress", THREADS)
         self._failures: list[FloeError] = []
 
@@ -79,6 +91,7 @@ class Controller:
             self._health,
             self._clock,
             new_owner(self._settings.instance),
+            self._look_spacing,
         )
 
     async def _run(self, runner: Runner, stop: asyncio.Event) -> None:

@@ -46,7 +46,7 @@ def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Uncl
         return Unclear("no stream takes the subject, or the stream has no leader")
     try:
         ack = json.loads(payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         ack = None
     if not isinstance(ack, dict):
         return Unclear(f"acknowledgement: expected JSON, found {payload[:60]!r}")

@@ -20,7 +20,7 @@ from common.service.monitor import Health
 from common.service.threads import Threads
 from common.settings.ingress import IngressSettings, TargetSettings
 from ingress import metrics
-from ingress.carrier import Carrier
+from ingress.carrier import LOOK_SPACING, Carrier
 from ingress.choices import Choices
 from ingress.discovery import Discovery
 from ingress.preflight import control_headers, ensure_target, shape_of
@@ -53,6 +53,7 @@ class Parts:
     health: Health
     clock: Clock
     owner: str
+    look_spacing: float = LOOK_SPACING
 
 
 class Runner:
@@ -170,6 +171,7 @@ class Runner:
             supply,
             lease,
             parts.clock,
+            look_spacing=parts.look_spacing,
         )
 
     # Reports

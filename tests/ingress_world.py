@@ -16,6 +16,7 @@ from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, restore
+from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.streams import ask, stored_message, stream_info
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
@@ -28,6 +29,7 @@ from common.service.monitor import Health
 from common.settings.nats import NatsSettings
 from common.settings.root import Settings
 from ingress.controller import Controller
+from ingress.state import StateStore
 from tests.segment_files import message, write_segment
 from tests.support import soon, unique
 
@@ -185,16 +187,28 @@ class Centre:
     async def running(self, **ingress: Any) -> AsyncIterator[Health]:
         """The service in this process, drained at the end."""
         health, stop = Health(SystemClock()), asyncio.Event()
-        store = SegmentStore(self.archive.objects, Layout(PREFIX))
-        controller = Controller(
-            self.settings(**ingress), store, self.archive.documents, health, SystemClock()
-        )
-        task = asyncio.create_task(controller.run(stop))
+        task = asyncio.create_task(self.run(stop, health, **ingress))
         try:
             yield health
         finally:
             stop.set()
             await asyncio.wait_for(task, 40)
+
+    async def run(
+        self, stop: asyncio.Event | None = None, health: Health | None = None, **ingress: Any
+    ) -> None:
+        """The service until `stop`, or until it ends by itself."""
+        store = SegmentStore(self.archive.objects, Layout(PREFIX))
+        health = health or Health(SystemClock())
+        controller = Controller(
+            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), look_spacing=0.1
+        )
+        await controller.run(stop or asyncio.Event())
+
+    async def state(self, client: FloeClient) -> StateStore:
+        """The stored state of the target."""
+        bucket = await KeyValue.open(client, self.state_bucket)
+        return StateStore(bucket, state_key("ingress", self.target), self.target)
 
     async def carried(self, client: FloeClient, count: int, seconds: float = 15) -> list[Arrived]:
         """What the target holds once it holds `count` messages."""

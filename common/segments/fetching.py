@@ -23,7 +23,7 @@ log = get_logger("segments.fetching")
 
 # Up to this size a segment is fetched whole, which lets its name prove its bytes; beyond it, by ranges.
 WHOLE_BYTES = 256 * MIB
-PAUSES = (0.2, 1.0, 5.0)  # seconds before what arrived damaged is fetched again
+PAUSES = (0.1, 0.5)  # seconds before what arrived damaged is fetched again
 
 
 class WrongBytes(SegmentCorrupt):

@@ -64,6 +64,8 @@ class Scan:
             wanted = self._selected(plain)
             if wanted.num_rows:
                 yield wanted
+            if self._rows is not None and self._totals.last_sequence >= self._rows.last:
+                return
         if counted != group.rows:
             raise SegmentCorrupt(f"row group {group.index}: expected {group.rows} rows, found {counted}")
 

@@ -56,7 +56,7 @@ class Spool:
 
     def _private_folder(self) -> Path:
         with self._guard:
-            if self._folder is None:
+            if self._folder is None or self._owner != os.getpid():
                 self._parent.mkdir(parents=True, exist_ok=True)
                 _sweep(self._parent)
                 self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.chain import Chain
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
+from common.jetstream.client import frame
+from common.jetstream.streams import create_stream
+from common.segments.layout import SegmentName
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange
+from common.service.monitor import Health
+from ingress.intent import Checkpoint, Intent, Piece, TargetState
+from tests.ingress_world import (
+    CHAIN,
+    Archive,
+    Centre,
+    check_exact,
+    client_of,
+    count_in,
+    rows_of,
+)
+from tests.segment_files import message
+from tests.support import soon
 
 pytestmark = pytest.mark.servers
+OTHER = Chain("eu-west", "NODES")
 
 
 @pytest.fixture
@@ -17,16 +37,319 @@ def archive(tmp_path: Path) -> Archive:
     return Archive(tmp_path / "store")
 
 
+def block(*lines: bytes) -> bytes:
+    return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, object]:
+    """What /status says of a chain."""
+    status = health.status()["parts"].get(f"target {centre.target}", {})
+    return dict(status.get("chains", {}).get(str(chain), {}))
+
+
+@pytest.mark.parametrize("publisher", ["atomic", "single"])
 async def test_segments_of_several_chains_arrive_once_and_in_order(
+    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+) -> None:
+    for first in (1, 201, 401):
+        archive.put(rows_of(first, first + 199))
+        archive.put(rows_of(first, first + 199, OTHER), chain=OTHER)
+    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+
+    async with client_of(nats_url) as client, centre.running():
+        messages = await centre.carried(client, 1200)
+
+    check_exact(messages, archive, centre.prefix)
+
+
+async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_stopped(
     tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
-    other = Chain("eu-west", "NODES")
-    for first in (1, 501, 1001):
-        archive.put(rows_of(first, first + 499))
-        archive.put(rows_of(first, first + 499, other), chain=other)
+    archive.put(rows_of(1, 50))
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        async with centre.running():
+            await centre.carried(client, 50)
+            archive.put(rows_of(51, 80), SequenceRange(51, 100))
+            await centre.carried(client, 80)
+        archive.put(rows_of(101, 130))
+        async with centre.running():
+            messages = await centre.carried(client, 110)
+            await asyncio.sleep(0.3)
+        stored = (await (await centre.state(client)).load()).state
+
+    check_exact(messages, archive, centre.prefix)
+    assert stored is not None
+    assert stored.intent is None
+    assert stored.checkpoint.positions == {CHAIN: 131}
+    assert stored.checkpoint.target_sequence == 110
+
+
+async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    blocks = [
+        None,
+        block(),
+        block(b"A: 1", b"a:  2  ", b"A:", b"A: 1"),
+        block(b"Nats-Msg-Id: same"),
+        block(b"nats-rollup: all", b"Nats-Rollup: all"),
+        block(b"Nats-TTL: 1s"),
+        block(b"Nats-Expected-Last-Sequence: 999", b"Nats-Batch-Id: x", b"Nats-Batch-Commit: 1"),
+        block(b"Nats-Expected-Stream: other", b"Nats-Expected-Last-Msg-Id: z", b"Nats-Incr: +1"),
+        block(
+            b"Nats-Schedule: @at 2030-01-01T00:00:00Z", b"Nats-Schedule-Target: a.b", b"Nats-Stream-Source: x"
+        ),
+        block(b"Floe-Source: mars NODES 0000 0 1 1", b"Floe-Original: A: 1"),
+        block(b"Nats-Msg-Id: same"),
+        b"NATS/1.0 503 no\r\n\r\n",
+        b"NATS/1.0\r\nno end",
+    ]
+    rows = [message(n, b"" if n % 2 else b"x", headers=b) for n, b in enumerate(blocks, 1)]
+    rows.append(message(len(rows) + 1, subject=b"nodes.\xff\xfe"))
+    archive.put(rows)
     centre = Centre(tmp_path, archive, nats_url)
 
     async with client_of(nats_url) as client, centre.running():
-        messages = await centre.carried(client, 3000)
+        messages = await centre.carried(client, len(rows))
+
+    messages[-1] = replace(
+        messages[-1], message=replace(messages[-1].message, subject=centre.prefix + b"nodes.\xff\xfe")
+    )
+    check_exact(messages, archive, centre.prefix)
+
+
+async def test_a_control_header_that_may_act_acts(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+    archive.put([message(1, headers=block(b"Nats-TTL: 1s")), message(2, headers=block(b"Nats-TTL: soon"))])
+    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
+
+    async with client_of(nats_url) as client, centre.running():
+        assert len(await centre.carried(client, 2)) == 2
+
+        async def expired() -> bool:
+            return await count_in(client, centre.target) == 1
+
+        await soon(expired)
+
+
+async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(21, 30))
+    archive.put(rows_of(1, 40, OTHER), chain=OTHER)
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 50)
+        await soon(lambda: lane(health, centre).get("hole") == "11..20")
+        assert lane(health, centre)["phase"] == "late"
+        assert await count_in(client, centre.target) == 50
+        archive.put(rows_of(11, 20))
+        messages = await centre.carried(client, 70)
 
     check_exact(messages, archive, centre.prefix)
+
+
+async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    damaged = archive.put(rows_of(1, 30))
+    archive.put(rows_of(1, 30), level=1)
+    archive.put(rows_of(31, 40))
+    (archive.folder / damaged.key).write_bytes(b"PAR1" + b"x" * (damaged.size - 8) + b"PAR1")
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running():
+        messages = await centre.carried(client, 40, 20)
+
+    check_exact(messages, archive, centre.prefix)
+
+
+async def test_damage_that_nothing_else_covers_stops_its_chain_and_no_other(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 10))
+    good = archive.put(rows_of(11, 20))
+    archive.put(rows_of(1, 40, OTHER), chain=OTHER)
+    bytes_of = (archive.folder / good.key).read_bytes()
+    (archive.folder / good.key).write_bytes(bytes_of[:-100] + b"\0" * 100)
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 50)
+        await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
+        assert lane(health, centre)["hole"] == "11..20"
+
+
+async def test_a_segment_of_another_site_under_a_listed_key_is_damage(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    secret = Chain("mars", "NODES")
+    ref = archive.put(rows_of(1, 10, secret), chain=secret)
+    archive.begin()
+    raw = (archive.folder / ref.key).read_bytes()
+    forged = archive.store.layout.segment(replace(ref.segment, chain=CHAIN))
+    archive.objects.put(forged, raw)
+    archive.documents.write_tail(CHAIN, 10)
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running() as health:
+        await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
+        assert await count_in(client, centre.target) == 0
+
+
+async def test_a_row_that_the_target_would_refuse_stops_its_chain_before_it_and_no_other(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put([message(1), message(2), message(3, subject=b"a b"), message(4)])
+    archive.put([message(1), message(2, b"x" * (1 << 20))], chain=OTHER)
+    archive.rows[CHAIN] = archive.rows[CHAIN][:2]
+    archive.rows[OTHER] = archive.rows[OTHER][:1]
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 3)
+        await soon(lambda: "stopped" in lane(health, centre) and "stopped" in lane(health, centre, OTHER))
+        assert "stops at sequence 3: subject 'a b'" in str(lane(health, centre)["stopped"])
+        assert "the message with its headers needs" in str(lane(health, centre, OTHER)["stopped"])
+        await asyncio.sleep(0.3)
+        check_exact(await centre.carried(client, 3), archive, centre.prefix)
+
+
+async def test_an_incarnation_begins_when_all_partitions_of_the_one_before_have_ended(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    parts = [Chain("us-east", "NODES", 0, n) for n in (0, 1)]
+    later = Chain("us-east", "NODES", 1)
+    archive.begin(later, previous={0: 10, 1: 20})
+    archive.put(rows_of(1, 5, later), chain=later)
+    archive.put(rows_of(1, 15, parts[0]), chain=parts[0])
+    archive.rows[parts[0]] = archive.rows[parts[0]][:10]
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running() as health:
+        await soon(lambda: "stands at 1 and ends at 20" in str(lane(health, centre, later).get("waits_for")))
+        archive.put(rows_of(1, 20, parts[1]), chain=parts[1])
+        messages = await centre.carried(client, 35)
+
+    check_exact(messages, archive, centre.prefix)
+    assert [m.chain for m in messages[-5:]] == [later] * 5
+
+
+async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [archive.put(rows_of(first, first + 9)) for first in (1, 11, 21)]
+    archive.put(rows_of(1, 30), level=1, tail=False)
+    opened = []
+
+    def gone_then_open(store: object, ref: SegmentRef, *, rows: SequenceRange | None = None) -> object:
+        if not opened:
+            for each in small:
+                archive.store.delete(each)
+        opened.append(ref.level)
+        return original(store, ref, rows=rows)  # type: ignore[arg-type]
+
+    original = type(archive.store).open
+    monkeypatch.setattr(type(archive.store), "open", gone_then_open)
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running():
+        messages = await centre.carried(client, 30)
+
+    check_exact(messages, archive, centre.prefix)
+    assert opened == [0, 1]
+
+
+async def test_chains_that_are_not_listed_stay_where_they_are(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    secret = Chain("mars", "NODES")
+    archive.put(rows_of(1, 10, secret), chain=secret)
+    archive.rows.clear()
+    archive.put(rows_of(1, 10))
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running():
+        await centre.carried(client, 10)
+        await asyncio.sleep(1.2)
+        check_exact(await centre.carried(client, 10), archive, centre.prefix)
+
+
+async def test_a_chain_begins_where_chain_json_and_retention_say(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.begin(CHAIN, first=5)
+    archive.put(rows_of(1, 20))
+    archive.begin(OTHER, first=5)
+    archive.documents.raise_floor(OTHER, 11)
+    archive.put(rows_of(1, 20, OTHER), chain=OTHER)
+    archive.rows = {CHAIN: rows_of(5, 20), OTHER: rows_of(11, 20, OTHER)}
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client, centre.running():
+        check_exact(await centre.carried(client, 26), archive, centre.prefix)
+
+
+# Open intents that another instance left behind
+
+
+async def open_intent_of(centre: Centre, stored: int, *pieces: Piece) -> None:
+    """A target with an open intent of which the first `stored` messages were sent by hand."""
+    async with client_of(centre.url) as client:
+        info = await create_stream(
+            client, {"name": centre.target, "subjects": [f"{centre.target}.>"], "allow_atomic": True}
+        )
+        for row in rows_of(1, stored):
+            lines = b"Floe-Source: us-east NODES 0000 0 %d %d" % (row.sequence, row.timestamp_ns)
+            client.send(frame(centre.prefix + row.subject, row.payload, block(lines)))
+        state = TargetState(Checkpoint(0, info.created), Intent(0, pieces))
+        assert await (await centre.state(client)).save(state, 0)
+
+
+@pytest.mark.parametrize("stored", [0, 7, 20, 25])
+async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
+    tmp_path: Path, archive: Archive, nats_url: str, stored: int
+) -> None:
+    ref = archive.put(rows_of(1, 40))
+    centre = Centre(tmp_path, archive, nats_url)
+    await open_intent_of(
+        centre,
+        stored,
+        Piece(ref.segment, SequenceRange(1, 20), 20),
+        Piece(ref.segment, SequenceRange(21, 25), 5),
+    )
+
+    async with client_of(nats_url) as client, centre.running():
+        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+
+
+async def test_the_rows_of_an_open_intent_are_found_through_the_cover(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    gone = archive.put(rows_of(1, 40), SequenceRange(1, 50))
+    archive.store.delete(gone)
+    archive.rows.clear()
+    for first, last in ((1, 15), (16, 40), (41, 60)):
+        archive.put(rows_of(first, last), level=1)
+    archive.rows[CHAIN] = [row for row in rows_of(1, 60) if row.sequence <= 60]
+    centre = Centre(tmp_path, archive, nats_url)
+    await open_intent_of(centre, 7, Piece(gone.segment, SequenceRange(1, 40), 40))
+
+    async with client_of(nats_url) as client, centre.running():
+        check_exact(await centre.carried(client, 60), archive, centre.prefix)
+
+
+async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    name = SegmentName(CHAIN, 0, SequenceRange(1, 40), "0" * 16)
+    archive.put(rows_of(1, 39), SequenceRange(1, 40))
+    centre = Centre(tmp_path, archive, nats_url)
+    await open_intent_of(centre, 7, Piece(name, SequenceRange(1, 40), 40))
+
+    with pytest.raises(Exception, match="expected 40 messages in 1..40, found 39"):
+        await asyncio.wait_for(centre.run(), 20)
+    async with client_of(nats_url) as client:
+        assert await count_in(client, centre.target) == 7

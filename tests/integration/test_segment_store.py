@@ -552,6 +552,18 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert mine.exists()
 
 
+def test_a_forked_process_has_a_spool_of_its_own(local: LocalObjects, make: Make) -> None:
+    store = make(local)
+    mine = store.new_spool()
+    child = os.fork()
+    if child == 0:
+        is_own = store.new_spool().parent != mine.parent
+        store.close()
+        os._exit(0 if is_own else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert mine.exists()
+
+
 def test_folders_that_are_not_spools_are_left_alone(local: LocalObjects, make: Make, tmp_path: Path) -> None:
     (tmp_path / "spool/floe-spool-mine").mkdir(parents=True)
     (tmp_path / "spool/floe-spool-mine/notes").write_text("x")

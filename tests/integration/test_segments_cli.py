@@ -35,8 +35,8 @@ class Archive:
         self.chains.create_stream(CHAIN, StreamDocument({"name": "NODES"}, "2026-11-20T10:00:00Z"))
         self.config = folder / "floe.yaml"
         self.config.write_text(
-            f"site: us-east\nspool_dir: {folder / 'spool'}\nstore: {{url: 'file://{self.root}', prefix: data}}\n"
-            "log: {level: error}\n"
+            f"site: us-east\nspool_dir: {folder / 'spool'}\nlog: {{level: error}}\n"
+            f"store: {{url: 'file://{self.root}', prefix: data}}\n"
         )
 
     def put(

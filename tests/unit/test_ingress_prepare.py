@@ -79,7 +79,7 @@ def test_a_message_that_is_too_large_with_its_headers_is_named_with_both_sizes()
     assert result.material.sequences == [1]
     assert result.problem is not None
     assert result.problem.code == "E-MSG-TOO-LARGE"
-    assert "the message with its headers needs 23" in result.problem.message
+    assert "the message with its headers needs 2270 " in result.problem.message
     assert result.problem.message.endswith("bytes, the target takes 2000")
 
 

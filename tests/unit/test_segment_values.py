@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from common.segments.segment import (
 )
 from common.segments.store import object_metadata
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
-from tests.segment_files import batch_of, footer_of, message, read_segment, write_segment
+from tests.segment_files import batch_of, footer_of, message, read_all, read_segment, write_segment
 
 MIB = 2**20
 
@@ -98,6 +99,13 @@ def test_no_rows_are_a_batch_too() -> None:
 def test_a_slice_of_a_batch_is_read_from_where_it_begins() -> None:
     rows = [message(n, b"%d" % n, subject=b"\xff" if n == 2 else b"a") for n in range(1, 6)]
     assert list(messages(batch_of(rows).slice(1, 3))) == rows[1:4]
+
+
+def test_a_file_in_memory_can_be_read_too(path: Path) -> None:
+    rows = [message(n) for n in range(1, 6)]
+    name = write_segment(path, rows).segment_name
+    with open_file(io.BytesIO(path.read_bytes()), name) as reader:
+        assert read_all(reader) == rows
 
 
 # Values

@@ -123,13 +123,13 @@ def test_a_byte_changed_anywhere_is_refused_or_changes_no_row(path: Path) -> Non
     name = write_segment(path, rows).segment_name
     whole = path.read_bytes()
     refused = 0
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 3):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
         try:
             assert read_segment(path, name) == rows
         except SegmentCorrupt:
             refused += 1
-    assert refused > len(whole) / 3
+    assert refused > len(whole) / 9
 
 
 # Schema

@@ -1,0 +1,280 @@
+"""Where ingress stops: the verdict, the exit code, the choices; and what it does about another instance."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.streams import create_stream
+from common.service.monitor import Health
+from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.scenarios.processes import run_floe
+from tests.support import soon
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 30))
+    return archive
+
+
+async def ending(centre: Centre, seconds: float = 20) -> FloeError:
+    """The error that ends the service."""
+    with pytest.raises(FloeError) as caught:
+        await asyncio.wait_for(centre.run(), seconds)
+    return caught.value
+
+
+async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
+    subjects = [f"{centre.target}.>"]
+    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config})
+
+
+async def carry_once(centre: Centre, client: FloeClient, count: int = 30) -> None:
+    async with centre.running():
+        await centre.carried(client, count)
+
+        async def closed() -> bool:
+            state = (await (await centre.state(client)).load()).state
+            return state is not None and state.checkpoint.target_sequence == count
+
+        await soon(closed)
+
+
+async def test_a_missing_target_ends_with_the_line_that_makes_it(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, create=None)
+
+    error = await ending(centre)
+
+    assert isinstance(error, ConfigError)
+    assert error.exit_code == 78
+    assert error.message == f"target {centre.target}: expected a stream, found none and no `create`"
+    assert error.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
+
+
+async def test_dangerous_differences_are_refused_all_at_once(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await make(client, centre, retention="workqueue", storage="memory")
+
+    error = await ending(centre)
+
+    assert isinstance(error, ConfigError)
+    assert error.problems == (
+        f"target {centre.target}: retention: expected limits (create), found workqueue",
+        f"target {centre.target}: storage: expected file (create), found memory",
+    )
+
+
+async def test_a_target_that_holds_messages_and_has_no_checkpoint_stops(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        client.send(frame(f"{centre.target}.a".encode(), b"x"))
+        error = await ending(centre)
+        assert await count_in(client, centre.target) == 1
+
+    assert isinstance(error, Stopped)
+    assert error.code == "E-TARGET-NOT-EMPTY"
+    assert "found last sequence 1 and no checkpoint" in error.message
+
+
+async def test_a_lost_state_bucket_stops_instead_of_carrying_everything_again(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+        await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
+        error = await ending(centre)
+        assert await count_in(client, centre.target) == 30
+
+    assert error.code == "E-TARGET-NOT-EMPTY"
+
+
+@pytest.mark.parametrize("again", [True, False])
+async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
+    tmp_path: Path, archive: Archive, nats_url: str, again: bool
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        if again:
+            await make(client, centre)
+        error = await ending(centre)
+        assert await count_in(client, centre.target) == 0
+
+        assert isinstance(error, Stopped)
+        assert error.code == "E-TARGET-RECREATED"
+        assert f"nats kv del {centre.state_bucket} ingress.{centre.target} --force" in error.hint
+        await forget(client, error.hint)
+        async with centre.running():
+            check_exact(await centre.carried(client, 30), archive, centre.prefix)
+
+
+async def forget(client: FloeClient, hint: str) -> None:
+    """What the pasted command `nats kv del BUCKET KEY --force` does."""
+    bucket, key = hint.split("nats kv del ")[1].split()[:2]
+    headers = b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n"
+    await client.request_raw(f"$KV.{bucket}.{key}".encode(), b"", headers, timeout=5)
+
+
+async def test_a_purged_target_goes_on(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+    """A purge keeps the last sequence, and what was carried was carried."""
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+        await client.api(f"STREAM.PURGE.{centre.target}")
+        archive.rows.clear()
+        archive.put(rows_of(31, 40))
+        async with centre.running():
+            check_exact(await centre.carried(client, 10), archive, centre.prefix)
+
+
+async def test_a_target_behind_its_checkpoint_stops(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+        keeper = await centre.state(client)
+        stored = await keeper.load()
+        assert stored.state is not None
+        ahead = stored.state.checkpoint
+        await keeper.save(
+            type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision
+        )
+        error = await ending(centre)
+
+    assert isinstance(error, Stopped)
+    assert error.code == "E-TARGET-BEHIND"
+    assert "expected at least 35, found 30" in error.message
+
+
+async def test_a_foreign_message_stops_an_exclusive_target_without_a_hole(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+        client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
+        archive.put(rows_of(31, 40))
+        error = await ending(centre)
+        assert await count_in(client, centre.target) == 31
+
+    assert isinstance(error, Stopped)
+    assert error.code == "E-TARGET-SHARED"
+    assert "expected at most 30, found 31" in error.message
+
+
+async def test_a_foreign_writer_that_goes_on_ends_with_exit_code_4(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async def write_on(client: FloeClient) -> None:
+        while True:
+            client.send(frame(f"{centre.target}.foreign".encode(), b"x"))
+            await asyncio.sleep(0.01)
+
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+        writing = asyncio.create_task(write_on(client))
+        error = await ending(centre)
+        writing.cancel()
+
+    assert isinstance(error, AnotherWriter)
+    assert (error.exit_code, error.code) == (4, "E-TARGET-SHARED")
+
+
+async def test_a_spoiled_state_is_not_overwritten(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await centre.state(client)
+        subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
+        await client.request_raw(subject, b'{"version":99}', timeout=5)
+        error = await ending(centre)
+
+    assert error.code == "E-STATE-KV"
+    assert "version: expected 1, found 99" in error.message
+
+
+async def test_one_target_that_stops_does_not_stop_another(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    bad = Centre(tmp_path, archive, nats_url, create=None)
+    good = Centre(tmp_path, archive, nats_url)
+    targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
+    health, stop = Health(SystemClock()), asyncio.Event()
+
+    async with client_of(nats_url) as client:
+        running = asyncio.create_task(good.run(stop, health, targets=targets))
+        await good.carried(client, 30)
+        assert any(bad.target in problem for problem in health.problems())
+        stop.set()
+        with pytest.raises(ConfigError):
+            await asyncio.wait_for(running, 20)
+
+
+async def test_a_full_target_is_waited_for(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+    centre = Centre(tmp_path, archive, nats_url, create=None)
+    async with client_of(nats_url) as client:
+        await make(client, centre, discard="new", max_msgs=20)
+        async with centre.running() as health:
+            await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
+            assert await count_in(client, centre.target) in (0, 20)
+            await client.api(
+                f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99}
+            )
+            check_exact(await centre.carried(client, 30), archive, centre.prefix)
+
+
+async def config_of(client: FloeClient, centre: Centre) -> dict[str, Any]:
+    return dict((await client.api(f"STREAM.INFO.{centre.target}"))["config"])
+
+
+# Commands
+
+
+async def test_checkpoint_and_status_show_how_far_everything_is(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await carry_once(centre, client)
+    archive.put(rows_of(31, 70))
+    config = str(centre.write())
+
+    listed = await asyncio.to_thread(run_floe, "checkpoint", "ls", "-c", config, "--json")
+    shown = await asyncio.to_thread(run_floe, "status", "-c", config, "--json")
+    table = await asyncio.to_thread(run_floe, "status", "-c", config)
+
+    (checkpoint,) = json.loads(listed.stdout)
+    assert (checkpoint["target"], checkpoint["target_sequence"], checkpoint["intent"]) == (
+        centre.target,
+        30,
+        None,
+    )
+    assert checkpoint["positions"] == [
+        {"site": "us-east", "feed": "NODES", "incarnation": 0, "partition": 0, "position": 31}
+    ]
+    (row,) = json.loads(shown.stdout)
+    assert (row["archived"], row["position"], row["lag_sequences"]) == (70, 31, 40)
+    assert 0 <= row["lag_seconds"] < 60
+    assert table.stdout.splitlines()[0].split()[0] == "target"
+    assert "70" in table.stdout
