@@ -33,6 +33,7 @@ from compaction.work import Prover, Runner, merge_one
 log = get_logger("compaction.run")
 
 LISTINGS_AT_ONCE = 8
+SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
 ROUNDS = 3  # of planning again because of segments that were damaged or gone
 
 T = TypeVar("T")
@@ -178,10 +179,11 @@ class Compaction:
             for supersession, failure in zip(supersessions, verdicts, strict=True):
                 if failure is None:
                     # Only now: everything that the tombstone names was found in what replaces it.
-                    report.tombstones.append(self._tombstones.put(supersession))
-                    failpoint("compaction.tombstone")
+                    for part in supersession.parts(SEGMENTS_OF_A_TOMBSTONE):
+                        report.tombstones.append(self._tombstones.put(part))
+                        failpoint("compaction.tombstone")
                 elif _may_hold_in_part(supersession, failure):
-                    doubtful += supersession.halves()
+                    doubtful += supersession.parts(-(-len(supersession.superseded) // 2))
                 else:
                     yield failure
             supersessions = doubtful

@@ -34,11 +34,12 @@ class Supersession:
         """The segments of `stretches`, each once."""
         return tuple({s.segment.key: s.segment for s in self.stretches}.values())
 
-    def halves(self) -> list[Supersession]:
-        """The same in two parts, to find which of many segments is not contained after all."""
-        middle = len(self.superseded) // 2
-        parts = [part for part in (self.superseded[:middle], self.superseded[middle:]) if part]
-        return [Supersession(part, self._within(part)) for part in parts]
+    def parts(self, limit: int) -> list[Supersession]:
+        """The same cut into several of at most `limit` superseded segments; then none of them is `exact`."""
+        if len(self.superseded) <= limit:
+            return [self]
+        cut = [self.superseded[n : n + limit] for n in range(0, len(self.superseded), limit)]
+        return [Supersession(part, self._within(part)) for part in cut]
 
     def _within(self, part: tuple[SegmentRef, ...]) -> tuple[Stretch[SegmentRef], ...]:
         """`stretches` as far as they concern `part`."""

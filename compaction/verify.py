@@ -184,7 +184,7 @@ def _check_rows(store: SegmentStore, segments: Sequence[SegmentRef], report: Cha
 
 
 def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[Problem]:
-    for part in supersession.halves() if len(supersession.superseded) > 1 else [supersession]:
+    for part in supersession.parts(-(-len(supersession.superseded) // 2)):
         try:
             prove_by_reading(store, part)
         except SegmentGone:

@@ -53,14 +53,14 @@ class Draft:
         self._coverage = SequenceRange(first, piece.coverage.last)
         self._ledger = self._ledger.plus(attribute(piece, source_first, filtered=self._filtered))
         self._last = piece.last or self._last
+        _let_go()
 
     def finish(self) -> SpooledSegment:
         """Close and hash the file. Raises ValueError if nothing was added."""
         if self._coverage is None:
             raise ValueError("segment: expected at least one piece")
         spooled = self._file.finish(self._footer(self._coverage))
-        # The allocator keeps what a thread has freed, a row group or two, until it is told to let go.
-        pa.default_memory_pool().release_unused()
+        _let_go()
         return spooled
 
     def _footer(self, coverage: SequenceRange) -> Footer:
@@ -80,3 +80,8 @@ class Draft:
     def abort(self) -> None:
         """Remove the file."""
         self._file.abort()
+
+
+def _let_go() -> None:
+    """Return freed memory: the allocator keeps what this thread has freed, a row group or two, until told."""
+    pa.default_memory_pool().release_unused()

@@ -11,7 +11,7 @@ from common.service.logs import get_logger
 from common.service.monitor import Health
 from egress import metrics
 from egress.builder import Close
-from egress.identity import Evidence, Kind, Verdict
+from egress.identity import Evidence, Kind, Source, Verdict
 
 log = get_logger("egress.feed")
 
@@ -102,14 +102,15 @@ class FeedReport:
             )
         metrics.drifted.labels(*self._labels).set(verdict.drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.drifted)
-        if evidence.source is None:
-            return
-        metrics.source_sequence.labels(*self._labels).set(evidence.source.last)
-        if evidence.source.last_timestamp_ns is not None:
-            metrics.source_timestamp.labels(*self._labels).set(
-                evidence.source.last_timestamp_ns / NANOSECONDS
-            )
-        self._status.update(source_last=evidence.source.last)
+        if evidence.source is not None:
+            self._seen(evidence.source)
+        self._health.set_status(self._part, self._status)
+
+    def _seen(self, source: Source) -> None:
+        metrics.source_sequence.labels(*self._labels).set(source.last)
+        if source.last_timestamp_ns is not None:
+            metrics.source_timestamp.labels(*self._labels).set(source.last_timestamp_ns / NANOSECONDS)
+        self._status.update(source_last=source.last)
 
     def lost(self, sequences: int) -> None:
         """So many sequences under existing coverage are in neither archive nor stream."""

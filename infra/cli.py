@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import sys
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,8 +12,7 @@ import click
 
 from common.clock import SystemClock
 from common.errors import UsageError
-from common.service.click_types import Duration, Size
-from common.service.output import print_json
+from common.service.cli import Duration, Size, json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from common.settings.nats import NatsSettings
@@ -71,14 +69,15 @@ Examples:
 @click.option("--count", type=click.IntRange(min=1), help="Stop after so many messages.")
 @click.option("--duration", type=Duration(), help="Stop after so long.")
 @click.option("--seed", type=int, help="The same seed makes the same fleet; default: random.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def emulate(**options: Any) -> None:
+@json_option
+@run_command
+async def emulate(**options: Any) -> None:
     from infra.emulate import Emulation, run_emulation
 
     as_json = options.pop("as_json")
     settings = _connection(options.pop("config"), options.pop("server"))
     options["seed"] = _seed(options["seed"])
-    result = asyncio.run(run_emulation(Emulation(settings=settings, **options)))
+    result = await run_emulation(Emulation(settings=settings, **options))
     if as_json:
         print_json(result)
     else:
@@ -98,8 +97,9 @@ def emulate(**options: Any) -> None:
 )
 @click.option("--seed", type=int, help="The same seed publishes the same messages; default: random.")
 @click.option("--keep", is_flag=True, help="Leave the folder behind.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, and nothing else on stdout.")
-def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> None:
+@json_option
+@run_command
+async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
     from infra.demo import STEPS, Options, run_demo
     from infra.demo_publish import Load
     from infra.demo_view import ConsoleView, QuietView
@@ -107,14 +107,14 @@ def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: boo
     options = Options(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
     clock = SystemClock()
     if as_json:
-        result = asyncio.run(_until_terminated(run_demo(options, QuietView(), clock)))
+        result = await _until_terminated(run_demo(options, QuietView(), clock))
         print_json(result.to_json())
     else:
         view = ConsoleView(clock, STEPS)
         with view.running():
-            result = asyncio.run(_until_terminated(run_demo(options, view, clock)))
+            result = await _until_terminated(run_demo(options, view, clock))
         click.echo(f"\n{result.comparison().line()}")
-    sys.exit(0 if result.ok else 1)
+    return 0 if result.ok else 1
 
 
 def _seed(given: int | None) -> int:
@@ -133,15 +133,27 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
     from common.settings.nats import NatsSettings
 
     configure()
-    return NatsSettings(url=(server,)) if server else NatsSettings()
+    try:
+        return NatsSettings(url=(server,)) if server else NatsSettings()
+    except ValueError as error:
+        raise UsageError(f"--server {server}: expected a URL such as nats://127.0.0.1:4222") from error
 
 
 async def _until_terminated(running: Coroutine[Any, Any, T]) -> T:
     """Run it; SIGTERM cancels it as Ctrl-C does, so that it cleans up."""
-    task = asyncio.ensure_future(running)
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    task, loop = asyncio.ensure_future(running), asyncio.get_running_loop()
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
     try:
         return await task
+    except asyncio.CancelledError:
+        if terminated:
+            raise click.exceptions.Exit(128 + signal.SIGTERM) from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

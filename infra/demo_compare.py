@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
+from common.segments.store import SegmentStore
+from common.sequences import cover
 from common.service import config
 from common.service.wiring import open_chains, open_store
 from infra.demo_result import Readings
@@ -22,28 +24,35 @@ from infra.oracle_streams import Arrived, source_trace, target_traces
 
 @dataclass(frozen=True, slots=True)
 class Archived:
-    """One chain of the archive, read through the cover rule. `segments`: how many by level."""
+    """One chain of the archive, read through the cover rule. `segments`: how many by level.
 
-    trace: Trace
-    segments: Mapping[int, int]
-    stored_bytes: int
-    holes: tuple[str, ...]
+    `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those merged into others since.
+    """
+
+    trace: Trace = field(default_factory=Trace)
+    segments: Mapping[int, int] = field(default_factory=dict)
+    stored_bytes: int = 0
+    waiting_bytes: int = 0
+    holes: tuple[str, ...] = ()
 
 
 def read_archive(world: World) -> dict[Chain, Archived]:
     """All chains in the bucket, with subjects as the target has them."""
     settings = config.load(str(world.central_config))
     store = open_store(settings)
-    found = {}
-    for chain in open_chains(settings).chains():
-        refs = store.list(chain)
-        found[chain] = Archived(
-            Trace.of(archived(store, chain), prefixed(PREFIX)),
-            Counter(ref.level for ref in refs),
-            sum(ref.size for ref in refs),
-            tuple(str(hole) for hole in archive_holes(store, chain)),
-        )
-    return found
+    return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
+
+
+def _read_chain(store: SegmentStore, chain: Chain) -> Archived:
+    refs = store.list(chain)
+    taken = {stretch.segment.key: stretch.segment.size for stretch in cover(refs, 1)}
+    return Archived(
+        Trace.of(archived(store, chain), prefixed(PREFIX)),
+        Counter(ref.level for ref in refs),
+        sum(taken.values()),
+        sum(ref.size for ref in refs if ref.key not in taken),
+        tuple(str(hole) for hole in archive_holes(store, chain)),
+    )
 
 
 async def read_chains(
@@ -56,10 +65,11 @@ async def read_chains(
     readings = []
     for chain in expected:
         source = await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
-        held = archive.get(chain, Archived(Trace(), {}, 0, ()))
+        held = archive.get(chain, Archived())
         problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
         target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
-        readings.append(Readings(chain, source, held.trace, target, delays, held.segments, held.stored_bytes))
+        sizes = (held.segments, held.stored_bytes, held.waiting_bytes)
+        readings.append(Readings(chain, source, held.trace, target, delays, *sizes))
     return readings, problems
 
 

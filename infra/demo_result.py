@@ -14,7 +14,11 @@ COLUMNS = ("chain", "source", "archive", "target", "segments", "MiB", "stored", 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """One chain as it stands in three places. `delays`: milliseconds from source to target, unsorted."""
+    """One chain as it stands in three places.
+
+    `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of
+    the segments that account for the chain; `waiting_bytes`: of those that were merged into others since.
+    """
 
     chain: Chain
     source: Trace
@@ -23,6 +27,7 @@ class Readings:
     delays: Sequence[int] = ()
     segments: Mapping[int, int] = field(default_factory=dict)
     stored_bytes: int = 0
+    waiting_bytes: int = 0
 
     def compared(self) -> list[Comparison]:
         """The archive against the source, the target against the archive, and the target against the source.
@@ -91,13 +96,14 @@ class Result:
             sum(r.archive.raw_bytes for r in self.readings),
             sum(r.stored_bytes for r in self.readings),
         )
+        waiting = sum(readings.waiting_bytes for readings in self.readings)
         gone = sum(readings.compared()[0].gone for readings in self.readings)
         latest = max((readings.delay(1.0) for readings in self.readings), default=0.0)
         return (
             f"{self.published:,} messages published in {self.publishing_seconds:.0f} s, {target:,} arrived",
             f"{gone:,} of them the sources no longer hold: deleted, or over a limit per subject",
-            f"{raw / MIB:.1f} MiB of messages are {stored / MIB:.1f} MiB in the bucket, where what was merged"
-            " stays until its grace is over",
+            f"{raw / MIB:.1f} MiB of messages are {stored / MIB:.1f} MiB of segments;"
+            f" {waiting / MIB:.1f} MiB of merged ones wait until their grace is over",
             f"behind: half of a chain's messages at most as the table says, all at most {latest:.1f} s",
         )
 
@@ -134,5 +140,6 @@ def _chain_json(readings: Readings) -> dict[str, object]:
         "segments": {str(level): count for level, count in sorted(readings.segments.items())},
         "raw_bytes": readings.archive.raw_bytes,
         "stored_bytes": readings.stored_bytes,
+        "waiting_bytes": readings.waiting_bytes,
         "seconds_behind": {"median": readings.delay(0.5), "most": readings.delay(1.0)},
     }

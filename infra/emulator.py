@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.clock import Clock
-from common.errors import ConfigError, DataError
+from common.errors import ConfigError, DataError, UsageError
 from common.jetstream.client import FloeClient
 from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from infra.acked import AckedPublisher, Published
@@ -35,7 +35,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         if self.interval <= 0 or (self.rate is not None and self.rate < 0):
-            raise ConfigError(
+            raise UsageError(
                 f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more"
             )
 
@@ -69,13 +69,15 @@ class Progress:
 
 
 class Emulator:
-    """One fleet publishing into one stream. `subject` holds `{sender}` where the node's name goes."""
+    """One fleet publishing into one stream. `subject` holds `{sender}` where the node's name goes.
+
+    Raises UsageError for another subject.
+    """
 
     def __init__(
         self, client: FloeClient, fleet: Fleet, pace: Pace, clock: Clock, *, subject: str = SUBJECT
     ) -> None:
-        if "{sender}" not in subject:
-            raise ConfigError(f"subject {subject!r}: expected it to hold {{sender}}, found none")
+        subject_filter(subject)
         self.progress = Progress()
         self._client, self._fleet, self._pace, self._clock = client, fleet, pace, clock
         self._subject = subject
@@ -116,9 +118,14 @@ class Emulator:
 
 
 def subject_filter(subject: str) -> str:
-    """The subjects of a stream that takes what is published under `subject`."""
-    before, _, _ = subject.partition("{sender}")
-    return before.rstrip(".").rpartition(".")[0] + ".>" if not before.endswith(".") else before + ">"
+    """The subjects of a stream that takes what is published under `subject`.
+
+    Raises UsageError unless `{sender}` stands in it, behind a first token.
+    """
+    before, sender, _ = subject.partition("{sender}")
+    if not sender or "." not in before.lstrip("."):
+        raise UsageError(f"subject {subject!r}: expected a first token and then {{sender}}")
+    return before.rpartition(".")[0] + ".>"
 
 
 async def open_stream(client: FloeClient, stream: str, subject: str, *, create: bool) -> StreamInfo:

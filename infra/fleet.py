@@ -13,6 +13,7 @@ import json
 import random
 from dataclasses import asdict, dataclass
 
+from common.errors import UsageError
 from infra.facts import Facts
 
 ROLES = ("web", "db", "cache", "queue", "build", "edge", "mail", "dns")
@@ -45,7 +46,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise ValueError(f"sizes {self.least} to {self.most}: expected at least 1, the smaller first")
+            raise UsageError(f"sizes {self.least} to {self.most}: expected at least 1, the smaller first")
 
     def pick(self, rng: random.Random) -> int:
         return self.least + int((self.most - self.least) * rng.betavariate(1.1, 4.0))
@@ -58,7 +59,7 @@ class Fleet:
         self, facts: Facts, *, seed: int, nodes: int, interval: float = 300.0, sizes: Sizes | None = None
     ) -> None:
         if nodes < 1:
-            raise ValueError(f"nodes {nodes}: expected at least 1")
+            raise UsageError(f"nodes {nodes}: expected at least 1")
         self.nodes = nodes
         self._seed, self._interval = seed, interval
         rng = random.Random(f"{seed} profiles")

@@ -22,8 +22,10 @@ from ingress.budget import Budget
 from ingress.intent import Piece
 from ingress.prepare import Prepared, Preparer
 
-# Raw bytes of a chunk; a single larger message is a chunk of its own.
+# Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python objects of
+# a column holds the interpreter, and a publisher that waits for an acknowledgement should not wait for that too.
 CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_ROWS = 2048
 
 Emit = Callable[[Block], None]
 
@@ -130,7 +132,8 @@ def _chunked(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    if batch.num_rows == 1 or raw_size(batch) <= CHUNK_BYTES:
+    fits = batch.num_rows <= CHUNK_ROWS and raw_size(batch) <= CHUNK_BYTES
+    if fits or batch.num_rows == 1:
         yield batch
         return
     half = batch.num_rows // 2

@@ -87,16 +87,15 @@ class Bench:
         self.chains = ChainStore(self.objects, Layout("data"))
 
     def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
-        """Settings with these feeds; segments close after a second unless they say otherwise."""
-        quick = [{**feed, "segment": {"max_age": "1s", **feed.get("segment", {})}} for feed in feeds]
-        return Settings.model_validate(
+        """Settings with these feeds. Segments close sooner than anybody may configure, unless they say when."""
+        settings = Settings.model_validate(
             {
                 "site": SITE,
                 "nats": {"url": self.url},
                 "store": {"url": f"file://{self.root / 'bucket'}"},
                 "spool_dir": str(self.root / "spool"),
                 "egress": {
-                    "feeds": quick,
+                    "feeds": list(feeds),
                     "lease_bucket": self.lease_bucket,
                     "state_bucket": self.state_bucket,
                     "lease_ttl": "2s",
@@ -105,6 +104,13 @@ class Bench:
                 },
             }
         )
+        hurried = tuple(
+            feed
+            if "max_age" in raw.get("segment", {})
+            else feed.model_copy(update={"segment": feed.segment.model_copy(update={"max_age": 0.15})})
+            for feed, raw in zip(settings.egress.feeds, feeds, strict=True)
+        )
+        return settings.model_copy(update={"egress": settings.egress.model_copy(update={"feeds": hurried})})
 
     def start(self, settings: Settings, tuning: Tuning = QUICK, reexamine: float = 0.3) -> Running:
         """Run egress as a task."""

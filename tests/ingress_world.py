@@ -13,10 +13,11 @@ import yaml
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import FloeError
+from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, restore
 from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.requests import ApiError
 from common.jetstream.streams import ask, stored_message, stream_info
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
@@ -101,25 +102,36 @@ class Arrived:
 async def arrived(client: FloeClient, stream: str) -> list[Arrived]:
     """Everything that the target holds."""
     info = await stream_info(client, stream)
-    found = []
     if info is None:
-        return found
-    for sequence in range(info.first_sequence, info.last_sequence + 1):
-        try:
-            stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
-        except FloeError:
-            continue
-        provenance, headers = restore(stored.headers)
-        origin = provenance and Message(
-            provenance.sequence, provenance.timestamp_ns, stored.subject, headers, stored.payload
-        )
-        found.append(Arrived(sequence, stored.subject, provenance, origin or stored))
-    return found
+        return []
+    gate = asyncio.Semaphore(64)
+
+    async def read(sequence: int) -> Arrived | None:
+        async with gate:
+            return await _read(client, stream, sequence)
+
+    sequences = range(info.first_sequence, info.last_sequence + 1)
+    return [found for found in await asyncio.gather(*map(read, sequences)) if found]
+
+
+async def _read(client: FloeClient, stream: str, sequence: int) -> Arrived | None:
+    try:
+        stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+    except ApiError:
+        return None
+    provenance, headers = restore(stored.headers)
+    origin = provenance and Message(
+        provenance.sequence, provenance.timestamp_ns, stored.subject, headers, stored.payload
+    )
+    return Arrived(sequence, stored.subject, provenance, origin or stored)
 
 
 async def count_in(client: FloeClient, stream: str) -> int:
-    """How many messages the target holds; 0 where it does not exist."""
-    info = await stream_info(client, stream)
+    """How many messages the target holds; 0 where it does not exist, or nobody can tell now."""
+    try:
+        info = await stream_info(client, stream)
+    except (Unavailable, OutcomeUnknown):
+        return 0
     return 0 if info is None else info.messages
 
 
@@ -140,7 +152,7 @@ class Centre:
     """A configuration of ingress over an archive and a server, with one target."""
 
     def __init__(self, folder: Path, archive: Archive, url: str, **target: Any) -> None:
-        self.folder, self.archive, self.url = folder, archive, url
+        self.folder, self.archive, self.url, self.urls = folder, archive, url, [url]
         self.target: str = target.pop("stream", None) or unique("FLEET")
         name = unique("b")
         self.lease_bucket, self.state_bucket = f"L_{name}", f"S_{name}"
@@ -154,7 +166,7 @@ class Centre:
     def document(self, **ingress: Any) -> dict[str, Any]:
         """The configuration; `ingress` overrides keys of that section."""
         return {
-            "nats": {"url": self.url},
+            "nats": {"url": self.urls},
             "store": {"url": f"file://{self.archive.folder}", "prefix": PREFIX},
             "ingress": {
                 "monitor": {"listen": ""},
@@ -221,9 +233,9 @@ class Centre:
 
 
 @asynccontextmanager
-async def client_of(url: str) -> AsyncIterator[FloeClient]:
+async def client_of(*urls: str) -> AsyncIterator[FloeClient]:
     """A connection of the test's own."""
-    client = await connect(NatsSettings(url=(url,)), name="test")
+    client = await connect(NatsSettings(url=urls), name="test")
     try:
         yield client
     finally:

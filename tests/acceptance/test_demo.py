@@ -59,7 +59,10 @@ def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behin
 
 
 @pytest.mark.spark
-def test_an_interrupted_demo_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_demo_leaves_no_process_and_no_folder(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     demo = start_demo(env={"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"})
     assert demo.stdout is not None
     for line in demo.stdout:
@@ -67,10 +70,10 @@ def test_an_interrupted_demo_leaves_no_process_and_no_folder(tmp_path: Path) -> 
             break
     assert eventually(lambda: len(processes_below(tmp_path)) > 3)
 
-    demo.send_signal(signal.SIGINT)
+    demo.send_signal(number)
     _, err = demo.communicate(timeout=60)
 
-    assert demo.returncode == 130, err
+    assert demo.returncode == code, err
     assert "Traceback" not in err
     assert processes_below(tmp_path) == []
     assert [path for path in tmp_path.iterdir() if path.name.startswith("floe-demo")] == []

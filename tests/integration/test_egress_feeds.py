@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.jetstream.streams import parse_time
 from tests.egress_bench import Bench, connected
 from tests.support import soon, unique
 
@@ -28,3 +29,211 @@ async def test_every_message_is_archived_once_and_the_tail_and_mark_say_so(bench
     assert [len(ref.coverage) for ref in bench.refs(stream)] == [1_000, 1_000, 500]
     assert bench.chains.read_tail(bench.chain(stream)) == 2_500
     assert await bench.mark(stream) == 2_500
+
+
+async def test_two_feeds_of_one_stream_stand_side_by_side(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    other = unique("OTHER")
+    feeds = {"stream": stream}, {"name": other, "stream": stream, "filter_subject": f"{stream}.b"}
+    await bench.publish(stream, [b"a"] * 10, subject="a")
+    await bench.publish(stream, [b"b"] * 5, subject="b")
+    await bench.publish(stream, [b"a"] * 10, subject="a")
+    async with bench.egress(*feeds):
+        await bench.archived_to(stream, 25)
+        await bench.archived_to(other, 25)
+    await bench.same(stream, stream)
+    bench.check(other)
+    assert [m.sequence for m in bench.messages(other)] == [11, 12, 13, 14, 15]
+    assert bench.ledger(other) == {"not_matched": 20}
+    assert bench.chains.read_chain(bench.chain(other)).filters == (f"{stream}.b",)
+
+
+async def test_a_range_without_any_matching_message_becomes_an_empty_segment(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"a"] * 30)
+    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.none"}):
+        await bench.archived_to(stream, 30)
+    assert bench.messages(stream) == []
+    assert bench.ledger(stream) == {"not_matched": 30}
+    assert all(footer.tip is None for footer in bench.footers(stream))
+
+
+async def test_interior_gaps_are_deleted_and_what_lies_below_the_source_was_gone_before_read(
+    bench: Bench,
+) -> None:
+    """F20, F21: purged before it was read, deleted singly; the archive keeps what it read."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 20)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 20)
+    await bench.publish(stream, [b"y"] * 20)
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 31})
+    for sequence in (33, 34, 39):
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 40)
+    bench.check(stream)
+    assert bench.ledger(stream) == {"deleted": 3, "gone_before_read": 10}
+    assert [m.sequence for m in bench.messages(stream)] == [*range(1, 21), 31, 32, 35, 36, 37, 38, 40]
+
+
+async def test_per_subject_limits_leave_deleted_sequences(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), max_msgs_per_subject=1)
+    for subject in "abcab":
+        await bench.publish(stream, [b"v"] * 3, subject=subject)
+    await bench.publish(stream, [b"keep"], subject="d")
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 16)
+    await bench.same(stream, stream)
+    assert bench.ledger(stream) == {"deleted": 4}
+
+
+async def test_everything_purged_is_covered_by_the_heartbeat_of_an_empty_stream(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 5)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 5)
+    await bench.publish(stream, [b"x"] * 5)
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+    async with bench.egress({"stream": stream}) as running:
+        await bench.archived_to(stream, 10)
+        await soon(lambda: running.status(stream).get("verdict") == "unverified")
+    bench.check(stream)
+    assert bench.ledger(stream) == {"gone_before_read": 5}
+
+
+async def test_subjects_headers_and_payloads_come_back_byte_for_byte(bench: Bench) -> None:
+    """B31, B33, B34, B38: empty payloads, repeated and odd headers, subjects that are not UTF-8."""
+    stream = await bench.make_stream(unique("T"))
+    blocks = [
+        None,
+        b"NATS/1.0\r\n\r\n",
+        b"NATS/1.0\r\nA: one\r\nA: two\r\na:  padded \r\nEmpty:\r\n\r\n",
+        b"NATS/1.0\r\nBytes: \xff\xfe\r\n\r\n",
+    ]
+    for block in blocks:
+        await bench.publish(stream, [b"", b"\x00\r\n\xff"], headers=block)
+    subject, status = f"{stream}.".encode() + b"\xff\xfe", b"NATS/1.0 503 No Responders\r\nA: 1\r\n\r\n"
+    bench.client.send(b"PUB %b 11\r\nodd subject\r\n" % subject)
+    bench.client.send(b"HPUB %b %d %d\r\n%b\r\n" % (f"{stream}.a".encode(), len(status), len(status), status))
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    await bench.same(stream, stream)
+    found = bench.messages(stream)
+    assert [m.headers for m in found[:8:2]] == blocks
+    assert (found[0].headers, found[0].payload) == (None, b"")
+    assert found[8].subject == subject
+    assert len(found) == 10, "a message whose headers look like a status is a row"
+
+
+@pytest.mark.parametrize(
+    ("start", "first"),
+    [({}, 1), ({"start_sequence": 4}, 4), ({"start_at_end": True}, 11), ({"start_sequence": 50}, 50)],
+)
+async def test_a_feed_begins_where_its_start_key_says(
+    bench: Bench, start: dict[str, object], first: int
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream, **start}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.publish(stream, [b"x"] * 45)
+        await bench.archived_to(stream, 55)
+    assert bench.chains.read_chain(bench.chain(stream)).first == first
+    bench.check(stream, first=first)
+    assert [m.sequence for m in bench.messages(stream)] == list(range(first, 56))
+    assert bench.ledger(stream) == {}
+
+
+@pytest.mark.parametrize("key", ["start_time", "start_delta"])
+async def test_a_feed_begins_at_a_time(bench: Bench, key: str) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    value = "2000-01-01T00:00:00Z" if key == "start_time" else "1h"
+    async with bench.egress({"stream": stream, key: value}):
+        await bench.archived_to(stream, 10)
+    future = unique("LATER")
+    async with bench.egress(
+        {"name": future, "stream": stream, "start_time": "2100-01-01T00:00:00Z"}
+    ) as running:
+        await soon(lambda: running.state(future) == "reading")
+    assert bench.chains.read_chain(bench.chain(stream)).first == 1
+    assert bench.chains.read_chain(bench.chain(future)).first == 11
+
+
+async def test_start_keys_count_once(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream, "start_sequence": 4}):
+        await bench.archived_to(stream, 10)
+    async with bench.egress({"stream": stream, "start_sequence": 8}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    assert bench.chains.read_chain(bench.chain(stream)).first == 4
+
+
+async def test_messages_older_than_max_age_are_left_out(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"old"] * 10)
+    await bench.publish(stream, [b"new"])
+    async with bench.egress({"stream": stream, "max_age": "1s"}):
+        await bench.archived_to(stream, 11)
+    assert bench.ledger(stream) == {}
+
+    other, old = unique("OTHER"), await bench.last(stream)
+
+    async def newest_is_a_second_younger() -> bool:
+        await bench.publish(stream, [b"tick"])
+        state = (await bench.client.api(f"STREAM.INFO.{stream}"))["state"]
+        return parse_time(state["last_ts"]) - parse_time(state["first_ts"]) > 1_500_000_000
+
+    await soon(newest_is_a_second_younger, every=0.3)
+    async with bench.egress({"name": other, "stream": stream, "max_age": "1s"}):
+        await bench.archived_to(other, await bench.last(stream))
+    bench.check(other)
+    assert bench.messages(other)[0].sequence > old
+    assert bench.ledger(other) == {"too_old": bench.messages(other)[0].sequence - 1}
+
+
+async def test_other_filters_on_a_chain_that_has_begun_stop_it(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"])
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 1)
+    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.b"}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "begun with filters []" in running.status(stream)["why"]
+        assert "another `name`" in running.status(stream)["hint"]
+        assert not running.health.is_ready()
+
+
+async def test_a_work_queue_is_refused_and_keeps_its_messages(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), retention="workqueue")
+    await bench.publish(stream, [b"x"] * 3)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "expected limits retention, found workqueue" in running.status(stream)["why"]
+    assert bench.refs(stream) == []
+
+
+async def test_a_stopped_feed_leaves_the_others_alone_and_goes_on_when_it_can(bench: Bench) -> None:
+    stream, missing = await bench.make_stream(unique("T")), unique("MISSING")
+    await bench.publish(stream, [b"x"] * 3)
+    async with bench.egress({"stream": missing}, {"stream": stream}) as running:
+        await soon(lambda: running.state(missing) == "stopped")
+        await bench.archived_to(stream, 3)
+        assert any("does not exist" in problem for problem in running.health.problems())
+        await bench.make_stream(missing)
+        await bench.publish(missing, [b"x"] * 3)
+        await bench.archived_to(missing, 3)
+        assert running.health.is_ready()
+
+
+async def test_a_drain_stores_the_open_segment_long_before_its_age(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.publish(stream, [b"x"] * 100)
+        await soon(lambda: running.status(stream).get("source_last") == 100)
+    await bench.same(stream, stream)
+    assert bench.end(stream) == 100
+    assert bench.chains.read_tail(bench.chain(stream)) == 100

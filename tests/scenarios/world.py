@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ class World:
             server.close()
         if error is not None:
             self.print_tails()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def print_tails(self) -> None:
         """The ends of the services' logs, for whoever reads why a run failed."""

@@ -72,3 +72,12 @@ def test_equal_coverage_of_one_level_is_replaced_by_the_largest_name():
 def test_outstanding_is_what_nothing_supersedes():
     segments = [ref(1, 50), ref(51, 100), ref(101, 150), ref(1, 100, 1)]
     assert outstanding(segments, 0) == [ref(101, 150)]
+
+
+def test_a_supersession_is_cut_into_parts_with_what_concerns_each():
+    whole = made_by(ref(1, 100, 1), [ref(1, 30), ref(31, 60), ref(61, 100)])
+    assert whole.parts(3) == [whole]
+    parts = whole.parts(2)
+    assert [[str(s.coverage) for s in p.superseded] for p in parts] == [["1..30", "31..60"], ["61..100"]]
+    assert [str(p.stretches[0].rows) for p in parts] == ["1..60", "61..100"]
+    assert not any(p.exact for p in parts)

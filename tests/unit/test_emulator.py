@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from common.errors import ConfigError
+from common.errors import UsageError
+from infra.cli import emulate
 from infra.emulator import Pace, subject_filter
 from infra.facts import Facts, read_facts
 from infra.fleet import Fleet, Sizes, describe
@@ -93,7 +95,7 @@ def test_a_fleet_can_be_made_on_a_machine_that_shows_nothing(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 10), (11, 10)])
 def test_refuses_impossible_sizes(least: int, most: int) -> None:
-    with pytest.raises(ValueError, match="the smaller first"):
+    with pytest.raises(UsageError, match="the smaller first"):
         Sizes(least, most)
 
 
@@ -120,7 +122,7 @@ def test_stops_at_the_count_or_after_the_duration() -> None:
 
 @pytest.mark.parametrize("wrong", [{"interval": 0}, {"rate": -1}])
 def test_refuses_a_pace_that_never_comes(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="expected more than 0 seconds"):
+    with pytest.raises(UsageError, match="expected more than 0 seconds"):
         Pace(nodes=1, **wrong)
 
 
@@ -134,3 +136,26 @@ def test_refuses_a_pace_that_never_comes(wrong: dict[str, float]) -> None:
 )
 def test_a_created_stream_takes_the_subjects_that_are_published(subject: str, stream: str) -> None:
     assert subject_filter(subject) == stream
+
+
+@pytest.mark.parametrize("subject", ["nodes", "{sender}", "x{sender}.y", ".{sender}"])
+def test_refuses_a_subject_without_a_place_for_the_node(subject: str) -> None:
+    with pytest.raises(UsageError, match="expected a first token and then"):
+        subject_filter(subject)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--server", "nowhere"], "--server nowhere: expected a URL"),
+        (["--min-size", "2K", "--max-size", "1K"], "sizes 2048 to 1024"),
+        (["--server", "nats://h:1", "-c", "x.yaml"], "--server and --config"),
+        (["--rate", "-1"], "--rate"),
+        (["--interval", "5"], "expected a duration"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_and_ends_with_2(options: list[str], problem: str) -> None:
+    result = CliRunner().invoke(emulate, options)
+
+    assert result.exit_code == 2
+    assert problem in result.output

@@ -1,0 +1,362 @@
+"""The identity table against a real server: recreated, rolled back, forked, gone, drifted."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.jetstream.kv import KeyValue
+from common.segments.documents import StreamDocument
+from egress.archive import Marks
+from infra.local.nats import NatsServer
+from tests.egress_bench import Bench, connected
+from tests.support import soon, unique
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def recreate(bench: Bench, stream: str, count: int) -> None:
+    """Delete the stream, make it again and publish `count` messages."""
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    await bench.publish(stream, (b"second %d" % i for i in range(count)))
+
+
+@pytest.mark.parametrize("count", [3, 250], ids=["fewer", "more"])
+async def test_a_stream_recreated_while_egress_was_down_is_the_next_incarnation(
+    bench: Bench, count: int
+) -> None:
+    """F24, F25."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, (b"first %d" % i for i in range(100)))
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 100)
+    await recreate(bench, stream, count)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, count, incarnation=1)
+    await bench.same(stream, stream, incarnation=1)
+    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(100)]
+    document = bench.chains.read_stream(bench.chain(stream, 1))
+    assert document is not None
+    assert document.previous == {0: 100}
+
+
+@pytest.mark.parametrize("put_before", [True, False], ids=["after a put", "before any put"])
+async def test_what_was_received_before_a_recreation_is_put_into_the_old_incarnation(
+    bench: Bench, put_before: bool
+) -> None:
+    """No message of either history is missing, even those that were only in memory."""
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "segment": {"max_age": "1h", "max_messages": 100}}
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        count = 130 if put_before else 30
+        await bench.publish(stream, (b"first %d" % i for i in range(count)))
+        if put_before:
+            await bench.archived_to(stream, 100)
+        await soon(lambda: running.status(stream).get("source_last") == count)
+        await recreate(bench, stream, 7)
+        await bench.archived_to(stream, count)
+        await soon(lambda: bench.chains.read_chain(bench.chain(stream, 1)) is not None)
+        await soon(lambda: running.status(stream).get("incarnation") == 1)
+        await soon(lambda: running.status(stream).get("source_last") == 7)
+    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(count)]
+    await bench.same(stream, stream, incarnation=1)
+    assert bench.end(stream, 1) == 7
+
+
+async def test_a_deleted_stream_stops_the_chain_after_what_was_received_is_stored(bench: Bench) -> None:
+    """F23: no new incarnation by itself."""
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.publish(stream, [b"x"] * 40)
+        await soon(lambda: running.status(stream).get("source_last") == 40)
+        await bench.delete_stream(stream)
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "the stream does not exist" in running.status(stream)["why"]
+        assert len(bench.messages(stream)) == 40
+        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+        await bench.make_stream(stream)
+        await bench.publish(stream, [b"y"] * 4)
+        await soon(lambda: running.status(stream).get("incarnation") == 1)
+    assert [m.payload for m in bench.messages(stream, 1)] == [b"y"] * 4
+
+
+async def test_a_feed_that_shall_halt_waits_for_the_operator(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    feed = {"stream": stream, "on_recreated": "halt"}
+    async with bench.egress(feed):
+        await bench.archived_to(stream, 10)
+    await recreate(bench, stream, 20)
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "is recreated" in running.status(stream)["why"]
+        assert "on_recreated: continue" in running.status(stream)["hint"]
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 20, incarnation=1)
+
+
+async def test_a_stream_recreated_twice_within_an_hour_stops(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}) as running:
+        await bench.archived_to(stream, 10)
+        await recreate(bench, stream, 5)
+        await bench.archived_to(stream, 5, incarnation=1)
+        await recreate(bench, stream, 6)
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "made anew twice within an hour" in running.status(stream)["why"]
+    assert bench.chains.read_stream(bench.chain(stream, 2)) is None
+
+
+async def test_created_that_drifts_on_the_same_data_changes_nothing(bench: Bench) -> None:
+    """F27, as after a server that forgot `created`: `stream.json` names another one."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
+    bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
+    async with bench.egress({"stream": stream}) as running:
+        await bench.publish(stream, [b"x"] * 5)
+        await bench.archived_to(stream, 15)
+        assert running.status(stream)["drifted"]
+    await bench.same(stream, stream)
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+
+
+async def test_a_stream_recreated_before_anything_was_archived_is_the_next_incarnation(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress({"stream": stream, "start_sequence": 5}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    await recreate(bench, stream, 3)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 3, incarnation=1)
+    await bench.same(stream, stream, incarnation=1)
+
+
+async def test_a_source_that_lost_its_newest_messages_stops_the_chain(tmp_path: Path) -> None:
+    """F28: an old disk under the same stream; the archive keeps what it has, and names the bounds."""
+    with NatsServer() as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream = await bench.make_stream(unique("T"), storage="file")
+        await bench.publish(stream, [b"x"] * 10)
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, 10)
+        saved = await save_disk(server, tmp_path)
+        await bench.publish(stream, [b"lost"] * 5)
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, 15)
+        await restore_disk(server, saved)
+        async with bench.egress({"stream": stream}) as running:
+            await soon(lambda: running.state(stream) == "stopped")
+            why = running.status(stream)["why"]
+            assert (
+                "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15"
+                in why
+            )
+            await bench.publish(stream, [b"other"] * 9)
+            await soon(lambda: "sequence 15 is not" in running.status(stream)["why"])
+        assert len(bench.messages(stream)) == 15
+        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+        await client.aclose()
+
+
+async def test_an_old_incarnation_that_comes_back_stops_the_chain(tmp_path: Path) -> None:
+    """Two sources under one name, or an old disk: never minted, never mixed."""
+    with NatsServer() as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream = await bench.make_stream(unique("T"), storage="file")
+        await bench.publish(stream, [b"first"] * 10)
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, 10)
+        saved = await save_disk(server, tmp_path)
+        await bench.delete_stream(stream)
+        await bench.make_stream(stream, storage="file")
+        await bench.publish(stream, [b"second"] * 4)
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, 4, incarnation=1)
+        await restore_disk(server, saved)
+        async with bench.egress({"stream": stream}) as running:
+            await soon(lambda: running.state(stream) == "stopped")
+            assert "is forked: messages of incarnation 0000 are there again" in running.status(stream)["why"]
+        assert bench.chains.read_stream(bench.chain(stream, 2)) is None
+        await client.aclose()
+
+
+async def test_an_unverifiable_stream_goes_on_and_says_so(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}) as running:
+        await bench.archived_to(stream, 10)
+        await bench.client.api(f"STREAM.PURGE.{stream}")
+        await bench.publish(stream, [b"later"] * 3)
+        await bench.archived_to(stream, 13)
+        await soon(lambda: running.status(stream).get("verdict") == "same")
+    assert len(bench.messages(stream)) == 13
+
+
+async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(bench: Bench) -> None:
+    """A key-value stream: only one old message is left, far below every tip."""
+    stream = await bench.make_stream(unique("T"), max_msgs_per_subject=1)
+    await bench.publish(stream, [b"kept"], subject="quiet")
+    for _ in range(3):
+        async with bench.egress({"stream": stream}):
+            await bench.publish(stream, [b"hot"] * 5, subject="hot")
+            await bench.archived_to(stream, await bench.last(stream))
+    await bench.publish(stream, [b"hot"], subject="hot")
+    async with bench.egress({"stream": stream}) as running:
+        await bench.archived_to(stream, 17)
+        await soon(lambda: running.status(stream).get("verdict") == "same")
+    bench.check(stream)
+
+
+# The high-water mark
+
+
+async def test_a_listing_that_ends_before_the_mark_is_asked_again_never_a_first_start(bench: Bench) -> None:
+    """F39: a stale listing."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    (ref,) = bench.refs(stream)
+    hidden = bench.root / "hidden"
+    file = bench.root / "bucket" / ref.key
+    file.rename(hidden)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "waiting")
+        assert "expected to reach the high-water mark 10, found its end at 0" in running.status(stream)["why"]
+        await bench.publish(stream, [b"y"] * 3)
+        hidden.rename(file)
+        await bench.archived_to(stream, 13)
+    await bench.same(stream, stream)
+    assert [ref.coverage.first for ref in bench.refs(stream)] == [1, 11]
+
+
+async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_everything(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    for ref in bench.refs(stream):
+        bench.store.delete(ref)
+    state = await KeyValue.open(bench.client, bench.state_bucket)
+    await state.delete(Marks.key(bench.chain(stream)))
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 4})
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "no segment and no high-water mark" in running.status(stream)["why"]
+        assert bench.refs(stream) == []
+
+
+async def test_state_that_was_lost_is_made_again_from_the_listing(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    await bench.delete_stream(f"KV_{bench.state_bucket}")
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    assert await bench.mark(stream) == 10
+    bench.check(stream)
+
+
+async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Bench) -> None:
+    """B73."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    state = await KeyValue.open(bench.client, bench.state_bucket)
+    await state.put(Marks.key(bench.chain(stream)), b"not a mark")
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "high-water mark" in running.status(stream)["why"]
+    entry = await state.get(Marks.key(bench.chain(stream)))
+    assert entry is not None
+    assert entry.value == b"not a mark"
+
+
+# Holes
+
+
+async def archive_in_three(bench: Bench) -> str:
+    """A stream of 30 messages in three segments."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, (b"%d" % i for i in range(30)))
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 10}}):
+        await bench.archived_to(stream, 30)
+    return stream
+
+
+async def test_a_hole_that_the_source_still_holds_is_read_again(bench: Bench) -> None:
+    stream = await archive_in_three(bench)
+    bench.store.delete(bench.refs(stream)[1])
+    async with bench.egress({"stream": stream}):
+        await soon(lambda: len(bench.messages(stream)) == 30)
+    await bench.same(stream, stream)
+    assert sorted(ref.coverage.first for ref in bench.refs(stream)) == [1, 11, 21]
+
+
+async def test_a_hole_that_the_source_lost_stays_a_hole_and_reading_goes_on_behind_it(bench: Bench) -> None:
+    stream = await archive_in_three(bench)
+    bench.store.delete(bench.refs(stream)[1])
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 21})
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.status(stream).get("lost") == 10)
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 35)
+    assert sorted(ref.coverage.first for ref in bench.refs(stream)) == [1, 21, 31]
+    assert "gone_before_read" not in bench.ledger(stream)
+
+
+async def test_a_hole_that_the_source_half_holds_is_filled_as_far_as_it_goes(bench: Bench) -> None:
+    stream = await archive_in_three(bench)
+    bench.store.delete(bench.refs(stream)[1])
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 16})
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: len(bench.refs(stream)) == 3)
+        await soon(lambda: running.status(stream).get("lost") == 5)
+    assert sorted(str(ref.coverage) for ref in bench.refs(stream)) == ["1..10", "16..20", "21..30"]
+    assert bench.ledger(stream) == {}
+
+
+# Disks
+
+
+async def save_disk(server: NatsServer, folder: Path) -> Path:
+    """A copy of the server's store as it is now."""
+    saved = folder / "saved"
+
+    def save() -> None:
+        server.stop()
+        shutil.copytree(server.store, saved)
+        server.start()
+
+    await asyncio.to_thread(save)
+    return saved
+
+
+async def restore_disk(server: NatsServer, saved: Path) -> None:
+    """Put the copy back in place of what the server has now."""
+
+    def restore() -> None:
+        server.kill()
+        shutil.rmtree(server.store)
+        shutil.copytree(saved, server.store)
+        server.start()
+
+    await asyncio.to_thread(restore)
