@@ -14,10 +14,13 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from common.segments.store import SegmentStore
+from common.service.logs import get_logger
 from common.service.version import version
 from common.service.wiring import open_store
 from common.settings.root import Settings
 from compaction.session import DISTRIBUTION_PROBLEM, Spark, spark_error
+
+log = get_logger("compaction.job")
 
 I = TypeVar("I")  # noqa: E741
 R = TypeVar("R")
@@ -42,6 +45,7 @@ class SparkRunner:
             rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
         except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
             raise spark_error(work.__name__, error) from error
+        log.info("items done", action="items_done", work=work.__name__, items=len(items))
         # What our own executors answered, over Spark's own connection.
         return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
 

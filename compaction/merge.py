@@ -12,6 +12,7 @@ from common.failpoints import failpoint
 from common.segments.parquet import SegmentReader, SegmentWriter, SpooledSegment
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
+from compaction.ahead import ahead
 from compaction.ledgers import Tally, merged_footer
 from compaction.plan import Output
 from compaction.union import union
@@ -79,7 +80,7 @@ def _write(store: SegmentStore, output: Output, writer: SegmentWriter) -> Spoole
         footers[segment.key] = reader.footer
         return reader
 
-    for batch in union(output.inputs, opened):
+    for batch in ahead(union(output.inputs, opened)):
         failpoint("compaction.merge")
         tally.add(batch.column("sequence"))
         writer.append(batch)

@@ -163,6 +163,9 @@ class Compaction:
         surveys = list(surveys)
         failures = [problem for survey in surveys for problem in survey.problems]
         outputs = sorted((o for s in surveys for o in s.outputs), key=lambda o: o.size, reverse=True)
+        if outputs:
+            total = sum(output.size for output in outputs)
+            log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
         results = self._runner.map(merge_one, outputs) if outputs else []
         merged = [result for result in results if isinstance(result, Merged)]
         report.merged += merged
@@ -216,7 +219,8 @@ class Compaction:
                 deleted += [] if failure else [segment]
         for stone in done(segments, standing):
             self._tombstones.delete(stone)
-        log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
+        if deleted:
+            log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
         return deleted, failures
 
 

@@ -8,7 +8,7 @@ must have equal content, else two histories met under one name (a fork) and noth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 import pyarrow as pa
 
@@ -22,7 +22,7 @@ Open = Callable[[SegmentRef], SegmentReader]
 _Parts = list[tuple[SegmentRef, pa.RecordBatch]]
 
 
-def union(segments: Iterable[SegmentRef], open_segment: Open) -> Iterator[pa.RecordBatch]:
+def union(segments: Iterable[SegmentRef], open_segment: Open) -> Generator[pa.RecordBatch, None, None]:
     """The rows of `segments` in ascending order; where they overlap, those of equal sequence once.
 
     A segment is opened when its coverage is reached and closed when its rows are out. Raises DataError, code

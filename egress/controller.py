@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 
 from common.chain import Chain
 from common.clock import Clock, wait_for
@@ -24,6 +23,7 @@ from egress import metrics
 from egress.backoff import Backoff
 from egress.parts import Parts, Pools
 from egress.report import FeedReport
+from egress.tasks import end
 from egress.worker import Worker
 
 log = get_logger("egress.controller")
@@ -95,9 +95,7 @@ class Feed:
                 await self._work(lease, stop)
             await self._pools.idle()
         finally:
-            keeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await keeping
+            await end(keeping)
         await lease.release()
 
     async def _work(self, lease: Lease, stop: asyncio.Event) -> None:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 log = get_logger("egress.evidence")
 
+TIPS_KEPT = 10_000
 ABSENT_TIPS = 100  # tips that the source does not hold, after which a row of the archive is compared instead
 
 
@@ -129,6 +130,8 @@ class Examiner:
     async def _tip(self, ref: SegmentRef) -> Tip | None:
         """None where no message was examined, where a merge replaced the segment, or where it is damaged."""
         if ref.key not in self._tips:
+            if len(self._tips) >= TIPS_KEPT:
+                self._tips.clear()
             try:
                 self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
             except DataError as error:

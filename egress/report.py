@@ -92,6 +92,7 @@ class FeedReport:
         """A reader was given up."""
         metrics.doubts.labels(*self._labels, reason).inc()
         log.info("reader given up", action="doubt", reason=reason, text=text, **self._chain.log_context())
+        self.state("checking", ready=False, why=text)
 
     def judged(self, evidence: Evidence, verdict: Verdict) -> None:
         """The stream was compared with the archive."""

@@ -63,7 +63,10 @@ class _StopAskedError(Exception):
 
 
 class Service:
-    """One egress process. What cannot be reached at the start is waited for, like later on."""
+    """One egress process. What cannot be reached at the start is waited for, like later on.
+
+    `objects`, if given, is used instead of the configured store.
+    """
 
     def __init__(
         self,
@@ -73,7 +76,9 @@ class Service:
         clock: Clock,
         health: Health,
         stop: asyncio.Event,
+        objects: ObjectStore | None = None,
     ) -> None:
+        self._objects = objects
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
         self._rng = random.SystemRandom()
@@ -91,7 +96,7 @@ class Service:
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Feed], Parts]:
         settings = self._settings
-        objects = open_objects(settings.store)
+        objects = self._objects or open_objects(settings.store)
         chains = open_chains(settings, objects)
         await self._patiently("objects", lambda: self._look_into(objects, chains.layout.tails_prefix()))
         # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.

@@ -33,6 +33,7 @@ from egress.parts import Parts, Pools
 from egress.position import Position
 from egress.reader import SECOND, DoubtError, Reader
 from egress.report import FeedReport
+from egress.tasks import end
 
 T = TypeVar("T")
 
@@ -140,8 +141,7 @@ class Session:
                     tasks.create_task(self._put_loop(), name="put"),
                 ]
                 await asyncio.wait(working)
-                for task in side:
-                    task.cancel()
+                await end(*side)
         finally:
             await self._reader.close()
         if self._end is not None:
@@ -299,6 +299,7 @@ class Session:
     async def _put(self, spooled: SpooledSegment) -> None:
         started = self._parts.clock.monotonic()
         ref = await self._persist(lambda: self._put_checked(spooled))
+        self._require_lease()
         await self._persist(self._archive.write_tail)
         await self._persist(self._archive.raise_mark)
         self.puts += 1
@@ -310,9 +311,12 @@ class Session:
         await self._reader.check()
         if await self._archive.is_covered(spooled.footer.coverage.first):
             raise RetakeError("another instance has covered it")
+        self._require_lease()
+        return await self._archive.put(spooled)
+
+    def _require_lease(self) -> None:
         if not self._lease.is_usable():
             raise LeaseLost(f"lease of {self._archive.chain}: not renewed in time")
-        return await self._archive.put(spooled)
 
     async def _persist(self, step: Callable[[], Awaitable[T]]) -> T:
         """Do the step until it is done or the session ends; then raises what the step raised last."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from common.chain import Chain
-from common.clock import first_of, wait_for
+from common.clock import wait_for
 from common.errors import LeaseLost, Stopped
 from common.jetstream.lease import Lease
 from common.jetstream.streams import StreamInfo
@@ -33,8 +31,7 @@ from egress.reader import DoubtError
 from egress.report import FeedReport, stopped_error
 from egress.session import RetakeError, Session
 from egress.start import first_sequence, is_set
-
-T = TypeVar("T")
+from egress.tasks import unless
 
 log = get_logger("egress.worker")
 
@@ -230,15 +227,3 @@ def check_retention(info: StreamInfo) -> None:
             hint="this version freezes streams with limits retention only",
             code="E-RETENTION",
         )
-
-
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None where `stop` is set first: then it is cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        await first_of(stop.wait(), asyncio.wait({task}))
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-    return None if task.cancelled() else task.result()

@@ -173,6 +173,8 @@ _headers("trace_dest", b"Nats-Trace-Dest: nobody.listens.here")
 _headers("delivery", b"Nats-Stream: S", b"Nats-Sequence: 5", b"Nats-Last-Sequence: 4", b"Nats-Num-Pending: 1")
 _headers("consumer", b"Nats-Last-Consumer: 1", b"Nats-Last-Stream: 1", b"Nats-Consumer-Stalled: x")
 _headers("rollup_subject", b"Nats-Rollup: sub", needs="allow_rollup_hdrs")
+_kind("rollup_again", lambda c: (c.subject(b"limited", b"0"), block(b"Nats-Rollup: sub"), c.text()))
+NEEDS["rollup_again"] = "allow_rollup_hdrs"
 _headers("ttl", b"Nats-TTL: 1h", needs="allow_msg_ttl")
 _headers("ttl_never", b"Nats-TTL: never", needs="allow_msg_ttl")
 _headers(

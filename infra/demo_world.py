@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from common.errors import FloeError
 from infra.demo_services import Service
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
@@ -89,9 +90,12 @@ class World:
         self.services: Services | None = None
 
     def start(self) -> None:
-        """Start the servers; returns when all of them serve."""
+        """Start the servers; returns when all of them serve. Raises FloeError where one does not."""
         for server in (*self.sites.values(), self.central):
-            server.start()
+            try:
+                server.start()
+            except RuntimeError as error:
+                raise FloeError(str(error), code="E-DEMO") from error
         self.s3.start()
         self.s3.create_bucket(BUCKET)
 

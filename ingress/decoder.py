@@ -22,8 +22,10 @@ from ingress.budget import Budget
 from ingress.intent import Piece
 from ingress.prepare import Prepared, Preparer
 
-# Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python objects of
-# a column holds the interpreter, and a publisher that waits for an acknowledgement should not wait for that too.
+# Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
+# objects of
+# a column holds the interpreter, and a publisher that waits for an acknowledgement should not wait for that
+# too.
 CHUNK_BYTES = 4 * 1024 * 1024
 CHUNK_ROWS = 2048
 

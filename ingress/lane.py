@@ -40,6 +40,7 @@ class Lane:
     waits_for: str = ""
     look_everywhere: bool = True
     looked_at: float = float("-inf")
+    is_due: bool = True
     is_queued: bool = False
     is_busy: bool = False
     again: bool = False
@@ -50,6 +51,11 @@ class Lane:
         return self.position > 0
 
     @property
+    def is_done(self) -> bool:
+        """Whether everything up to the end of the incarnation is decoded and its tail names no more."""
+        return self.end is not None and self.position > self.end and self.archived <= self.end
+
+    @property
     def waits(self) -> bool:
         """Whether it has to be looked at again soon."""
         if self.stopped is not None:
@@ -58,7 +64,7 @@ class Lane:
             not self.has_begun
             or self.failed
             or self.plan.phase in (Phase.LATE, Phase.DAMAGED)
-            or self.archived >= self.position
+            or (self.archived >= self.position and self.plan.phase is not Phase.DONE)
         )
 
     def replan(self, *, everywhere: bool = False) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from common.chain import Chain
 from common.service.metrics import counter, gauge, histogram
+from ingress.intent import Intent
+from ingress.lane import Lane
 
 _CHAIN = ("target", "site", "feed", "partition")
 
 messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
-payload_bytes = counter("ingress_bytes", "Bytes published: payloads and header blocks.", ("target",))
 position = gauge(
     "ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN
 )
@@ -35,3 +39,32 @@ holds_lease = gauge("ingress_lease_held", "1 while this process may carry into t
 unreadable = counter(
     "ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",)
 )
+
+
+def closed(target: str, intent: Intent) -> None:
+    """Count what an intent carried, now that it is closed."""
+    intents.labels(target, "closed").inc()
+    target_sequence.labels(target).set(intent.end)
+    for piece in intent.pieces:
+        chain = piece.chain
+        labels = (target, chain.site, chain.feed, str(chain.partition))
+        messages.labels(*labels).inc(piece.count)
+        position.labels(*labels).set(piece.rows.last + 1)
+
+
+def measure(target: str, lanes: Iterable[Lane], positions: Mapping[Chain, int], now: float) -> None:
+    """Set the gauges of all chains at `now` (seconds since 1970); a partition's incarnations count as one."""
+    lags: dict[tuple[str, str, str, str], int] = {}
+    waits: dict[tuple[str, str, str, str], float] = {}
+    stopped = 0
+    for lane in lanes:
+        chain, since = lane.chain, lane.plan.waiting_since
+        labels = (target, chain.site, chain.feed, str(chain.partition))
+        at = positions.get(chain, lane.position or 1)
+        lags[labels] = lags.get(labels, 0) + max(0, lane.archived - at + 1)
+        waits[labels] = max(waits.get(labels, 0.0), 0.0 if since is None else now - since)
+        stopped += lane.stopped is not None
+    stopped_chains.labels(target).set(stopped)
+    for labels, lag in lags.items():
+        lag_sequences.labels(*labels).set(lag)
+        waiting_seconds.labels(*labels).set(waits[labels])

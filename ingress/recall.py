@@ -18,6 +18,8 @@ from ingress.roster import Roster
 
 log = get_logger("ingress.recall")
 
+NEIGHBOURS = 20  # segments that may end where one segment ends
+
 
 class Recall:
     """Reads the rows that an intent names; the blocks' bytes are counted in `budget` without waiting for it,
@@ -49,41 +51,53 @@ class Recall:
         return Rows(blocks)
 
     async def _piece(self, piece: Piece) -> list[Block]:
-        refs = await self._threads.run(self._store.list, piece.chain, position=piece.rows.first)
         damaged: set[str] = set()
+        refs = await self._named(piece)
         while True:
             stretches = _stretches(piece, [ref for ref in refs if ref.key not in damaged])
+            if not stretches:
+                refs = await self._threads.run(self._store.list, piece.chain, position=piece.rows.first)
+                stretches = _stretches(piece, [ref for ref in refs if ref.key not in damaged])
             if not stretches:
                 raise _lost(piece, f"no undamaged segments cover {piece.rows}")
             found = await self._read(piece, stretches, damaged)
             if found is not None:
                 return found
 
+    async def _named(self, piece: Piece) -> list[SegmentRef]:
+        """The segment that the piece names, by one short listing; empty if it is not there."""
+        name, call = piece.segment, self._threads.run
+        last, level = name.coverage.last, name.level
+        refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
+        return [ref for ref in refs if ref.segment == name]
+
     async def _read(
         self, piece: Piece, stretches: list[Stretch[SegmentRef]], damaged: set[str]
     ) -> list[Block] | None:
-        """The blocks of the stretches; None where a segment turned out damaged or gone, which is
-        then noted.
+        """The blocks of the stretches; None where a segment turned out damaged or gone, which is then
+        noted.
         """
         blocks: list[Block] = []
-        preparer = self._roster.preparer(piece.chain)
         try:
             for stretch in stretches:
-                ref = stretch.segment
-                try:
-                    problem = await self._decoder.read(ref, stretch.rows, preparer, blocks.append, wait=False)
-                except (SegmentCorrupt, SegmentGone) as error:
-                    log.warning("segment not usable", action="recall", error=str(error), **ref.log_context())
-                    damaged.add(ref.key)
-                    self._drop(blocks)
-                    return None
-                if problem is not None:
-                    raise problem
+                await self._read_stretch(stretch, blocks)
             self._check_count(piece, blocks)
+        except (SegmentCorrupt, SegmentGone) as error:
+            log.warning("segment not usable", action="recall", error=str(error), **piece.chain.log_context())
+            damaged.add(stretch.segment.key)
+            self._drop(blocks)
+            return None
         except BaseException:
             self._drop(blocks)
             raise
         return blocks
+
+    async def _read_stretch(self, stretch: Stretch[SegmentRef], blocks: list[Block]) -> None:
+        ref = stretch.segment
+        preparer = self._roster.preparer(ref.chain)
+        problem = await self._decoder.read(ref, stretch.rows, preparer, blocks.append, wait=False)
+        if problem is not None:
+            raise problem
 
     def _drop(self, blocks: list[Block]) -> None:
         self._budget.give(sum(block.size for block in blocks))

@@ -18,7 +18,7 @@ from common.service.threads import Threads
 from common.service.wiring import open_chains, open_store
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
-from ingress.intent import TargetState
+from ingress.intent import Intent, TargetState
 from ingress.state import ROLE, StateStore
 
 PARALLEL = 8  # chains that are asked for at the same time
@@ -70,33 +70,33 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
 
 
 def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
-    """The checkpoint and the open intent of one target; both null where nothing is stored."""
+    """The checkpoint and the open intent of one target; null where nothing is stored."""
     if state is None:
-        return {
-            "target": target,
-            "target_sequence": None,
-            "target_created": None,
-            "positions": [],
-            "intent": None,
-        }
-    checkpoint, intent = state.checkpoint, state.intent
+        return {"target": target, "target_sequence": None, "positions": [], "intent": None}
+    checkpoint = state.checkpoint
+    positions = [
+        {**chain.log_context(), "position": at} for chain, at in sorted(checkpoint.positions.items())
+    ]
     return {
         "target": target,
         "target_sequence": checkpoint.target_sequence,
         "target_created": checkpoint.target_created,
-        "positions": [
-            {**chain.log_context(), "position": at} for chain, at in sorted(checkpoint.positions.items())
-        ],
-        "intent": intent
-        and {
-            "base": intent.base,
-            "count": intent.count,
-            "rows": [
-                {**p.chain.log_context(), "first": p.rows.first, "last": p.rows.last, "count": p.count}
-                for p in intent.pieces
-            ],
-        },
+        "positions": positions,
+        "intent": state.intent and _intent_json(state.intent),
     }
+
+
+def _intent_json(intent: Intent) -> dict[str, Any]:
+    rows = [
+        {
+            **piece.chain.log_context(),
+            "first": piece.rows.first,
+            "last": piece.rows.last,
+            "count": piece.count,
+        }
+        for piece in intent.pieces
+    ]
+    return {"base": intent.base, "count": intent.count, "rows": rows}
 
 
 def _checkpoint_rows(states: States) -> Iterator[dict[str, object]]:

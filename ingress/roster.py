@@ -66,15 +66,20 @@ class Roster:
         if lane := self._lanes.get(chain):
             lane.archived = end
 
-    def reset(self, positions: Positions) -> None:
-        """Make all lanes anew, standing at `positions`."""
-        self._lanes = {chain: self._lane(chain, positions) for chain in self._lanes}
+    def reset(self, positions: Positions) -> list[Lane]:
+        """Make all lanes anew, standing at `positions`; those that may be looked at at once."""
+        former, self._lanes = self._lanes, {}
+        for chain, lane in former.items():
+            self._lanes[chain] = self._lane(chain, positions)
+            self._lanes[chain].is_due = lane.is_due
+        return [lane for lane in self._lanes.values() if not lane.is_due]
 
     def _lane(self, chain: Chain, positions: Positions) -> Lane:
-        lane = Lane(
-            chain, self.preparer(chain), positions.get(chain, 0), archived=self._archived.get(chain, 0)
-        )
+        archived = self._archived.get(chain, 0)
+        lane = Lane(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
         lane.end = self._end(chain, positions)
+        # A tail tells whether there is more to be found; without one only all levels do.
+        lane.look_everywhere = archived == 0
         return lane
 
     # Incarnations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases
+from common.jetstream.requests import ApiError
 from common.jetstream.streams import StreamInfo
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
@@ -20,13 +21,14 @@ from common.service.monitor import Health
 from common.service.threads import Threads
 from common.settings.ingress import IngressSettings, TargetSettings
 from ingress import metrics
-from ingress.carrier import LOOK_SPACING, Carrier
+from ingress.carrier import Carrier
 from ingress.choices import Choices
 from ingress.discovery import Discovery
 from ingress.preflight import control_headers, ensure_target, shape_of
 from ingress.publisher import PUBLISHERS, Publisher, choose, offered
 from ingress.replies import Replies
 from ingress.roster import Roster
+from ingress.settler import LOOK_SPACING
 from ingress.state import ROLE, StateStore
 from ingress.supply import Supply
 from ingress.target import Target
@@ -36,7 +38,12 @@ log = get_logger("ingress.runner")
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between attempts
 WATCH_SPACING = 1.0  # seconds between two reports of what goes on
 
-PASSES_BY_ITSELF = (Unavailable, OutcomeUnknown)
+
+def passes_by_itself(error: BaseException) -> bool:
+    """Whether trying again later may help without anybody doing anything."""
+    if isinstance(error, ApiError):
+        return error.status >= 500 or error.status == 429
+    return isinstance(error, Unavailable | OutcomeUnknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,9 @@ class Runner:
                 pause = FIRST_PAUSE
             except LeaseLost as error:
                 log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
-            except PASSES_BY_ITSELF as error:
+            except FloeError as error:
+                if not passes_by_itself(error):
+                    raise
                 log.warning(
                     "tried again later", action="retry", target=self.target, error=str(error), pause=pause
                 )
@@ -124,25 +133,29 @@ class Runner:
 
     async def _carry(self, lease: Lease, stop: asyncio.Event) -> None:
         info = await ensure_target(self._parts.client, self._settings)
-        supply = self._supply(info)
+        keeper, supply = await self._keeper(info), self._supply(info)
         publisher = await self._publisher(info)
-        carrier = await self._carrier(info, supply, publisher, lease)
+        carrier = self._carrier(keeper, supply, publisher, lease)
         self._parts.discovery.add(supply)
         try:
-            async with asyncio.TaskGroup() as group:
-                sides = [
-                    group.create_task(lease.keep(), name=f"lease-{self.target}"),
-                    group.create_task(supply.run(), name=f"decode-{self.target}"),
-                    group.create_task(self._watch(carrier, supply, lease), name=f"watch-{self.target}"),
-                ]
-                await carrier.run(stop)
-                for side in sides:
-                    side.cancel()
-        except BaseExceptionGroup as group_error:
-            raise leading(group_error) from None
+            await self._run_beside(
+                carrier.run(stop), lease.keep(), supply.run(), self._watch(carrier, supply, lease)
+            )
         finally:
             self._parts.discovery.remove(supply)
             await publisher.aclose()
+
+    @staticmethod
+    async def _run_beside(main: Coroutine[Any, Any, None], *sides: Coroutine[Any, Any, None]) -> None:
+        """Run `main` to its end; the `sides` run as long, and one of them that fails ends everything."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(side) for side in sides]
+                await main
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise leading(errors) from None
 
     def _supply(self, info: StreamInfo) -> Supply:
         parts = self._parts
@@ -159,13 +172,17 @@ class Runner:
         )
         return PUBLISHERS[name](client, self.target, await Replies.open(client))
 
-    async def _carrier(self, info: StreamInfo, supply: Supply, publisher: Publisher, lease: Lease) -> Carrier:
-        parts, key = self._parts, state_key(ROLE, self.target)
-        name = parts.settings.state_bucket
+    async def _keeper(self, info: StreamInfo) -> StateStore:
+        parts, name = self._parts, self._parts.settings.state_bucket
         bucket = await KeyValue.open(parts.client, name, replicas=self._replicas(info))
+        return StateStore(bucket, state_key(ROLE, self.target), self.target)
+
+    def _carrier(self, keeper: StateStore, supply: Supply, publisher: Publisher, lease: Lease) -> Carrier:
+        parts = self._parts
+        key = state_key(ROLE, self.target)
         return Carrier(
-            Choices(self.target, f"nats kv del {name} {key} --force"),
-            StateStore(bucket, key, self.target),
+            Choices(self.target, f"nats kv del {parts.settings.state_bucket} {key} --force"),
+            keeper,
             Target(parts.client, self.target, parts.connect),
             publisher,
             supply,
@@ -187,7 +204,7 @@ class Runner:
         health = self._parts.health
         health.set_ready(self._part, not carrier.trouble, carrier.trouble)
         health.set_status(self._part, {"state": "carrying", **status_of(carrier, supply)})
-        supply.measure()
+        metrics.measure(self.target, supply.roster, supply.positions, self._parts.clock.now())
 
 
 def status_of(carrier: Carrier, supply: Supply) -> dict[str, Any]:
@@ -202,7 +219,7 @@ def status_of(carrier: Carrier, supply: Supply) -> dict[str, Any]:
 def leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error of a group that says most: one that an operator has to deal with before one that passes."""
     errors = list(_flat(group))
-    ranked = sorted(errors, key=lambda e: (isinstance(e, PASSES_BY_ITSELF), not isinstance(e, FloeError)))
+    ranked = sorted(errors, key=lambda e: (passes_by_itself(e), not isinstance(e, FloeError)))
     return ranked[0]
 
 

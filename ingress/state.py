@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import OutcomeUnknown
+from common.errors import OutcomeUnknown, Stopped
 from ingress.documents import from_json, to_json
 from ingress.intent import TargetState
 
 ROLE = "ingress"
+MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default
 
 
 class Entry(Protocol):
@@ -59,6 +60,12 @@ class StateStore:
         Raises Unavailable, and OutcomeUnknown where reading does not settle it.
         """
         value = to_json(self._target, state)
+        if len(value) > MAX_STATE:
+            raise Stopped(
+                f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}",
+                hint="spread its sources over several targets",
+                code="E-STATE-SIZE",
+            )
         try:
             written = await self._write(value, revision)
         except OutcomeUnknown:

@@ -1,4 +1,4 @@
-"""Decodes ahead: the chains of a target in fair turns, a stretch of one segment at a time, within a byte
+"""Decodes ahead: the chains of a target in fair turns, a stretch of a segment at a time, within a byte
 budget.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from common.chain import Chain
 from common.clock import Clock, first_of
 from common.errors import DataError, FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
-from common.segments.documents import ChainDocument, ChainStore
+from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
@@ -23,14 +23,13 @@ from ingress.budget import Budget
 from ingress.decoder import Decoder
 from ingress.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS
 from ingress.lane import Lane
-from ingress.plan import Phase, first_position, plan_chain
+from ingress.lookout import Lookout
 from ingress.recall import Recall
 from ingress.roster import Roster
 
 log = get_logger("ingress.supply")
 
 TURNS = 3  # chains that are read at the same time
-LISTED = 200  # segments of level 0 that one look takes
 LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says
 
 
@@ -52,8 +51,8 @@ class Supply:
         memory_limit: int,
     ) -> None:
         self.target, self.roster = target, roster
-        self._store, self._documents, self._threads = store, documents, threads
         self._clock = clock
+        self._lookout = Lookout(roster, store, documents, threads, clock)
         # The rest is for what decoding needs beside the rows, for what is on the wire, and for what the
         # allocator keeps.
         self._budget = Budget(memory_limit // 3)
@@ -107,27 +106,8 @@ class Supply:
         self._ready.clear()
         while not self._turns.empty():
             self._turns.get_nowait()
-        self.roster.reset(positions)
-        for lane in self.roster:
+        for lane in self.roster.reset(positions):
             self._wake(lane)
-
-    def measure(self) -> None:
-        """Set the gauges of all chains; those of one partition's incarnations are one."""
-        lanes = list(self.roster)
-        metrics.stopped_chains.labels(self.target).set(sum(lane.stopped is not None for lane in lanes))
-        lags: dict[tuple[str, str, int], int] = {}
-        waits: dict[tuple[str, str, int], float] = {}
-        for lane in lanes:
-            whole = (lane.chain.site, lane.chain.feed, lane.chain.partition)
-            at = self.positions.get(lane.chain, lane.position or 1)
-            since = lane.plan.waiting_since
-            waited = 0.0 if since is None else max(0.0, self._clock.now() - since)
-            lags[whole] = lags.get(whole, 0) + max(0, lane.archived - at + 1)
-            waits[whole] = max(waits.get(whole, 0.0), waited)
-        for (site, feed, partition), lag in lags.items():
-            labels = (self.target, site, feed, str(partition))
-            metrics.lag_sequences.labels(*labels).set(lag)
-            metrics.waiting_seconds.labels(*labels).set(waits[site, feed, partition])
 
     # For discovery
 
@@ -136,36 +116,27 @@ class Supply:
         return self.roster.pairs()
 
     def found(self, chain: Chain, end: int | None = None) -> None:
-        """The chain exists, or its tail has changed: its coverage ends at `end` (None: not known)."""
+        """The chain exists, or its tail has changed: its coverage ends at `end` (None: not known).
+
+        It is looked at by the next `tick`.
+        """
         lane = self.roster.add(chain, self.positions)
-        if lane is None:
-            return
-        if end is not None:
-            self.roster.archive(chain, end)
-        self._wake(lane)
+        if lane is not None:
+            lane.is_due = True
+            if end is not None:
+                self.roster.archive(chain, end)
 
     async def tick(self) -> None:
-        """Time has passed: look again at chains that wait, and now and then at all."""
-        for chain in self.roster.needs_previous():
-            await self._read_previous(chain)
+        """Look at chains that were found or that wait, and now and then at all."""
+        # First where incarnations ended: nothing behind may be carried because it was looked at too early.
+        await self._lookout.read_previous(self.positions)
         now = self._clock.monotonic()
         for lane in self.roster:
             long_ago = now - lane.looked_at >= LOOK_AGAIN
             if long_ago:
                 lane.forget_damage()
-            if long_ago or lane.waits:
+            if long_ago or lane.is_due or lane.waits:
                 self._wake(lane)
-
-    async def _read_previous(self, chain: Chain) -> None:
-        try:
-            document = await self._threads.run(self._documents.read_stream, chain)
-        except DataError as error:
-            log.error(
-                "stream.json spoiled", action="document_spoiled", error=str(error), **chain.log_context()
-            )
-            return
-        if document is not None:
-            self.roster.set_previous(chain, document.previous, self.positions)
 
     # Turns
 
@@ -181,7 +152,7 @@ class Supply:
     async def _take_turns(self) -> None:
         while True:
             lane = await self._turns.get()
-            lane.is_queued, lane.is_busy, lane.again = False, True, False
+            lane.is_queued, lane.is_busy, lane.again, lane.is_due = False, True, False, False
             try:
                 if self._is_current(lane):
                     await self._turn(lane)
@@ -196,7 +167,7 @@ class Supply:
     async def _turn(self, lane: Lane) -> None:
         """Carry one stretch of the chain into the queue of ready rows."""
         try:
-            if await self._has_stretch(lane):
+            if await self._lookout.finds(lane, self.positions):
                 lane.again = True
                 await self._decode(lane, lane.stretches.popleft())
             lane.failed = False
@@ -207,6 +178,8 @@ class Supply:
             log.info("segment gone", action="segment_gone", **lane.chain.log_context())
             lane.again = not lane.failed
             lane.fail()
+        except (Stopped, DataError) as error:
+            self._stop(lane, error)
         except (Unavailable, OutcomeUnknown) as error:
             lane.again = False
             lane.fail()
@@ -214,47 +187,6 @@ class Supply:
             log.warning(
                 "store not readable", action="store_error", error=str(error), **lane.chain.log_context()
             )
-
-    async def _has_stretch(self, lane: Lane) -> bool:
-        if not lane.has_begun and not await self._begin(lane):
-            return False
-        if not lane.stretches:
-            await self._look(lane)
-        return bool(lane.stretches)
-
-    async def _begin(self, lane: Lane) -> bool:
-        """Find out where the chain begins; whether that is known."""
-        try:
-            lane.waits_for = self.roster.obstacle(lane, self.positions)
-            document = None if lane.waits_for else await self._read_chain(lane)
-            if document is None:
-                return False
-            floor = await self._threads.run(self._documents.read_floor, lane.chain)
-        except (Stopped, DataError) as error:
-            self._stop(lane, error)
-            return False
-        lane.position = first_position(document.first, floor)
-        log.info("chain begins", action="chain_begins", position=lane.position, **lane.chain.log_context())
-        return True
-
-    async def _read_chain(self, lane: Lane) -> ChainDocument | None:
-        document = await self._threads.run(self._documents.read_chain, lane.chain)
-        if document is None:
-            lane.waits_for = "chain.json is not there yet"
-        return document
-
-    async def _look(self, lane: Lane) -> None:
-        """List from the position: level 0 first, all levels where that does not lead on but must."""
-        refs = await self._list(lane, level=0, limit=LISTED)
-        plan = plan_chain(refs, lane.position, lane.end, lane.damaged)
-        if plan.phase not in (Phase.READY, Phase.DONE) and (refs or lane.look_everywhere or lane.waits):
-            refs = await self._list(lane)
-            plan = plan_chain(refs, lane.position, lane.end, lane.damaged)
-        lane.looked(plan, self._clock.monotonic())
-
-    async def _list(self, lane: Lane, level: int | None = None, limit: int | None = None) -> list[SegmentRef]:
-        call = self._threads.run
-        return await call(self._store.list, lane.chain, position=lane.position, level=level, limit=limit)
 
     async def _decode(self, lane: Lane, stretch: Stretch[SegmentRef]) -> None:
         ref = stretch.segment

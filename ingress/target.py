@@ -7,7 +7,13 @@ from collections.abc import Awaitable, Callable
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import STREAM_NOT_FOUND, get_message, stream_info
+from common.jetstream.streams import (
+    MESSAGE_NOT_FOUND,
+    STREAM_NOT_FOUND,
+    ask,
+    stored_message,
+    stream_info,
+)
 from ingress.verdict import Origin, Reading, Unread
 
 
@@ -44,12 +50,13 @@ async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unre
     if sequence == 0:
         return Unread.GONE
     try:
-        message = await get_message(client, stream, sequence)
+        # Only the header block counts, so that the answer's JSON, which cannot carry every subject, does.
+        message = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
     except ApiError as error:
-        if error.err_code != STREAM_NOT_FOUND:
+        if error.err_code not in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
             raise
         return Unread.GONE
-    return Unread.GONE if message is None else origin_of(message.headers)
+    return origin_of(message.headers)
 
 
 def origin_of(headers: bytes | None) -> Origin | Unread:

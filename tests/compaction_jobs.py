@@ -60,8 +60,3 @@ class Job:
         """Let it run after that."""
         assert self._process.pid
         os.kill(self._process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
-        self._process.kill()
-        self._process.join(10)

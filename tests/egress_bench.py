@@ -15,7 +15,8 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.streams import create_stream, stream_info
-from common.objects.local import LocalObjects
+from common.objects.open import open_objects
+from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
 from common.segments.layout import Layout
 from common.segments.segment import Footer, Ledger, Message, SegmentRef
@@ -23,13 +24,14 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, is_gapless
 from common.service.monitor import Health
 from common.settings.root import Settings
+from common.settings.store import StoreSettings
 from egress.archive import Marks
 from egress.parts import Confirming, Pace, Pulling, Tuning
 from egress.service import Service
 from infra.oracle import Comparison, Trace, compare
 from infra.oracle_archive import archived
 from infra.oracle_streams import source_trace
-from tests.support import soon, unique
+from tests.support import SharedS3, soon, unique
 
 SITE = "site"
 QUICK = Tuning(
@@ -75,16 +77,29 @@ class Running:
 class Bench:
     """A server, a bucket, and what is needed to look into both."""
 
-    url: str
+    url: str | list[str]
     root: Path
     client: FloeClient
     lease_bucket: str = field(default_factory=lambda: unique("L"))
     state_bucket: str = field(default_factory=lambda: unique("S"))
 
+    s3: SharedS3 | None = None
+
     def __post_init__(self) -> None:
-        self.objects = LocalObjects(self.root / "bucket")
+        self.store_config = self._on_s3(self.s3) if self.s3 else {"url": f"file://{self.root / 'bucket'}"}
+        self.objects = open_objects(StoreSettings.model_validate(self.store_config))
         self.store = SegmentStore(self.objects, Layout("data"), spool_dir=self.root / "spool")
         self.chains = ChainStore(self.objects, Layout("data"))
+
+    @staticmethod
+    def _on_s3(s3: SharedS3) -> dict[str, Any]:
+        return {
+            "url": f"s3://{s3.new_bucket()}",
+            "endpoint_url": s3.endpoint_url,
+            "access_key_id": s3.access_key,
+            "secret_access_key": s3.secret_key,
+            "addressing_style": "path",
+        }
 
     def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
         """Settings with these feeds. Segments close sooner than anybody may configure, unless they say when."""
@@ -92,7 +107,7 @@ class Bench:
             {
                 "site": SITE,
                 "nats": {"url": self.url},
-                "store": {"url": f"file://{self.root / 'bucket'}"},
+                "store": self.store_config,
                 "spool_dir": str(self.root / "spool"),
                 "egress": {
                     "feeds": list(feeds),
@@ -112,18 +127,28 @@ class Bench:
         )
         return settings.model_copy(update={"egress": settings.egress.model_copy(update={"feeds": hurried})})
 
-    def start(self, settings: Settings, tuning: Tuning = QUICK, reexamine: float = 0.3) -> Running:
-        """Run egress as a task."""
+    def start(
+        self,
+        settings: Settings,
+        tuning: Tuning = QUICK,
+        reexamine: float = 0.3,
+        objects: ObjectStore | None = None,
+    ) -> Running:
+        """Run egress as a task, over `objects` instead of the bench's own if given."""
         health, stop = Health(SystemClock()), asyncio.Event()
-        service = Service(settings, tuning, reexamine, SystemClock(), health, stop)
+        service = Service(settings, tuning, reexamine, SystemClock(), health, stop, objects)
         return Running(health, stop, asyncio.create_task(service.run()))
 
     @asynccontextmanager
     async def egress(
-        self, *feeds: dict[str, Any], tuning: Tuning = QUICK, **egress: Any
+        self,
+        *feeds: dict[str, Any],
+        tuning: Tuning = QUICK,
+        objects: ObjectStore | None = None,
+        **egress: Any,
     ) -> AsyncIterator[Running]:
         """Egress for the length of a block, drained at its end."""
-        running = self.start(self.settings(*feeds, **egress), tuning)
+        running = self.start(self.settings(*feeds, **egress), tuning, objects=objects)
         try:
             yield running
             await running.drain()

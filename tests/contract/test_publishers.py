@@ -1,4 +1,4 @@
-"""What every publisher does on a real server: rows after an expected sequence, and nothing said that is not sure."""
+"""What every publisher does on a real server: rows after an expected sequence, and only sure answers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def last_of(client: FloeClient, stream: str) -> int:
 
 
 async def carry(publisher: Publisher, rows: Rows, client: FloeClient, stream: str, base: int = 0) -> int:
-    """Publish until everything is stored, reading the stream after every unclear outcome; how many there were."""
+    """Publish until everything is stored, reading after every unclear outcome; how many there were."""
     stored = unclear = 0
     while stored < rows.count:
         outcome = await publisher.publish(rows, base, stored)

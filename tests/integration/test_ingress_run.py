@@ -259,7 +259,7 @@ async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
         messages = await centre.carried(client, 30)
 
     check_exact(messages, archive, centre.prefix)
-    assert opened == [0, 1]
+    assert set(opened) == {0, 1}
 
 
 async def test_chains_that_are_not_listed_stay_where_they_are(
@@ -349,7 +349,7 @@ async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(
     centre = Centre(tmp_path, archive, nats_url)
     await open_intent_of(centre, 7, Piece(name, SequenceRange(1, 40), 40))
 
-    with pytest.raises(Exception, match="expected 40 messages in 1..40, found 39"):
+    with pytest.raises(Exception, match=r"expected 40 messages in 1\.\.40, found 39"):
         await asyncio.wait_for(centre.run(), 20)
     async with client_of(nats_url) as client:
         assert await count_in(client, centre.target) == 7

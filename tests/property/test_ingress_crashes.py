@@ -1,5 +1,6 @@
-"""The protocol of intents under crashes, pauses, twins, lost answers and late messages: a simulated server and
-bucket, the real carrier, state store and transitions. Whatever happens, the target holds each row once, in order.
+"""The protocol of intents under crashes, pauses, twins, lost answers and late messages: a simulated server
+and bucket, the real carrier, state store and transitions. Whatever happens, the target holds each row once,
+in order.
 """
 
 from __future__ import annotations
@@ -318,12 +319,12 @@ async def test_each_row_is_stored_once_and_in_order_whatever_happens(number: int
 
 
 class ReplacingCarrier(Carrier):
-    """The mistake that the protocol exists to avoid: an open intent is thrown away after reading the target."""
+    """The mistake that the protocol exists to avoid: an open intent is thrown away."""
 
     def _adopt(self, stored: Stored) -> None:
         state = stored.state
         if state is not None and state.intent is not None:
-            kept = replace(state.checkpoint, target_sequence=len(self._looker.world.server.log))
+            kept = replace(state.checkpoint, target_sequence=len(self._keeper._bucket.world.server.log))
             stored = Stored(TargetState(kept), stored.revision)
         super()._adopt(stored)
 

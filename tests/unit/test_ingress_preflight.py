@@ -1,4 +1,4 @@
-"""The target before anything is published: how it is made, what speaks against it, which publisher it gets."""
+"""The target before anything is published: how it is made, what speaks against it, its publisher."""
 
 from __future__ import annotations
 

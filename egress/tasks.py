@@ -1,0 +1,38 @@
+"""Ending tasks for certain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from common.clock import first_of
+
+T = TypeVar("T")
+
+AGAIN = 0.5  # seconds until a task that goes on is cancelled once more
+
+
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel `tasks` and return when they have ended; what they raise is dropped.
+
+    More than once, because `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with
+    the result it waits for: the task goes on.
+    """
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=AGAIN)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns; None where `stop` is set first: then it is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        await first_of(stop.wait(), asyncio.wait({task}))
+        return task.result() if task.done() else None
+    finally:
+        await end(task)

@@ -1,0 +1,50 @@
+"""What carrying needs of its surroundings; the simulation of crashes stands in for all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+
+from common.chain import Chain
+from ingress.blocks import Rows
+from ingress.intent import Intent, TargetState
+from ingress.state import Stored
+from ingress.verdict import Reading
+
+
+class StateKeeper(Protocol):
+    """Where the state is kept (`ingress.state.StateStore`)."""
+
+    async def load(self) -> Stored: ...
+    async def save(self, state: TargetState, revision: int) -> Stored | None: ...
+
+
+class Looker(Protocol):
+    """Who looks at the target (`ingress.target.Target`)."""
+
+    async def read(self) -> Reading | None: ...
+    async def read_fresh(self) -> Reading | None: ...
+
+
+class Recaller(Protocol):
+    """Who finds the rows of an open intent again (`ingress.recall.Recall`)."""
+
+    async def rows(self, intent: Intent, stored: int) -> Rows: ...
+
+
+class RowSource(Protocol):
+    """Who has rows ready (`ingress.supply.Supply`)."""
+
+    @property
+    def recall(self) -> Recaller: ...
+    async def take(self, stop: asyncio.Event) -> Rows | None: ...
+    def release(self, rows: Rows) -> None: ...
+    def closed(self, positions: Mapping[Chain, int]) -> None: ...
+    def reset(self, positions: Mapping[Chain, int]) -> None: ...
+
+
+class Tenure(Protocol):
+    """The right to carry (`common.jetstream.lease.Lease`)."""
+
+    def is_usable(self) -> bool: ...

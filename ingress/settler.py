@@ -1,0 +1,137 @@
+"""Settles what is unclear: by reading the target, and the stored state where the target does not explain
+itself.
+"""
+
+from __future__ import annotations
+
+from common.clock import Clock
+from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
+from common.service.logs import get_logger
+from ingress.blocks import Rows
+from ingress.choices import Choices
+from ingress.ports import Looker, StateKeeper, Tenure
+from ingress.state import Stored
+from ingress.verdict import Finding, Reading, Verdict, judge
+
+log = get_logger("ingress.settler")
+
+LOOKS = 3  # equal answers before a verdict that stops
+LOOK_SPACING = 10.0  # seconds between them
+PATIENCE = 30.0  # seconds without an answer of the target before everything is begun again
+FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between two questions
+
+
+class StateMoved(Exception):
+    """Another instance changed the stored state: `stored` is what is there now."""
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__("state moved by another instance")
+        self.stored = stored
+
+
+class Settler:
+    """Looks at one target and its stored state."""
+
+    def __init__(
+        self,
+        choices: Choices,
+        keeper: StateKeeper,
+        looker: Looker,
+        lease: Tenure,
+        clock: Clock,
+        look_spacing: float = LOOK_SPACING,
+    ) -> None:
+        self.target, self._choices = choices.target, choices
+        self._keeper, self._looker, self._lease = keeper, looker, lease
+        self._clock, self._look_spacing = clock, look_spacing
+
+    async def settle(self, known: Stored, rows: Rows | None) -> int:
+        """How many messages of the open intent of `known` are stored (0 without one), by the target itself.
+
+        `rows`: the intent's messages, where they are in memory. Raises StateMoved where another instance
+        went on; Stopped or AnotherWriter where the target is not what the state says, three times over;
+        LeaseLost.
+        """
+        while True:
+            reading = await self.reading()
+            verdict = _judge(known, reading, rows)
+            if verdict.finding is Finding.STORED:
+                return verdict.stored
+            await self.check_moved(known)
+            await self._confirm(known, reading, verdict, rows)
+
+    async def check_moved(self, known: Stored) -> None:
+        """Raises StateMoved where the stored state is not `known` any more."""
+        stored = await self._keeper.load()
+        if stored.revision == known.revision:
+            return
+        if stored.state is None:
+            raise Unavailable(f"state of target {self.target} was removed", code="E-STATE-GONE")
+        raise StateMoved(stored)
+
+    def check_lease(self) -> None:
+        """Raises LeaseLost where the lease may not be used any more."""
+        if not self._lease.is_usable():
+            raise LeaseLost(f"lease of target {self.target} is not ours any more")
+
+    async def first(self) -> tuple[Stored, Reading | None]:
+        """What is stored, and where nothing is: a look at a target that never held a message.
+
+        Raises Stopped where nothing is stored and the target holds, or held, messages, three times over.
+        """
+        for look in range(LOOKS):
+            if look:
+                await self._clock.sleep(self._look_spacing)
+            # The target before the state: whatever is stored there had an intent before.
+            reading = await self.reading()
+            stored = await self._keeper.load()
+            if stored.state is not None or (reading is not None and reading.last_sequence == 0):
+                return stored, reading
+        raise self._choices.no_checkpoint(reading)
+
+    async def reading(self) -> Reading | None:
+        """What the target says, asked again for a while if it does not answer."""
+        deadline, pause = self._clock.monotonic() + PATIENCE, FIRST_PAUSE
+        while True:
+            try:
+                return await self._looker.read()
+            except (Unavailable, OutcomeUnknown, DataError):
+                if self._clock.monotonic() + pause >= deadline:
+                    raise
+            await self._clock.sleep(pause)
+            pause = min(LAST_PAUSE, pause * 2)
+
+    async def _confirm(
+        self, known: Stored, reading: Reading | None, verdict: Verdict, rows: Rows | None
+    ) -> None:
+        """Look again, on fresh connections; returns if the answer changes, else raises what it means."""
+        finding, seen = verdict.finding, [reading]
+        log.warning(
+            "verdict to be confirmed",
+            action="verdict",
+            target=self.target,
+            finding=finding.name,
+            detail=verdict.detail,
+        )
+        for _ in range(LOOKS - 1):
+            await self._clock.sleep(self._look_spacing)
+            self.check_lease()
+            seen.append(await self._looker.read_fresh())
+            await self.check_moved(known)
+            verdict = _judge(known, seen[-1], rows)
+            if verdict.finding is not finding:
+                return
+        raise self._error(verdict, seen)
+
+    def _error(self, verdict: Verdict, seen: list[Reading | None]) -> FloeError:
+        return self._choices.error(verdict, [each for each in seen if each is not None])
+
+
+def _judge(known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
+    state = known.state
+    assert state is not None, "only what exists is settled"
+    expected = None
+    if reading is not None and rows is not None and state.intent is not None:
+        last = reading.last_sequence - state.intent.base - 1
+        expected = rows.sequence(last) if 0 <= last < rows.count else None
+    return judge(state, reading, expected)

@@ -1,0 +1,251 @@
+"""Egress killed, paused and doubled as a process: the archive accounts for every message, once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.jetstream.kv import KeyValue
+from egress.controller import lease_key
+from tests.egress_bench import SITE, Bench, connected
+from tests.support import SharedS3, seeded, soon, unique
+
+ROOT = Path(__file__).parents[2]
+FEED = {"segment": {"max_messages": 100, "max_age": "1s"}}
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+@pytest.fixture
+async def far(nats_url: str, s3: SharedS3, tmp_path: Path) -> AsyncIterator[Bench]:
+    """A bench whose bucket is on a server: a paused process holds no lock there."""
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client, s3=s3)
+    await client.aclose()
+
+
+class Process:
+    """One egress process over the bench's bucket."""
+
+    def __init__(self, bench: Bench, stream: str, *, failpoints: str = "", **egress: Any) -> None:
+        self._bench = bench
+        self.log = bench.root / f"{unique('egress')}.log"
+        config = self.log.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(self._config(stream, egress)))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.egress_runner", str(config)],
+                cwd=ROOT,
+                env={**os.environ, "FLOE_FAILPOINTS": failpoints},
+                stdout=log,
+                stderr=log,
+            )
+
+    def _config(self, stream: str, egress: dict[str, Any]) -> dict[str, Any]:
+        bench = self._bench
+        return {
+            "site": SITE,
+            "nats": {"url": bench.url},
+            "store": bench.store_config,
+            "spool_dir": str(bench.root / "spool"),
+            "log": {"level": "debug", "format": "text"},
+            "egress": {
+                "monitor": {"listen": ""},
+                "lease_bucket": bench.lease_bucket,
+                "state_bucket": bench.state_bucket,
+                "lease_ttl": "1s",
+                "shutdown_timeout": "10s",
+                "feeds": [{"stream": stream, **FEED}],
+                **egress,
+            },
+        }
+
+    def send(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    async def ended(self, seconds: float = 20) -> int:
+        """Its exit code; negative for a signal."""
+        return await asyncio.to_thread(self.process.wait, seconds)
+
+    async def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        await self.ended()
+
+    async def drain(self) -> None:
+        """SIGTERM; fails unless it ends with 0."""
+        self.send(signal.SIGTERM)
+        code = await self.ended()
+        assert code == 0, f"exit code {code}\n{self.log.read_text()[-4000:]}"
+
+
+@contextmanager
+def processes() -> Iterator[list[Process]]:
+    """A list of processes, whatever is left of them killed at the end."""
+    started: list[Process] = []
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.send(signal.SIGCONT)
+            each.send(signal.SIGKILL)
+            each.process.wait(10)
+
+
+AT_A_PUT = (
+    "egress.sealed",
+    "egress.before_put",
+    "egress.after_put",
+    "egress.after_tail",
+    "egress.after_mark",
+)
+POINTS = [
+    "egress.after_stream_document=kill",
+    "egress.after_chain_document=kill",
+    *(f"{point}=kill@{number}" for point in AT_A_PUT for number in (1, 3)),
+]
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_killed_at_any_step_nothing_is_lost_or_repeated(bench: Bench, point: str) -> None:
+    """F01, F02: and the tail and the mark are right again after the next start."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, (b"%d" % i for i in range(350)))
+    with processes() as started:
+        started.append(Process(bench, stream, failpoints=point))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+        await bench.publish(stream, [b"more"] * 20)
+        started.append(Process(bench, stream))
+        await bench.archived_to(stream, 370, seconds=20)
+        await started[1].drain()
+    await bench.same(stream, stream)
+    assert bench.chains.read_tail(bench.chain(stream)) == 370
+    assert await bench.mark(stream) == 370
+
+
+@pytest.mark.parametrize("point", ["egress.after_stream_document", "egress.after_chain_document"])
+async def test_killed_while_it_begins_the_next_incarnation_both_histories_are_whole(
+    bench: Bench, point: str
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, (b"first %d" % i for i in range(120)))
+    with processes() as started:
+        started.append(Process(bench, stream, failpoints=f"{point}=kill@2"))
+        await bench.archived_to(stream, 120, seconds=20)
+        await bench.delete_stream(stream)
+        await bench.make_stream(stream)
+        await bench.publish(stream, (b"second %d" % i for i in range(130)))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+        started.append(Process(bench, stream))
+        await bench.archived_to(stream, 130, incarnation=1, seconds=20)
+        await started[1].drain()
+    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(120)]
+    await bench.same(stream, stream, incarnation=1)
+    document = bench.chains.read_stream(bench.chain(stream, 1))
+    assert document is not None
+    assert document.previous == {0: 120}
+    assert bench.chains.read_stream(bench.chain(stream, 2)) is None
+
+
+async def publish_until(bench: Bench, stream: str, done: asyncio.Event, rng: random.Random) -> None:
+    """Publish, and delete a message here and there, until `done`."""
+    while not done.is_set():
+        await bench.publish(stream, [rng.randbytes(rng.randrange(300)) for _ in range(rng.randrange(1, 60))])
+        await asyncio.sleep(rng.uniform(0.0, 0.05))
+
+
+async def test_killed_at_random_moments_under_load(bench: Bench) -> None:
+    """F01."""
+    rng, stream, done = seeded(), await bench.make_stream(unique("T")), asyncio.Event()
+    load = asyncio.create_task(publish_until(bench, stream, done, rng))
+    with processes() as started:
+        for _ in range(5):
+            started.append(Process(bench, stream))
+            await asyncio.sleep(rng.uniform(0.8, 2.0))
+            await started[-1].kill()
+        done.set()
+        await load
+        last = await bench.last(stream)
+        started.append(Process(bench, stream))
+        await bench.archived_to(stream, last, seconds=20)
+        await started[-1].drain()
+    await bench.same(stream, stream)
+    assert await bench.mark(stream) == last
+
+
+async def test_paused_for_longer_than_its_lease_it_wastes_work_only(far: Bench) -> None:
+    """F04, I9: another instance takes over; the first wakes up, finds out, and stands by."""
+    rng, stream, done = seeded(), await far.make_stream(unique("T")), asyncio.Event()
+    load = asyncio.create_task(publish_until(far, stream, done, rng))
+    with processes() as started:
+        started += [Process(far, stream), Process(far, stream)]
+        await far.archived_to(stream, 1, seconds=20)
+        for paused in started:
+            before = far.end(stream)
+            paused.send(signal.SIGSTOP)
+            await far.archived_to(stream, before + 200, seconds=10)
+            paused.send(signal.SIGCONT)
+            await asyncio.sleep(0.5)
+        done.set()
+        await load
+        await far.archived_to(stream, await far.last(stream), seconds=20)
+        for each in started:
+            await each.drain()
+    await far.same(stream, stream)
+
+
+@pytest.mark.parametrize("point", ["egress.before_put", "egress.after_put"])
+async def test_paused_around_a_put_its_late_segment_is_harmless(far: Bench, point: str) -> None:
+    """F05: the object lands when another instance has long gone on."""
+    stream = await far.make_stream(unique("T"))
+    await far.publish(stream, (b"%d" % i for i in range(350)))
+    with processes() as started:
+        started.append(Process(far, stream, failpoints=f"{point}=stop@2"))
+        await far.archived_to(stream, 100, seconds=20)
+        started.append(Process(far, stream))
+        await far.archived_to(stream, 350, seconds=20)
+        started[0].send(signal.SIGCONT)
+        await far.publish(stream, [b"more"] * 50)
+        await far.archived_to(stream, 400, seconds=20)
+        for each in started:
+            await each.drain()
+    await far.same(stream, stream)
+    assert far.chains.read_tail(far.chain(stream)) == 400
+    assert await far.mark(stream) == 400
+
+
+async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_0(bench: Bench) -> None:
+    """F07."""
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "segment": {"max_age": "1h"}}
+    with processes() as started:
+        started.append(Process(bench, stream, feeds=[feed], lease_ttl="10s"))
+        leases = await soon(lambda: KeyValue.open(bench.client, bench.lease_bucket, ttl=10.0), seconds=20)
+
+        async def is_reading() -> bool:
+            answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")
+            return bool(answer.get("consumers"))
+
+        await soon(is_reading, seconds=20)
+        await bench.publish(stream, [b"x"] * 60)
+        await asyncio.sleep(0.2)
+        await started[0].drain()
+        assert await leases.get(lease_key(bench.chain(stream))) is None
+    assert bench.end(stream) == 60
+    await bench.same(stream, stream)

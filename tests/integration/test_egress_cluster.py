@@ -1,0 +1,107 @@
+"""A replicated stream whose leaders move and whose nodes die while it is frozen (F12, F18, F19)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from common.errors import FloeError
+from common.jetstream.client import connect
+from common.settings.nats import NatsSettings
+from infra.acked import AckedPublisher
+from infra.local.nats import NatsCluster
+from tests.egress_bench import Bench
+from tests.support import soon, unique
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NatsCluster]:
+    with NatsCluster(3) as running:
+        yield running
+
+
+@pytest.fixture
+async def bench(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connect(NatsSettings(url=cluster.urls), name="test")
+    yield Bench(cluster.urls, tmp_path, client)
+    await client.aclose()
+
+
+async def replicated(bench: Bench) -> str:
+    stream = unique("T")
+    await soon(lambda: _made(bench, stream), seconds=20)
+    return stream
+
+
+async def _made(bench: Bench, stream: str) -> bool:
+    with suppress(FloeError):
+        await bench.make_stream(stream, num_replicas=3, storage="file")
+        return True
+    return False
+
+
+async def publish_until(bench: Bench, stream: str, done: asyncio.Event) -> None:
+    """Publish with acknowledgements, retried, until `done`."""
+    async with AckedPublisher(bench.client, window=64) as publisher:
+        while not done.is_set():
+            await publisher.publish(f"{stream}.a".encode(), b"x" * 100, None)
+        await publisher.settle()
+
+
+async def test_leaders_that_move_lose_and_repeat_nothing(bench: Bench) -> None:
+    stream, done = await replicated(bench), asyncio.Event()
+    load = asyncio.create_task(publish_until(bench, stream, done))
+    async with bench.egress({"stream": stream}, lease_ttl="10s"):
+        for _ in range(6):
+            await asyncio.sleep(0.6)
+            with suppress(FloeError):
+                await bench.client.api(f"STREAM.LEADER.STEPDOWN.{stream}")
+        done.set()
+        await load
+        await bench.archived_to(stream, await bench.last(stream), seconds=30)
+    await bench.same(stream, stream)
+
+
+async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster: NatsCluster) -> None:
+    """The consumer lives in the memory of one node; which one, nobody chose."""
+    stream, done = await replicated(bench), asyncio.Event()
+    load = asyncio.create_task(publish_until(bench, stream, done))
+    async with bench.egress({"stream": stream}, lease_ttl="10s"):
+        for server in cluster.servers:
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(server.kill)
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(server.start)
+            await asyncio.to_thread(cluster.wait_ready)
+        done.set()
+        await load
+        await bench.archived_to(stream, await bench.last(stream), seconds=30)
+    await bench.same(stream, stream)
+
+
+async def test_without_a_quorum_it_waits_and_goes_on_alone(bench: Bench, cluster: NatsCluster) -> None:
+    stream = await replicated(bench)
+    async with bench.egress({"stream": stream}, lease_ttl="3s") as running:
+        async with AckedPublisher(bench.client, window=64) as publisher:
+            for _ in range(100):
+                await publisher.publish(f"{stream}.a".encode(), b"x", None)
+            await publisher.settle()
+        await bench.archived_to(stream, 100, seconds=20)
+        paused = cluster.servers[1:]
+        for server in paused:
+            server.pause()
+        await soon(lambda: running.state(stream) != "reading", seconds=30)
+        for server in paused:
+            server.resume()
+        await asyncio.to_thread(cluster.wait_ready)
+        await soon(lambda: running.state(stream) == "reading", seconds=40)
+        async with AckedPublisher(bench.client, window=64) as publisher:
+            for _ in range(100):
+                await publisher.publish(f"{stream}.a".encode(), b"y", None)
+            await publisher.settle()
+        await bench.archived_to(stream, await bench.last(stream), seconds=30)
+    await bench.same(stream, stream)

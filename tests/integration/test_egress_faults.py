@@ -1,0 +1,315 @@
+"""What goes wrong while egress runs: consumers, connections, the object store, leases, memory, the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue
+from egress.controller import lease_key
+from infra.local.nats import NatsServer
+from tests.egress_bench import Bench, connected
+from tests.faulty_store import FaultyStore, raising
+from tests.support import soon, unique
+from tests.tcp_proxy import TcpProxy
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def consumers(bench: Bench, stream: str) -> list[str]:
+    answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")
+    return list(answer.get("consumers") or [])
+
+
+def held_up(store: FaultyStore) -> None:
+    """Let no segment be put until `released`."""
+    for verb in ("put", "put_if_absent"):
+        store.on(verb, raising(Unavailable("the store is down")))
+
+
+def released(store: FaultyStore) -> None:
+    for verb in ("put", "put_if_absent"):
+        store.on(verb, lambda real, *args, **kwargs: real(*args, **kwargs))
+
+
+# The source
+
+
+async def test_a_deleted_consumer_is_made_again_and_nothing_is_missing(bench: Bench) -> None:
+    """F17."""
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        for round_ in range(3):
+            await bench.publish(stream, [b"x"] * 50)
+            (name,) = await soon(lambda: consumers(bench, stream))
+            await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
+            await bench.publish(stream, [b"y"] * 50)
+            await bench.archived_to(stream, 100 * (round_ + 1))
+    await bench.same(stream, stream)
+    assert await consumers(bench, stream) == []
+
+
+async def test_a_message_lost_on_the_way_is_noticed_by_the_consumer_sequence(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F16: whatever the connection drops is read again."""
+    real, lost = FloeClient.subscribe_raw, [7, 60, 61, 99]
+
+    async def losing(self: FloeClient, subject: str, sink: Any) -> Any:
+        count = 0
+
+        def drop_some(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+            nonlocal count
+            count += reply.startswith(b"$JS.ACK")
+            if reply.startswith(b"$JS.ACK") and lost and count == lost[0]:
+                lost.pop(0)
+                return
+            sink(subject, reply, payload, headers)
+
+        return await real(self, subject, drop_some)
+
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, (b"%d" % i for i in range(100)))
+    monkeypatch.setattr(FloeClient, "subscribe_raw", losing)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 100)
+    monkeypatch.undo()
+    assert lost == []
+    await bench.same(stream, stream)
+
+
+async def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing(
+    nats_server: NatsServer, bench: Bench
+) -> None:
+    """F13, with segments that are due more seldom than the line is cut."""
+    stream = await bench.make_stream(unique("T"))
+    async with TcpProxy(nats_server.port) as proxy:
+        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
+        async with far.egress({"stream": stream, "segment": {"max_age": "1h"}}):
+            for _ in range(10):
+                await bench.publish(stream, [b"x" * 100] * 200)
+                await asyncio.sleep(0.15)
+                proxy.cut()
+            await bench.archived_to(stream, 2_000)
+    await bench.same(stream, stream)
+
+
+async def test_a_silent_connection_is_noticed_by_missing_heartbeats(
+    nats_server: NatsServer, bench: Bench
+) -> None:
+    """F14."""
+    stream = await bench.make_stream(unique("T"))
+    async with TcpProxy(nats_server.port) as proxy:
+        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
+        async with far.egress({"stream": stream}, lease_ttl="10s") as running:
+            await soon(lambda: running.state(stream) == "reading")
+            proxy.blackhole()
+            await bench.publish(stream, [b"x"] * 20)
+            await soon(lambda: running.state(stream) == "checking")
+            proxy.heal()
+            await bench.archived_to(stream, 20, seconds=30)
+    await bench.same(stream, stream)
+
+
+async def test_a_server_that_is_killed_and_started_again_is_read_on(tmp_path: Path) -> None:
+    """F19, on one node: the consumer and its memory are gone, the stream is not."""
+    with NatsServer() as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream = await bench.make_stream(unique("T"), storage="file")
+        async with bench.egress({"stream": stream}) as running:
+            await bench.publish(stream, [b"x"] * 50)
+            await bench.archived_to(stream, 50)
+            await asyncio.to_thread(server.kill)
+            await soon(lambda: running.state(stream) in ("waiting", "standby"), seconds=20)
+            await asyncio.to_thread(server.start)
+            await soon(lambda: client.is_up)
+            await bench.publish(stream, [b"y"] * 50)
+            await bench.archived_to(stream, 100, seconds=30)
+        await bench.same(stream, stream)
+        await client.aclose()
+
+
+# The object store
+
+
+async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(bench: Bench) -> None:
+    """F31: what waits is bounded, and in order once the store is back."""
+    stream = await bench.make_stream(unique("T"))
+    objects = FaultyStore(bench.objects)
+    held_up(objects)
+    feed = {"stream": stream, "segment": {"max_size": "1M"}}
+    # Documents are small objects put through the same verbs: they must exist before the store goes down.
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    body = os.urandom(20_000)
+    async with bench.egress(feed, objects=objects, memory_limit="16M") as running:
+        await bench.publish(stream, [body] * 4_000)
+        await soon(lambda: running.state(stream) == "waiting")
+        (name,) = await consumers(bench, stream)
+        asked = await bench.client.api(f"CONSUMER.INFO.{stream}.{name}")
+        assert asked["num_pending"] > 2_000, "most of it stays in the stream"
+        assert not running.health.is_ready()
+        released(objects)
+        await bench.archived_to(stream, 4_000, seconds=60)
+    await bench.same(stream, stream)
+
+
+async def test_what_waits_for_the_store_while_the_stream_is_recreated_goes_to_its_own_history(
+    bench: Bench,
+) -> None:
+    """Sealed and open segments are held back until the stream is judged."""
+    stream = await bench.make_stream(unique("T"))
+    objects = FaultyStore(bench.objects)
+    feed = {"stream": stream, "segment": {"max_messages": 50, "max_age": "1h"}}
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    held_up(objects)
+    async with bench.egress(feed, objects=objects) as running:
+        await bench.publish(stream, (b"first %d" % i for i in range(120)))
+        await soon(lambda: running.state(stream) == "waiting")
+        await bench.delete_stream(stream)
+        await bench.make_stream(stream)
+        await bench.publish(stream, (b"second %d" % i for i in range(60)))
+        await asyncio.sleep(0.5)
+        released(objects)
+        await bench.archived_to(stream, 120)
+        await bench.archived_to(stream, 50, incarnation=1)
+    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(120)]
+    bench.check(stream)
+    await bench.same(stream, stream, incarnation=1)
+
+
+async def test_a_drain_that_the_store_holds_up_ends_in_time_and_keeps_the_lease(bench: Bench) -> None:
+    """F06: what was not stored is read again; the lease is left to expire."""
+    stream = await bench.make_stream(unique("T"))
+    objects = FaultyStore(bench.objects)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "reading")
+    held_up(objects)
+    settings = bench.settings({"stream": stream}, shutdown_timeout="1s", lease_ttl="2s")
+    running = bench.start(settings, objects=objects)
+    await bench.publish(stream, [b"x"] * 10)
+    await soon(lambda: running.state(stream) == "waiting")
+    running.stop.set()
+    assert await running.task is False
+    leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    assert await leases.get(lease_key(bench.chain(stream))) is not None
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    await bench.same(stream, stream)
+
+
+# Leases
+
+
+async def test_one_instance_works_and_the_other_takes_over_within_two_lease_times(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    settings = bench.settings({"stream": stream}, lease_ttl="2s")
+    first = bench.start(settings)
+    await soon(lambda: first.state(stream) == "reading")
+    second = bench.start(settings)
+    await soon(lambda: second.state(stream) == "standby")
+    assert second.health.is_ready()
+    await bench.publish(stream, [b"x"] * 10)
+    await bench.archived_to(stream, 10)
+    assert len(await consumers(bench, stream)) == 1
+    await first.crash()
+    await soon(lambda: second.state(stream) == "reading", seconds=4.0)
+    await bench.publish(stream, [b"y"] * 10)
+    await bench.archived_to(stream, 20)
+    await second.drain()
+    await bench.same(stream, stream)
+
+
+async def test_a_drained_instance_hands_over_at_once(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    settings = bench.settings({"stream": stream}, lease_ttl="3s")
+    first = bench.start(settings)
+    await soon(lambda: first.state(stream) == "reading")
+    second = bench.start(settings)
+    await soon(lambda: second.state(stream) == "standby")
+    await first.drain()
+    await soon(lambda: second.state(stream) == "reading", seconds=2.0)
+    await second.drain()
+
+
+async def test_a_lease_taken_away_stops_the_work_until_it_is_free_again(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress({"stream": stream}, lease_ttl="1s") as running:
+        await soon(lambda: running.state(stream) == "reading")
+        leases = await KeyValue.open(bench.client, bench.lease_bucket, ttl=1.0)
+        await leases.put(lease_key(bench.chain(stream)), b"somebody else")
+        await soon(lambda: running.state(stream) == "standby")
+        assert running.status(stream)["holder"] == "somebody else"
+        await bench.publish(stream, [b"x"] * 10)
+        await bench.archived_to(stream, 10)
+    await bench.same(stream, stream)
+
+
+async def test_a_deleted_lease_bucket_is_made_again(bench: Bench) -> None:
+    """F09."""
+    stream = await bench.make_stream(unique("T"))
+    async with bench.egress({"stream": stream}, lease_ttl="1s") as running:
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.delete_stream(f"KV_{bench.lease_bucket}")
+        await bench.publish(stream, [b"x"] * 10)
+        await bench.archived_to(stream, 10)
+        await soon(lambda: running.state(stream) == "reading")
+    await bench.same(stream, stream)
+
+
+async def test_two_instances_that_both_believe_in_their_lease_waste_work_only(bench: Bench) -> None:
+    """I9, F08: leases of their own, so that nothing keeps them apart."""
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "segment": {"max_messages": 70}}
+    twins = [bench.start(bench.settings(feed, lease_bucket=unique("L"))) for _ in range(2)]
+    for _ in range(15):
+        await bench.publish(stream, [os.urandom(50) for _ in range(100)])
+    await bench.archived_to(stream, 1_500)
+    for twin in twins:
+        await twin.drain()
+    await bench.same(stream, stream)
+
+
+# Memory
+
+
+async def test_large_messages_pass_through_a_small_memory_limit(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x" * 900_000] * 60)
+    feed = {"stream": stream, "segment": {"max_age": "1h", "max_size": "1G"}}
+    async with bench.egress(feed, memory_limit="16M") as running:
+        await soon(lambda: running.status(stream).get("end", 0) > 0)
+        await soon(lambda: running.status(stream).get("source_last") == 60)
+        await bench.archived_to(stream, 40)
+    async with bench.egress(feed):
+        await soon(lambda: bench.end(stream) >= 40)
+    await bench.same(stream, stream) if bench.end(stream) == 60 else bench.check(stream)
+    assert max(footer.raw_bytes for footer in bench.footers(stream)) < 20 * 2**20
+
+
+async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    names = [unique(f"F{i}") for i in range(12)]
+    feeds = [{"name": name, "stream": stream, "segment": {"max_age": "1h"}} for name in names]
+    await bench.publish(stream, [os.urandom(20_000)] * 500)
+    async with bench.egress(*feeds, memory_limit="16M"):
+        # 12 feeds of 10 MB each, and no segment is due: only the limit closes them.
+        for name in names:
+            await bench.archived_to(name, 300, seconds=30)
+    for name in names:
+        bench.check(name)
