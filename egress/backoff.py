@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)  # seconds, before jitter
+DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds, before jitter
 
 
 class Backoff:

@@ -10,9 +10,18 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, Unavailable
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, get_message, parse_time, stream_info
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import (
+    MESSAGE_NOT_FOUND,
+    StreamInfo,
+    ask,
+    get_message,
+    parse_time,
+    stored_message,
+    stream_info,
+)
 from common.segments.parquet import messages
-from common.segments.segment import SegmentRef, Tip
+from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, choose
 from common.service.logs import get_logger
@@ -50,8 +59,9 @@ class Known:
 class Examiner:
     """Compares the archive of one feed with its stream. Tips are read from the store once."""
 
-    def __init__(self, store: SegmentStore, stream: str, threads: Threads) -> None:
+    def __init__(self, store: SegmentStore, stream: str, filter_subject: str, threads: Threads) -> None:
         self._store, self._stream, self._threads = store, stream, threads
+        self._filter = filter_subject
         self._tips: dict[str, Tip | None] = {}
 
     async def examine(self, client: FloeClient, known: Known) -> Evidence:
@@ -61,10 +71,34 @@ class Examiner:
             return Evidence(None, known.created, known.end)
         source = source_of(info)
         tips = await self._witnesses(client, known.refs, source)
+        tips = [*await self._revenants(client, known.end, tips), *tips]
         received = None if known.received is None else await self._compare(client, known.received, source)
         matches = any(w.held is Held.EQUAL for w in (*tips, *([received] if received else [])))
         older = None if matches else await self._matching_incarnation(client, known.older, source)
         return Evidence(source, known.created, known.end, tuple(tips), received, older)
+
+    async def _revenants(self, client: FloeClient, end: int, tips: Sequence[Witness]) -> list[Witness]:
+        """A message between the newest tip and the archive's end, where the consumer passed and found none.
+
+        What was not there cannot come back: the stream was set back and written again.
+        """
+        newest = max((witness.tip.sequence for witness in tips), default=0)
+        if newest >= end:
+            return []
+        found = await self._next(client, newest + 1)
+        if found is None or found.sequence > end:
+            return []
+        return [Witness(Tip.of(found), Held.DIFFERENT)]
+
+    async def _next(self, client: FloeClient, sequence: int) -> Message | None:
+        """The first message at or after `sequence` that the feed would get; None if there is none."""
+        request = {"seq": sequence, "next_by_subj": self._filter or ">"}
+        try:
+            return stored_message(await ask(client, f"STREAM.MSG.GET.{self._stream}", request))
+        except ApiError as error:
+            if error.err_code == MESSAGE_NOT_FOUND:
+                return None
+            raise
 
     async def _matching_incarnation(
         self, client: FloeClient, older: Sequence[Chain], source: Source

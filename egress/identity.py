@@ -12,6 +12,7 @@
 | no such stream | GONE |
 | anything else | UNKNOWN |
 
+A tip also stands for a message found where the archive covers a stretch without any: that one differs.
 `created` alone proves nothing: it drifts on the same data, and a recreated stream may already be longer than
 the archive. Nothing here waits or asks; `egress.evidence` gathers, and asks again before a verdict has
 consequences.

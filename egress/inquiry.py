@@ -10,6 +10,7 @@ from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from common.settings.egress import FeedSettings
 from egress.archive import Archive
 from egress.evidence import Examiner, Known, confirm, source_of
 from egress.history import Incarnation, older
@@ -26,9 +27,9 @@ log = get_logger("egress.inquiry")
 class Inquiry:
     """The questions about one feed's stream."""
 
-    def __init__(self, stream: str, parts: Parts, threads: Threads) -> None:
-        self._stream, self._parts = stream, parts
-        self._examiner = Examiner(parts.store, stream, threads)
+    def __init__(self, feed: FeedSettings, parts: Parts, threads: Threads) -> None:
+        self._stream, self._parts = feed.stream, parts
+        self._examiner = Examiner(parts.store, feed.stream, feed.filter_subject, threads)
         self._lost: tuple[SequenceRange, ...] = ()
 
     async def info(self) -> StreamInfo | None:

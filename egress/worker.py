@@ -27,15 +27,18 @@ from egress.history import History, Incarnation
 from egress.identity import Evidence, Kind, Source, Verdict
 from egress.inquiry import Inquiry
 from egress.parts import Parts, Pools
+from egress.putting import RetakeError, require
 from egress.reader import DoubtError
 from egress.report import FeedReport, stopped_error
-from egress.session import RetakeError, Session
+from egress.session import Session
 from egress.start import first_sequence, is_set
 from egress.tasks import unless
 
 log = get_logger("egress.worker")
 
-MIN_HURRY = 1.0  # seconds: the least age at which a segment is closed because the line is cut again and again
+# Seconds. Where the line is cut more often than segments are due, nothing would ever be stored: the first
+# segment behind a cut is closed after half the time that the line held, but not sooner than this.
+MIN_HURRY = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Worker:
         self._chain = Chain(site, feed.name)
         filters = (feed.filter_subject,) if feed.filter_subject else ()
         self._history = History(self._chain, filters, parts.chains, parts.objects, pools.io, parts.clock)
-        self._inquiry = Inquiry(feed.stream, parts, pools.io)
+        self._inquiry = Inquiry(feed, parts, pools.io)
         self._marks = Marks(parts.state)
         self._backoff = Backoff(parts.rng)
         self._held: Held | None = None
@@ -71,28 +74,37 @@ class Worker:
         wait.
         """
         await self._parts.state.ensure()
-        while not stop.is_set():
+        while not stop.is_set() or self._held is not None:
             await self._round(lease, stop)
 
     async def _round(self, lease: Lease, stop: asyncio.Event) -> None:
+        """Judge, then read; once `stop` is set, only what is held back is still put where it belongs."""
         current = await self._current()
         archive = await self._open_archive(current)
         if self._held is not None and self._held.archive.chain != current.chain:
             self._discard_held()
-        received = self._held.received if self._held else None
-        judged = await unless(stop, self._inquiry.judge(current, archive, received))
+        judged = await self._judge(current, archive, stop)
         if judged is None:
             return
         evidence, verdict = judged
         self._report.judged(evidence, verdict)
         if verdict.is_same and evidence.source is not None:
             self._discard_held()
-            await self._read(current, archive, evidence.source, lease, stop)
+            if not stop.is_set():
+                await self._read(current, archive, evidence.source, lease, stop)
         elif verdict.kind in (Kind.RECREATED, Kind.GONE):
             await self._put_held(lease)
             await self._succeed(current, evidence, verdict)
         else:
             raise stopped_error(verdict, current.chain, self._feed.stream)
+
+    async def _judge(
+        self, current: Incarnation, archive: Archive, stop: asyncio.Event
+    ) -> tuple[Evidence, Verdict] | None:
+        """None where `stop` came first and nothing is held back that would depend on the answer."""
+        if self._held is not None:
+            return await self._inquiry.judge(current, archive, self._held.received)
+        return await unless(stop, self._inquiry.judge(current, archive))
 
     # What is there
 
@@ -102,8 +114,10 @@ class Worker:
         if found is None:
             info = await self._inquiry.info()
             if info is None:
-                raise stopped_error(
-                    Verdict(Kind.GONE, "the stream does not exist"), self._chain, self._feed.stream
+                raise Stopped(
+                    f"{self._chain}: stream {self._feed.stream} does not exist",
+                    hint="create it: the feed then begins by itself",
+                    code="E-SOURCE-GONE",
                 )
             check_retention(info)
             first = await first_sequence(self._parts.client, info, self._feed, self._parts.clock)
@@ -128,8 +142,7 @@ class Worker:
     async def _put_held(self, lease: Lease) -> None:
         """Put what was received through a reader of the history that has ended, into that history."""
         while self._held is not None and self._held.sealed:
-            if not lease.is_usable():
-                raise LeaseLost(f"lease of {self._chain}: not renewed in time")
+            require(lease, self._held.archive)
             await self._put_one(self._held.archive, self._held.sealed[0])
             self._held.sealed.popleft().path.unlink(missing_ok=True)
         self._held = None
@@ -192,30 +205,26 @@ class Worker:
             await session.run(stop)
         except RetakeError as retake:
             log.info("position taken again", action="retake", reason=str(retake), **self._chain.log_context())
+            await self._pause(session, stop)
         except DoubtError as doubt:
             self._report.doubt(doubt.reason, str(doubt))
             self._held = Held(archive, await session.seal(), session.received)
-            await self._pause(session, self._parts.clock.monotonic() - started, stop)
+            lasted = self._parts.clock.monotonic() - started
+            self._hurry = None if session.puts else max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
+            await self._pause(session, stop)
         except LeaseLost:
-            # Whoever holds the lease may read it again; only if the stream is gone by then is this the last
-            # copy.
+            # Whoever holds the lease reads it again; if the stream is gone by then, this is the last copy.
             self._held = Held(archive, await session.seal(), session.received)
             raise
         finally:
             await session.close()
 
-    async def _pause(self, session: Session, lasted: float, stop: asyncio.Event) -> None:
-        """Wait before the next session where this one stored nothing, and have that one store something
-        sooner.
-
-        On a line that is cut more often than segments are due, nothing would ever be stored.
-        """
+    async def _pause(self, session: Session, stop: asyncio.Event) -> None:
+        """Wait before the next session where this one stored nothing."""
         if session.puts:
-            self._hurry = None
             self._backoff.reset()
-            return
-        self._hurry = max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
-        await wait_for(stop, self._backoff.next())
+        else:
+            await wait_for(stop, self._backoff.next())
 
 
 def check_retention(info: StreamInfo) -> None:

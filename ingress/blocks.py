@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import pairwise, repeat
+from typing import Any
 
 from ingress.intent import Piece, merged
 
-# One message as the publisher needs it: subject, everything of its header block behind the version
-# line, payload.
-Ready = tuple[bytes, bytes, bytes]
+# One message as the publisher needs it: subject, everything of its header block behind the version line, and
+# a view of its payload, because a copy would cost as much as all the rest.
+Ready = tuple[bytes, bytes, memoryview]
 
 # What a message costs in memory beside its bytes, and a block beside its messages.
 ROW_OVERHEAD = 96
@@ -24,8 +25,8 @@ class Material:
 
     `subjects`: as the target knows them, checked. `origin`: the `Floe-Source` line up to the
     sequence. `tails`: for rows with a header block of their own, everything behind the version line;
-    None where no row has one. `ends`: for each row, the bytes of payloads and header blocks up to
-    and including it.
+    None where no row has one. `payloads`: a binary array. `ends`: for each row, the bytes of payloads
+    and header blocks up to and including it.
     """
 
     sequences: list[int]
@@ -33,7 +34,7 @@ class Material:
     subjects: list[bytes]
     origin: bytes
     tails: list[bytes | None] | None
-    payloads: list[bytes]
+    payloads: Any
     ends: list[int]
 
     @property
@@ -48,12 +49,20 @@ class Material:
             self.sequences[start:stop],
             self.timestamps_ns[start:stop],
             repeat(None) if self.tails is None else self.tails[start:stop],
-            self.payloads[start:stop],
+            views(self.payloads[start:stop]),
             strict=False,
         )
         origin = self.origin
         for subject, sequence, timestamp_ns, tail, payload in rows:
             yield subject, tail or b"%b%d %d\r\n\r\n" % (origin, sequence, timestamp_ns), payload
+
+
+def views(values: Any) -> list[memoryview]:
+    """Each value of a binary array without nulls, not copied."""
+    _, ends, data = values.buffers()
+    offsets = memoryview(ends).cast("i")[values.offset : values.offset + len(values) + 1]
+    everything = memoryview(b"" if data is None else data)
+    return [everything[begin:end] for begin, end in pairwise(offsets.tolist())]
 
 
 @dataclass(frozen=True, slots=True)

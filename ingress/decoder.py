@@ -11,7 +11,6 @@ import pyarrow as pa
 from common.errors import Stopped
 from common.segments.layout import SegmentName
 from common.segments.reader import SegmentReader
-from common.segments.rows import columns
 from common.segments.schema import raw_size
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -118,7 +117,7 @@ class _Source:
                 self._reader = self._store.open(self._ref, rows=self._rows)
                 self._batches = _chunked(self._reader.batches(self._rows))
             batch = next(self._batches, None)
-            return None if batch is None else self._preparer.prepare(columns(batch))
+            return None if batch is None else self._preparer.prepare(batch)
 
     def close(self) -> None:
         """Let go of the segment; `next` then gives None."""

@@ -111,6 +111,8 @@ def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[st
     ):
         if config.get(name):
             yield f"{name}: expected false, found true: {why}"
+    if config.get("subject_delete_marker_ttl"):
+        yield "subject_delete_marker_ttl: expected 0, found more: the server would write messages of its own"
     if settings.create is not None:
         yield from _differences(config, settings, settings.create)
     yield from _control_problems(config, settings)

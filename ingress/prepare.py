@@ -9,11 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Stopped
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
-from common.segments.rows import Columns
 from common.segments.segment import decode_subject
 from ingress.blocks import Material
 from ingress.subjects import Accepting, SubjectRule, problem
@@ -65,6 +68,18 @@ class _Refusal:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """A batch as lists of equal length; the payloads, by far the most, stay where they are."""
+
+    sequences: list[int]
+    timestamps_ns: list[int]
+    subjects: list[bytes]
+    headers: list[bytes | None]
+    lengths: list[int]
+    payloads: Any
+
+
 class Preparer:
     """Prepares the rows of one chain; used by one thread at a time."""
 
@@ -73,11 +88,12 @@ class Preparer:
         self._origin = _origin(chain)
         self._mapped: dict[bytes, bytes] = {}
 
-    def prepare(self, rows: Columns) -> Prepared:
-        """`rows` up to the first that the target would refuse."""
+    def prepare(self, batch: pa.RecordBatch) -> Prepared:
+        """The rows of `batch`, of the segment schema, up to the first that the target would refuse."""
+        rows = _columns(batch)
         subjects, bad_subject = self._subjects(rows.subjects)
         tails = self._tails(rows)
-        sizes, bad_size = self._sizes(rows.payloads, tails)
+        sizes, bad_size = self._sizes(rows.lengths, tails)
         refusal = min(filter(None, (bad_subject, bad_size)), key=lambda r: r.row, default=None)
         if refusal is None:
             return Prepared(self._material(rows, subjects, tails, sizes, len(sizes)))
@@ -86,7 +102,7 @@ class Preparer:
 
     def _material(
         self,
-        rows: Columns,
+        rows: _Columns,
         subjects: list[bytes],
         tails: list[bytes | None] | None,
         sizes: list[int],
@@ -139,7 +155,7 @@ class Preparer:
 
     # Header blocks
 
-    def _tails(self, rows: Columns) -> list[bytes | None] | None:
+    def _tails(self, rows: _Columns) -> list[bytes | None] | None:
         """What stands behind the publisher's lines, for rows with headers; None if no row has any."""
         if not any(rows.headers):
             return None
@@ -155,15 +171,15 @@ class Preparer:
     # Sizes
 
     def _sizes(
-        self, payloads: list[bytes], tails: list[bytes | None] | None
+        self, lengths: list[int], tails: list[bytes | None] | None
     ) -> tuple[list[int], _Refusal | None]:
         """Bytes of each row's payload and header block, never less than what will be sent."""
         bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES
         if tails is None:
-            sizes = [len(payload) + bare for payload in payloads]
+            sizes = [length + bare for length in lengths]
             return sizes, self._refuse(sizes, "message with its headers", self._shape.max_message)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
-        sizes = [len(payload) + block for payload, block in zip(payloads, blocks, strict=True)]
+        sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
         refusals = (
             self._refuse(blocks, "header block", MAX_HEADER_BLOCK),
             self._refuse(sizes, "message with its headers", self._shape.max_message),
@@ -178,6 +194,15 @@ class Preparer:
         return _Refusal(
             row, "E-MSG-TOO-LARGE", f"the {what} needs {sizes[row]} bytes, the target takes {most}"
         )
+
+
+def _columns(batch: pa.RecordBatch) -> _Columns:
+    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
+    subjects: Any = text if raw.null_count == len(raw) else pc.coalesce(raw, text)
+    payloads: Any = batch.column("payload")
+    lists: list[Any] = [batch.column(name).to_pylist() for name in ("sequence", "timestamp_ns", "headers")]
+    lengths: Any = pc.binary_length(payloads)
+    return _Columns(lists[0], lists[1], subjects.to_pylist(), lists[2], lengths.to_pylist(), payloads)
 
 
 def _origin(chain: Chain) -> bytes:

@@ -70,7 +70,7 @@ class SinglePublisher:
             stored += 1
         return Outcome(stored)
 
-    async def _send(self, subject: bytes, tail: bytes, payload: bytes, after: int) -> Unclear | None:
+    async def _send(self, subject: bytes, tail: bytes, payload: memoryview, after: int) -> Unclear | None:
         reply = self._replies.make()
         self._replies.listen(reply)
         block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)
@@ -150,22 +150,21 @@ class AtomicPublisher:
 
     def _frames(
         self, rows: Rows, base: int, start: int, stop: int, batch_id: bytes, reply: Reply
-    ) -> list[bytes]:
-        frames: list[bytes] = []
+    ) -> list[bytes | memoryview]:
+        frames: list[bytes | memoryview] = []
         last = stop - start
         lines = b"Nats-Expected-Last-Sequence: %d\r\nNats-Batch-Id: %b\r\n" % (base + start, batch_id)
         answer_to, commit = b" " + reply.early, b""
         for number, (subject, tail, payload) in enumerate(rows.messages(start, stop), 1):
             if number == last:
                 answer_to, commit = b" " + reply.last, b"Nats-Batch-Commit: 1\r\n"
-            block = b"NATS/1.0\r\n%bNats-Batch-Sequence: %d\r\n%b%b" % (lines, number, commit, tail)
-            size = len(block)
-            frames += (
-                b"HPUB %b%b %d %d\r\n" % (subject, answer_to, size, size + len(payload)),
-                block,
-                payload,
+            own = b"%bNats-Batch-Sequence: %d\r\n%b" % (lines, number, commit)
+            size = len(b"NATS/1.0\r\n") + len(own) + len(tail)
+            frames.append(
+                b"HPUB %b%b %d %d\r\nNATS/1.0\r\n%b%b"
+                % (subject, answer_to, size, size + len(payload), own, tail)
             )
-            frames.append(b"\r\n")
+            frames += payload, b"\r\n"
             if number == 1:
                 lines = b"Nats-Batch-Id: %b\r\n" % batch_id
                 # An answer to each message costs time, and is asked for only where the reason is looked for.
@@ -180,10 +179,11 @@ class AtomicPublisher:
         await self._replies.aclose()
 
 
-def _hpub(subject: bytes, reply: bytes, block: bytes, payload: bytes) -> bytes:
+def _hpub(subject: bytes, reply: bytes, block: bytes, payload: memoryview) -> bytes:
     """One message on the wire; subject and header block were checked when the row was prepared."""
     size = len(block)
-    return b"HPUB %b %b %d %d\r\n%b%b\r\n" % (subject, reply, size, size + len(payload), block, payload)
+    line = b"HPUB %b %b %d %d\r\n" % (subject, reply, size, size + len(payload))
+    return b"".join((line, block, payload, b"\r\n"))
 
 
 def offered(

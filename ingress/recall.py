@@ -124,6 +124,6 @@ def _stretches(piece: Piece, refs: list[SegmentRef]) -> list[Stretch[SegmentRef]
 def _lost(piece: Piece, why: str) -> Stopped:
     return Stopped(
         f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
-        hint="put the segment back (or one with the same rows); ingress then goes on by itself",
+        hint="put the segment back, or one with the same rows, and start ingress again",
         code="E-INTENT",
     )

@@ -55,10 +55,10 @@ class Supply:
         self._lookout = Lookout(roster, store, documents, threads, clock)
         # The rest is for what decoding needs beside the rows, for what is on the wire, and for what the
         # allocator keeps.
-        self._budget = Budget(memory_limit // 3)
+        self._budget = Budget(memory_limit // 4)
         self._decoder = Decoder(store, threads, self._budget)
         self.recall = Recall(store, threads, self._budget, roster)
-        self._intent_bytes = min(MAX_BYTES, memory_limit // 6)
+        self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
         self._turns: asyncio.Queue[Lane] = asyncio.Queue()
         self._ready: deque[Block] = deque()
         self._filled = asyncio.Event()

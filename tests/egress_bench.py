@@ -102,7 +102,7 @@ class Bench:
         }
 
     def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
-        """Settings with these feeds. Segments close sooner than anybody may configure, unless they say when."""
+        """Settings with these feeds. Segments close sooner than users may configure."""
         settings = Settings.model_validate(
             {
                 "site": SITE,
@@ -223,7 +223,7 @@ class Bench:
         return await Marks(state).get(self.chain(feed, incarnation))
 
     def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
-        """The archive accounts for every sequence from `first` on, once, and every segment is balanced (I5, I7)."""
+        """The archive accounts once for every sequence from `first` on; segments balance (I5, I7)."""
         stretches = cover(self.refs(feed, incarnation), first)
         assert is_gapless(stretch.rows for stretch in stretches)
         if stretches:

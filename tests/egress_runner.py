@@ -1,4 +1,4 @@
-"""Egress as a process of its own, impatient where the service is patient: `python -m tests.egress_runner FILE`."""
+"""Egress as a process of its own, impatient where the service is patient: `-m tests.egress_runner FILE`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.streams import create_stream, stream_info
 from common.segments.layout import SegmentName
-from common.segments.rows import Columns
+from common.segments.rows import record_batch
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.blocks import Block, Rows
@@ -65,14 +65,14 @@ def rows_for(stream: str, count: int, size: int = 20) -> Rows:
     blocks = []
     for first in range(1, count + 1, 700):
         taken = list(range(first, min(count, first + 699) + 1))
-        columns = Columns(
+        batch = record_batch(
             taken, [START_NS + s for s in taken], [b"a.%d" % (s % 9) for s in taken],
             [b"NATS/1.0\r\nNats-Msg-Id: same\r\n\r\n" if s % 3 else None for s in taken],
             [b"%d|" % s + b"x" * size for s in taken],
         )  # fmt: skip
         name = SegmentName(CHAIN, 0, SequenceRange(1, count), "0" * 16)
         piece = Piece(name, SequenceRange(taken[0], taken[-1]), len(taken))
-        blocks.append(Block(piece, preparer.prepare(columns).material))
+        blocks.append(Block(piece, preparer.prepare(batch).material))
     return Rows(blocks)
 
 

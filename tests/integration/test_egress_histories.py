@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
+from egress import reader as reader_module
 from egress.archive import Marks
+from egress.reader import Reader
 from infra.local.nats import NatsServer
-from tests.egress_bench import Bench, connected
+from tests.egress_bench import QUICK, Bench, connected
 from tests.support import soon, unique
 
 
@@ -64,14 +69,12 @@ async def test_what_was_received_before_a_recreation_is_put_into_the_old_incarna
         if put_before:
             await bench.archived_to(stream, 100)
         await soon(lambda: running.status(stream).get("source_last") == count)
-        await recreate(bench, stream, 7)
+        await recreate(bench, stream, 107)
         await bench.archived_to(stream, count)
-        await soon(lambda: bench.chains.read_chain(bench.chain(stream, 1)) is not None)
-        await soon(lambda: running.status(stream).get("incarnation") == 1)
-        await soon(lambda: running.status(stream).get("source_last") == 7)
+        await bench.archived_to(stream, 100, incarnation=1)
     assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(count)]
-    await bench.same(stream, stream, incarnation=1)
-    assert bench.end(stream, 1) == 7
+    bench.check(stream, incarnation=1)
+    assert bench.messages(stream, 1)[0].payload == b"second 0"
 
 
 async def test_a_deleted_stream_stops_the_chain_after_what_was_received_is_stored(bench: Bench) -> None:
@@ -223,6 +226,84 @@ async def test_a_stream_whose_tips_were_all_deleted_is_known_by_an_archived_row(
         await bench.archived_to(stream, 17)
         await soon(lambda: running.status(stream).get("verdict") == "same")
     bench.check(stream)
+
+
+async def test_a_message_where_the_archive_found_none_shows_a_stream_set_back(tmp_path: Path) -> None:
+    """The archive's end was passed without a message; the old disk is written again up to there."""
+    with NatsServer() as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream = await bench.make_stream(unique("T"), storage="file")
+        await bench.publish(stream, [b"x"] * 3)
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, 3)
+        saved = await save_disk(server, tmp_path)
+        await bench.publish(stream, [b"lost"])
+        await bench.client.api(f"STREAM.PURGE.{stream}")
+        async with bench.egress({"stream": stream}):
+            await bench.archived_to(stream, 4)
+        await restore_disk(server, saved)
+        await bench.publish(stream, [b"other"] * 2)
+        async with bench.egress({"stream": stream}) as running:
+            await soon(lambda: running.state(stream) == "stopped")
+            assert "sequence 3 is as archived, sequence 4 is not" in running.status(stream)["why"]
+        await client.aclose()
+
+
+# The reader is bound to one history
+
+
+async def test_right_before_a_put_the_consumer_must_still_be_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a reader that hears nothing of a recreation: only the check before the put can notice."""
+    stream = await bench.make_stream(unique("T"))
+    patient = replace(QUICK, pace=replace(QUICK.pace, check=3600.0))
+    feed = {"stream": stream, "segment": {"max_messages": 50, "max_age": "1h"}}
+    monkeypatch.setattr(Reader, "_on_status", lambda *_: None)
+    monkeypatch.setattr(Reader, "tick", lambda *_: None)
+    putting, going_on = asyncio.Event(), asyncio.Event()
+    real = Reader.check
+
+    async def held_up(self: Reader) -> None:
+        putting.set()
+        await going_on.wait()
+        await real(self)
+
+    monkeypatch.setattr(Reader, "check", held_up)
+    async with bench.egress(feed, tuning=patient):
+        await soon(lambda: bench.chains.read_chain(bench.chain(stream)) is not None)
+        await bench.publish(stream, (b"first %d" % i for i in range(60)))
+        await putting.wait()
+        await recreate(bench, stream, 70)
+        going_on.set()
+        await bench.archived_to(stream, 60)
+        await bench.archived_to(stream, 50, incarnation=1)
+    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(60)]
+    await bench.same(stream, stream, incarnation=1)
+
+
+async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_the_old_history(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"first"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    real, done = reader_module.create_consumer, []
+
+    async def late(client: FloeClient, name: str, config: dict[str, Any]) -> Any:
+        if not done:
+            done.append(True)
+            await recreate(bench, stream, 25)
+        return await real(client, name, config)
+
+    monkeypatch.setattr(reader_module, "create_consumer", late)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 25, incarnation=1)
+    assert done
+    assert len(bench.messages(stream)) == 10
+    await bench.same(stream, stream, incarnation=1)
 
 
 # The high-water mark

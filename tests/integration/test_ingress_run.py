@@ -151,6 +151,21 @@ async def test_a_hole_waits_until_it_is_filled_and_other_chains_go_on(
     check_exact(messages, archive, centre.prefix)
 
 
+async def test_a_long_backlog_of_one_chain_does_not_keep_another_waiting(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    for first in range(1, 3001, 100):
+        archive.put(rows_of(first, first + 99))
+    archive.put(rows_of(1, 10, OTHER), chain=OTHER)
+    centre = Centre(tmp_path, archive, nats_url, publisher="single")
+
+    async with client_of(nats_url) as client, centre.running():
+        messages = await centre.carried(client, 3010, 20)
+
+    check_exact(messages, archive, centre.prefix)
+    assert next(m.sequence for m in messages if m.chain == OTHER) < 1000
+
+
 async def test_a_damaged_segment_is_left_out_where_a_merged_one_covers(
     tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:

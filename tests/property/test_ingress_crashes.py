@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import pyarrow as pa
 import pytest
 
 from common.chain import Chain
@@ -193,7 +194,7 @@ class Archive:
         name = name or SegmentName(chain, 0, SequenceRange(1, self.last[chain]), "0" * 16)
         subjects = [f"{chain}|{s}".encode() for s in held]
         sizes = list(range(1, len(held) + 1))
-        material = Material(held, held, subjects, b"", None, [b""] * len(held), sizes)
+        material = Material(held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes)
         return Block(Piece(name, rows, len(held)), material if held else None)
 
     def messages(self) -> int:

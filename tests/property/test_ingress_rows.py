@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def rows_of(counts: list[int], sizes: list[int]) -> Rows:
             total += sizes[each % len(sizes)]
             ends.append(total)
         subjects = [b"%d" % each for each in taken]
-        material = Material(taken, taken, subjects, b"O: ", None, [b"p"] * count, ends)
+        material = Material(taken, taken, subjects, b"O: ", None, pa.array([b"p"] * count, pa.binary()), ends)
         # One sequence without a row behind each block, so that empty blocks have a range too.
         piece = Piece(NAME, SequenceRange(sequence + 1, sequence + count + 1), count)
         blocks.append(Block(piece, material if count else None))

@@ -59,6 +59,7 @@ def test_what_floe_creates_it_also_takes() -> None:
         ({"no_ack": True}, "no_ack: expected false, found true"),
         ({"allow_msg_counter": True}, "allow_msg_counter: expected false, found true"),
         ({"discard_new_per_subject": True}, "discard_new_per_subject: expected false, found true"),
+        ({"subject_delete_marker_ttl": 5}, "subject_delete_marker_ttl: expected 0, found more"),
         ({"retention": "interest"}, "retention: expected limits (create), found interest"),
         ({"storage": "memory"}, "storage: expected file (create), found memory"),
         ({"num_replicas": 1}, "num_replicas: expected 3 (create), found 1"),

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
-from common.segments.rows import Columns
 from common.segments.segment import Message
 from ingress.blocks import Material
 from ingress.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, Shape
 from ingress.subjects import Accepting, SubjectRule
-from tests.segment_files import message
+from tests.segment_files import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 VERSION = b"NATS/1.0\r\n"
 
 
-def columns(*rows: Message) -> Columns:
-    return Columns(
-        [m.sequence for m in rows],
-        [m.timestamp_ns for m in rows],
-        [m.subject for m in rows],
-        [m.headers for m in rows],
-        [m.payload for m in rows],
-    )
-
-
 def prepared(*rows: Message, most: int = 1 << 20, control: frozenset[bytes] = frozenset()) -> Prepared:
     shape = Shape(Accepting(["fleet.>"]), most, control)
-    return Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(columns(*rows))
+    return Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of(rows))
 
 
 def ready(material: Material | None) -> list[tuple[bytes, bytes, bytes]]:
@@ -65,7 +54,7 @@ def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready() -> Non
 
 def test_a_subject_that_the_target_does_not_take_is_named() -> None:
     shape = Shape(Accepting(["other.>"]), 1 << 20)
-    result = Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(columns(message(1)))
+    result = Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of([message(1)]))
 
     assert result.material is None
     assert result.problem is not None
@@ -93,7 +82,11 @@ def test_a_header_block_that_grows_beyond_what_a_server_keeps_is_named() -> None
 
 
 def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
-    rows = [message(1), message(2**62, timestamp_ns=2**62), message(3 + 2**62, headers=block(b"A: 1"))]
+    rows = [
+        message(1),
+        message(2**62, timestamp_ns=2**62),
+        message(3 + 2**62, timestamp_ns=1, headers=block(b"A: 1")),
+    ]
 
     material = prepared(*rows).material
 
@@ -127,7 +120,7 @@ def test_a_site_and_a_feed_with_a_percent_sign_are_only_text() -> None:
     chain = Chain("us", "a%d%b")
     preparer = Preparer(chain, SubjectRule(), Shape(Accepting([">"]), 1 << 20))
 
-    ((_, tail, _),) = ready(preparer.prepare(columns(message(5))).material)
+    ((_, tail, _),) = ready(preparer.prepare(batch_of([message(5)])).material)
 
     assert tail.startswith(b"Floe-Source: us a%d%b 0000 0 5 ")
 
@@ -136,4 +129,4 @@ def test_a_subject_refused_once_is_refused_again() -> None:
     preparer = Preparer(CHAIN, SubjectRule(b"fleet"), Shape(Accepting(["fleet.>"]), 1 << 20))
 
     for _ in range(2):
-        assert preparer.prepare(columns(message(1, subject=b"a b"))).problem is not None
+        assert preparer.prepare(batch_of([message(1, subject=b"a b")])).problem is not None

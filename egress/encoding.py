@@ -1,0 +1,131 @@
+"""From what the builder emits to finished segments in the spool, in the feed's encoder thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from common.failpoints import failpoint
+from common.segments.parquet import SpooledSegment
+from common.service.threads import Threads
+from egress.budget import Account
+from egress.builder import Close, Emitted, Piece
+from egress.draft import Draft
+from egress.ledger import before_first_gap, gone_before_read
+from egress.report import FeedReport
+
+QUEUE_BYTES = 24 * 2**20  # of memory waiting to be encoded; more would not make anything faster
+AHEAD = 2  # finished segments waiting in the spool, the one being put included; then encoding waits
+
+
+class Encoder:
+    """Encodes in order. `sealed`: the finished segments, oldest first; whoever put one removes it.
+
+    `source_first` is asked for the source's first sequence once for each piece with gaps. `fills_hole`: the
+    segments stand under existing coverage, where nothing may be covered as gone: it was archived once.
+    """
+
+    def __init__(
+        self,
+        thread: Threads,
+        account: Account,
+        report: FeedReport,
+        make_draft: Callable[[], Draft],
+        source_first: Callable[[], Awaitable[int]],
+        *,
+        fills_hole: bool,
+    ) -> None:
+        self._thread, self._account, self._report = thread, account, report
+        self._make_draft, self._source_first, self._fills_hole = make_draft, source_first, fills_hole
+        self._outbox: deque[Emitted] = deque()
+        self._queued = 0
+        self._draft: Draft | None = None
+        self._draft_charge = 0
+        self._is_cut = False
+        self.sealed: deque[SpooledSegment] = deque()
+        self.wake = asyncio.Event()
+        self.on_sealed = asyncio.Event()
+
+    def emit(self, item: Emitted) -> None:
+        """Take the builder's next item."""
+        if self._is_cut:
+            return
+        self._queued += item.memory if isinstance(item, Piece) else 0
+        self._outbox.append(item)
+        self.wake.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be encoded."""
+        return not self._outbox
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether enough finished segments wait to be put."""
+        return len(self.sealed) >= AHEAD
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more should be read."""
+        return self._queued < QUEUE_BYTES
+
+    async def next(self) -> bool:
+        """Encode the next item; False where the segment was ended because the source moved on in a hole."""
+        item = self._outbox[0]
+        first = await self._source_first() if isinstance(item, Piece) and item.missing else 1
+        # Only now: what raises above must not lose the piece.
+        self._outbox.popleft()
+        if isinstance(item, Close):
+            await self._finish(item)
+            return True
+        self._queued -= item.memory
+        if self._fills_hole and gone_before_read(item, first):
+            await self._cut(item)
+            return False
+        await self._add(item, first)
+        self._account.release(item.memory)
+        return True
+
+    async def all(self) -> None:
+        """Encode everything that was emitted."""
+        while self._outbox and await self.next():
+            pass
+
+    def close(self) -> None:
+        """Drop what is not finished, and remove what is from the spool."""
+        self._outbox.clear()
+        if self._draft is not None:
+            self._draft.abort()
+        for spooled in self.sealed:
+            spooled.path.unlink(missing_ok=True)
+
+    async def _cut(self, piece: Piece) -> None:
+        """End the segment before the first gap, and drop whatever comes behind it."""
+        leading = before_first_gap(piece)
+        if leading is not None:
+            await self._add(leading, 1)
+        if self._draft is not None:
+            await self._finish(Close.HOLE)
+        self._outbox.clear()
+        self._is_cut = True
+
+    async def _add(self, piece: Piece, source_first: int) -> None:
+        if self._draft is None:
+            self._draft = await self._thread.run(self._make_draft)
+        await self._thread.run(self._draft.add, piece, source_first)
+        self._charge_draft(self._draft.held)
+
+    async def _finish(self, why: Close) -> None:
+        assert self._draft is not None, "a segment closes behind its pieces"
+        spooled = await self._thread.run(self._draft.finish)
+        self._draft = None
+        self._charge_draft(0)
+        failpoint("egress.sealed")
+        self.sealed.append(spooled)
+        self._report.sealed(spooled, why)
+        self.on_sealed.set()
+
+    def _charge_draft(self, held: int) -> None:
+        self._account.charge(held - self._draft_charge)
+        self._draft_charge = held

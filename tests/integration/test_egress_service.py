@@ -1,0 +1,130 @@
+"""How egress begins: it waits for what is down, and ends at once for what an operator must mend."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import ConfigError, Refused
+from egress.service import serve
+from infra.local.nats import NatsServer
+from infra.local.ports import free_port
+from tests.egress_bench import Bench, connected
+from tests.support import SharedS3, eventually, soon, unique
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def test_without_feeds_there_is_nothing_to_run(bench: Bench) -> None:
+    with pytest.raises(ConfigError, match="expected at least one feed"):
+        await serve(bench.settings())
+
+
+async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "nats")
+    bench = Bench(server.url, tmp_path, None)  # type: ignore[arg-type]
+    running = bench.start(bench.settings({"stream": "S"}))
+    await soon(lambda: any(problem.startswith("nats: ") for problem in running.health.problems()))
+    with server:
+        bench.client = await connected(server.url)
+        await bench.make_stream("S")
+        await bench.publish("S", [b"x"] * 3)
+        await bench.archived_to("S", 3, seconds=20)
+        await running.drain()
+        await bench.client.aclose()
+
+
+async def test_a_stop_while_it_waits_ends_it_cleanly(tmp_path: Path) -> None:
+    bench = Bench(f"nats://127.0.0.1:{free_port()}", tmp_path, None)  # type: ignore[arg-type]
+    running = bench.start(bench.settings({"stream": "S"}))
+    await soon(lambda: any(problem.startswith("nats: ") for problem in running.health.problems()))
+    await running.drain()
+
+
+async def test_a_refused_credential_ends_the_start(tmp_path: Path) -> None:
+    with NatsServer(users={"floe": "right"}) as server:
+        bench = Bench(server.url, tmp_path, None)  # type: ignore[arg-type]
+        settings = bench.settings({"stream": "S"})
+        with pytest.raises(Refused):
+            await bench.start(settings).task
+
+
+async def test_a_bucket_that_does_not_exist_ends_the_start(
+    nats_url: str, s3: SharedS3, tmp_path: Path
+) -> None:
+    bench = Bench(nats_url, tmp_path, None, s3=s3)  # type: ignore[arg-type]
+    bench.store_config["url"] = "s3://no-such-bucket-here"
+    with pytest.raises(ConfigError, match="no-such-bucket-here"):
+        await bench.start(bench.settings({"stream": "S"})).task
+
+
+async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None:
+    stream, port = await bench.make_stream(unique("T")), free_port()
+    await bench.publish(stream, [b"x"] * 10)
+    config = bench.root / "egress.yaml"
+    settings = {
+        "site": "site",
+        "nats": {"url": bench.url},
+        "store": bench.store_config,
+        "egress": {
+            "monitor": {"listen": f"127.0.0.1:{port}"},
+            "lease_bucket": bench.lease_bucket,
+            "state_bucket": bench.state_bucket,
+            "feeds": [{"stream": stream, "segment": {"max_age": "1s"}}],
+        },
+    }
+    config.write_text(yaml.safe_dump(settings))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "floe", "egress", "run", "-c", str(config)], cwd=ROOT, env=dict(os.environ)
+    )
+    try:
+        await bench.archived_to(stream, 10, seconds=20)
+        status = await asyncio.to_thread(eventually, lambda: _page(port, "status"))
+        part = json.loads(status)["parts"][f"egress {stream}"]
+        assert (part["state"], part["incarnation"], part["holder"]) == ("reading", 0, "this instance")
+        metrics = await asyncio.to_thread(_page, port, "metrics")
+        assert f'floe_egress_messages_total{{feed="{stream}",partition="0",site="site"}} 10.0' in metrics
+        assert await asyncio.to_thread(_page, port, "readyz")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _page(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+async def test_segments_go_to_a_real_s3_server_too(nats_url: str, s3: SharedS3, tmp_path: Path) -> None:
+    client = await connected(nats_url)
+    bench = Bench(nats_url, tmp_path, client, s3=s3)
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, (b"%d" % i for i in range(2_000)))
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 500}}):
+        await bench.archived_to(stream, 2_000, seconds=30)
+    await bench.same(stream, stream)
+    assert bench.chains.read_tail(bench.chain(stream)) == 2_000
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 2_005, seconds=30)
+    await bench.same(stream, stream)
+    await client.aclose()

@@ -1,0 +1,130 @@
+"""Pieces become segment files: in order, balanced, and never over what a hole cannot account for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.segments.rows import Columns
+from common.segments.spool import Spool
+from common.sequences import SequenceRange
+from common.service.monitor import Health
+from common.service.threads import Threads
+from egress.budget import Budget
+from egress.builder import Close, Piece
+from egress.draft import Draft
+from egress.encoding import Encoder
+from egress.reader import DoubtError
+from egress.report import FeedReport
+
+CHAIN = Chain("site", "UNIT_ENCODER")
+
+
+def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
+    count = len(sequences)
+    rows = Columns(sequences, [s * 10 for s in sequences], [b"s"] * count, [None] * count, [b"x"] * count)
+    return Piece(coverage, rows, sequences, None, 2 * count, 1_000)
+
+
+class Source:
+    """A source's first sequence that a test moves."""
+
+    first = 1
+    gone = False
+
+    async def ask(self) -> int:
+        if self.gone:
+            raise DoubtError("stream_changed", "gone")
+        return self.first
+
+
+@pytest.fixture
+def thread() -> Iterator[Threads]:
+    threads = Threads("test-encoder", 1)
+    yield threads
+    threads.close()
+
+
+def encoder(thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False) -> Encoder:
+    account = Budget(1 << 30).account(lambda: None)
+    report = FeedReport(CHAIN, "S", Health(SystemClock()))
+    spool = Spool(folder)
+    return Encoder(
+        thread,
+        account,
+        report,
+        lambda: Draft(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
+        source.ask,
+        fills_hole=fills_hole,
+    )
+
+
+def coverages(encoder: Encoder) -> list[str]:
+    return [str(spooled.footer.coverage) for spooled in encoder.sealed]
+
+
+async def test_pieces_of_one_segment_become_one_balanced_file(thread: Threads, tmp_path: Path) -> None:
+    source = Source()
+    source.first = 5
+    made = encoder(thread, tmp_path, source)
+    for item in (piece(SequenceRange(1, 6), [6]), piece(SequenceRange(7, 10), [8, 10]), Close.SIZE):
+        made.emit(item)
+    await made.all()
+    (spooled,) = made.sealed
+    assert spooled.footer.is_balanced()
+    assert spooled.footer.ledger.to_json() == {"gone_before_read": 4, "deleted": 3}
+    assert (spooled.footer.coverage, spooled.footer.rows) == (SequenceRange(1, 10), 3)
+    assert spooled.path.stat().st_size == spooled.size
+
+
+async def test_in_a_hole_nothing_is_covered_as_gone(thread: Threads, tmp_path: Path) -> None:
+    """The source moved on to 20 while 5..30 was read: what was received in front of the gap is kept."""
+    source = Source()
+    source.first = 20
+    made = encoder(thread, tmp_path, source, fills_hole=True)
+    made.emit(piece(SequenceRange(5, 8), [5, 6, 7, 8]))
+    made.emit(piece(SequenceRange(9, 25), [9, 10, 21, 25]))
+    made.emit(piece(SequenceRange(26, 30), [26]))
+    assert await made.next()
+    assert not await made.next()
+    made.emit(piece(SequenceRange(31, 32), [31]))
+    assert made.is_idle
+    assert coverages(made) == ["5..10"]
+    assert made.sealed[0].footer.ledger.to_json() == {}
+
+
+async def test_in_a_hole_that_begins_with_a_gap_nothing_is_written(thread: Threads, tmp_path: Path) -> None:
+    source = Source()
+    source.first = 20
+    made = encoder(thread, tmp_path, source, fills_hole=True)
+    made.emit(piece(SequenceRange(5, 25), [20, 25]))
+    assert not await made.next()
+    assert made.is_idle
+    assert not made.sealed
+
+
+async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads, tmp_path: Path) -> None:
+    source = Source()
+    made = encoder(thread, tmp_path, source)
+    made.emit(piece(SequenceRange(1, 10), [1, 2]))
+    made.emit(Close.DOUBT)
+    source.gone = True
+    with pytest.raises(DoubtError):
+        await made.next()
+    source.gone = False
+    await made.all()
+    assert coverages(made) == ["1..10"]
+
+
+async def test_closing_leaves_nothing_in_the_spool(thread: Threads, tmp_path: Path) -> None:
+    made = encoder(thread, tmp_path, Source())
+    for item in (piece(SequenceRange(1, 2), [1, 2]), Close.AGE, piece(SequenceRange(3, 4), [3, 4])):
+        made.emit(item)
+    await made.all()
+    assert [path.name for path in tmp_path.rglob("tmp*")]
+    made.close()
+    assert not list(tmp_path.rglob("tmp*"))

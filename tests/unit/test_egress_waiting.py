@@ -1,0 +1,123 @@
+"""Confirming answers, ending tasks, waiting longer each time, one budget for all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import Unavailable
+from egress.backoff import DELAYS, Backoff
+from egress.budget import LARGEST_WINDOW, Budget
+from egress.evidence import confirm
+from egress.parts import Confirming
+from egress.tasks import end, unless
+
+
+def answers(*values: str) -> Callable[[], Awaitable[str]]:
+    waiting = list(values)
+
+    async def ask() -> str:
+        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+
+    return ask
+
+
+async def settle(ask: Callable[[], Awaitable[str]], clock: ManualClock) -> str:
+    return await confirm(ask, clock, Confirming(), harmless=lambda a: a == "same", outline=lambda a: a[0])
+
+
+async def test_a_harmless_answer_is_taken_at_once() -> None:
+    clock = ManualClock()
+    assert await settle(answers("same"), clock) == "same"
+    assert clock.monotonic() == 0
+
+
+async def test_an_answer_with_consequences_is_asked_three_times_over_twenty_seconds() -> None:
+    clock = ManualClock()
+    assert await settle(answers("recreated 1", "recreated 2", "recreated 3"), clock) == "recreated 3"
+    assert clock.monotonic() == 20
+
+
+async def test_answers_that_differ_begin_again() -> None:
+    clock = ManualClock()
+    assert await settle(answers("gone", "gone", "recreated", "recreated", "recreated"), clock) == "recreated"
+    assert clock.monotonic() == 40
+
+
+async def test_a_stale_answer_among_them_changes_nothing() -> None:
+    assert await settle(answers("gone", "gone", "same"), ManualClock()) == "same"
+
+
+async def test_answers_that_never_agree_are_given_up() -> None:
+    with pytest.raises(Unavailable, match="answers differently"):
+        await settle(answers(*["gone", "recreated"] * 10), ManualClock())
+
+
+async def test_a_task_that_survives_its_first_cancellation_is_ended() -> None:
+    async def stubborn() -> None:
+        for _ in range(2):
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                continue
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await end(task)
+    assert task.done()
+
+
+async def test_work_is_dropped_when_the_stop_comes_first() -> None:
+    stop = asyncio.Event()
+
+    async def quick() -> int:
+        return 7
+
+    assert await unless(stop, quick()) == 7
+    stop.set()
+    assert await unless(stop, asyncio.sleep(30)) is None
+
+
+async def test_what_the_work_raises_is_raised() -> None:
+    async def failing() -> None:
+        raise Unavailable("down")
+
+    with pytest.raises(Unavailable, match="down"):
+        await unless(asyncio.Event(), failing())
+
+
+def test_delays_grow_with_jitter_and_begin_again() -> None:
+    backoff = Backoff(random.Random(1))
+    delays = [backoff.next() for _ in range(20)]
+    assert all(longest / 2 <= delay <= longest for delay, longest in zip(delays, DELAYS, strict=False))
+    assert max(delays) <= DELAYS[-1]
+    backoff.reset()
+    assert backoff.next() <= DELAYS[0]
+
+
+def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
+    told: list[str] = []
+    budget = Budget(100, chains=2)
+    one, other = budget.account(lambda: told.append("one")), budget.account(lambda: told.append("other"))
+    one.charge(70)
+    assert budget.has_room(30)
+    assert not budget.has_room(31)
+    assert one.is_largest()
+    assert not other.is_largest()
+    one.release(50)
+    assert (told, budget.used) == (["one", "other"], 20)
+    one.close()
+    assert budget.used == 0
+
+
+def test_an_empty_budget_has_room_for_one_message_of_any_size() -> None:
+    assert Budget(10).has_room(1_000)
+
+
+def test_pull_requests_of_many_chains_fit_together() -> None:
+    assert Budget(128 << 20).window == LARGEST_WINDOW
+    assert Budget(128 << 20, chains=100).window * 100 <= 128 << 20
