@@ -199,7 +199,7 @@ class Builder:
         self._open()
         self._end = columns.sequences[-1]
         self._count += len(columns.sequences)
-        self.last = _last_message(columns)
+        self.last = last_message(columns)
         self._examined += columns.sequences
         self._keep(self._without_old(columns) if self._keep_ns else columns)
         if self._piece_size >= PIECE_BYTES or len(self._examined) >= PIECE_MESSAGES:
@@ -275,7 +275,8 @@ def _chosen(columns: Columns, places: list[int]) -> Columns:
     )
 
 
-def _last_message(columns: Columns) -> Message:
+def last_message(columns: Columns) -> Message:
+    """The last of the messages, of which there is one at least."""
     return Message(
         columns.sequences[-1],
         columns.timestamps_ns[-1],

@@ -23,7 +23,7 @@ from common.jetstream.streams import (
 from common.segments.parquet import messages
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, choose
+from common.sequences import SequenceRange, choose, preference
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.identity import Evidence, Held, Source, Witness
@@ -71,24 +71,34 @@ class Examiner:
             return Evidence(None, known.created, known.end)
         source = source_of(info)
         tips = await self._witnesses(client, known.refs, source)
-        tips = [*await self._revenants(client, known.end, tips), *tips]
+        tips = [*await self._revenants(client, known.refs), *tips]
         received = None if known.received is None else await self._compare(client, known.received, source)
         matches = any(w.held is Held.EQUAL for w in (*tips, *([received] if received else [])))
         older = None if matches else await self._matching_incarnation(client, known.older, source)
         return Evidence(source, known.created, known.end, tuple(tips), received, older)
 
-    async def _revenants(self, client: FloeClient, end: int, tips: Sequence[Witness]) -> list[Witness]:
-        """A message between the newest tip and the archive's end, where the consumer passed and found none.
+    async def _revenants(self, client: FloeClient, refs: Sequence[SegmentRef]) -> list[Witness]:
+        """A message at the end of the newest segment, where the consumer passed and found none.
 
         What was not there cannot come back: the stream was set back and written again.
         """
-        newest = max((witness.tip.sequence for witness in tips), default=0)
-        if newest >= end:
+        newest = max(refs, key=preference, default=None)
+        silent = None if newest is None else await self._silent_end(newest)
+        if silent is None:
             return []
-        found = await self._next(client, newest + 1)
-        if found is None or found.sequence > end:
+        found = await self._next(client, silent.first)
+        if found is None or found.sequence > silent.last:
             return []
         return [Witness(Tip.of(found), Held.DIFFERENT)]
+
+    async def _silent_end(self, ref: SegmentRef) -> SequenceRange | None:
+        """What the segment covers behind the last message examined for it; None: nothing, or unknown."""
+        try:
+            tip = await self._read_tip(ref)
+        except DataError:
+            return None
+        first = ref.coverage.first if tip is None else tip.sequence + 1
+        return SequenceRange(first, ref.coverage.last) if first <= ref.coverage.last else None
 
     async def _next(self, client: FloeClient, sequence: int) -> Message | None:
         """The first message at or after `sequence` that the feed would get; None if there is none."""
@@ -163,14 +173,18 @@ class Examiner:
 
     async def _tip(self, ref: SegmentRef) -> Tip | None:
         """None where no message was examined, where a merge replaced the segment, or where it is damaged."""
+        try:
+            return await self._read_tip(ref)
+        except DataError as error:
+            log.warning("no tip", action="no_tip", error=str(error), **ref.log_context())
+            return None
+
+    async def _read_tip(self, ref: SegmentRef) -> Tip | None:
+        """None where no message was examined. Raises DataError."""
         if ref.key not in self._tips:
             if len(self._tips) >= TIPS_KEPT:
                 self._tips.clear()
-            try:
-                self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
-            except DataError as error:
-                log.warning("no tip", action="no_tip", error=str(error), **ref.log_context())
-                return None
+            self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
         return self._tips[ref.key]
 
     async def _compare(self, client: FloeClient, tip: Tip, source: Source) -> Witness:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from egress.builder import Piece, part, raw_size
+from egress.builder import Piece, last_message, part, raw_size
 
 
 def attribute(piece: Piece, source_first: int, *, filtered: bool) -> Ledger:
@@ -35,15 +35,15 @@ def gone_before_read(piece: Piece, source_first: int) -> int:
 
 
 def before_first_gap(piece: Piece) -> Piece | None:
-    """The leading part of `piece` in which nothing is missing; None if it begins with a gap.
+    """The leading part of `piece` in which nothing is missing, up to a row; None if there is no such row.
 
     For a hole under existing coverage, where nothing may be covered as gone.
     """
     first = piece.coverage.first
     count = next((i for i, s in enumerate(piece.examined) if s != first + i), len(piece.examined))
-    if count == 0:
+    rows = part(piece.rows, 0, bisect_left(piece.rows.sequences, first + count))
+    if not rows.sequences:
         return None
-    last = first + count - 1
-    rows = part(piece.rows, 0, bisect_left(piece.rows.sequences, last + 1))
-    # The last message examined is no longer at hand where it was left out: such a segment has no tip.
-    return Piece(SequenceRange(first, last), rows, piece.examined[:count], None, raw_size(rows), piece.memory)
+    coverage = SequenceRange(first, rows.sequences[-1])
+    examined = piece.examined[: len(coverage)]
+    return Piece(coverage, rows, examined, last_message(rows), raw_size(rows), piece.memory)

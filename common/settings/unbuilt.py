@@ -51,7 +51,6 @@ UNBUILT = (
     Unbuilt("ingress.targets.*.delivery"),
     Unbuilt("ingress.targets.*.publisher", ("fast",)),
     Unbuilt("ingress.targets.*.on_oversize"),
-    Unbuilt("ingress.targets.*.on_new_incarnation"),
     *(Unbuilt(f"ingress.targets.*.sources.*.{key}") for key in _SOURCE),
     Unbuilt("compaction.retention.delete_after"),
 )

@@ -45,7 +45,7 @@ async def prepare(world: World, rng: random.Random) -> None:
     """A stream NODES at each site that already holds awkward messages and deleted sequences."""
     for site, server in world.sites.items():
         async with client_of(server.url) as client:
-            await make_stream(client, "NODES", site, allow_msg_ttl=True)
+            await make_stream(client, "NODES", site)
             await awkward_start(client, "NODES", site, rng)
 
 

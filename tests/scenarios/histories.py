@@ -70,7 +70,7 @@ async def _history(world: World, rng: random.Random, count: int) -> Any:
     url = world.sites[SITE].url
     async with client_of(url) as client:
         if not await _exists(client):
-            await make_stream(client, "NODES", SITE, allow_msg_ttl=True)
+            await make_stream(client, "NODES", SITE)
         await awkward_start(client, "NODES", SITE, rng, 100)
         await publish(client, SITE, rng, count)
     return await source_of(url, "NODES")
@@ -85,7 +85,7 @@ async def _exists(client: Any) -> bool:
 async def _recreate(world: World) -> None:
     async with client_of(world.sites[SITE].url) as client:
         await client.api("STREAM.DELETE.NODES")
-        await make_stream(client, "NODES", SITE, allow_msg_ttl=True)
+        await make_stream(client, "NODES", SITE)
 
 
 async def _archived(world: World, config: Any, sources: Sources, seconds: float = 120) -> None:

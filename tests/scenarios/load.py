@@ -32,7 +32,10 @@ async def client_of(url: str, name: str = "test") -> AsyncIterator[FloeClient]:
 
 
 async def make_stream(client: FloeClient, name: str, root: str, **more: object) -> None:
-    """A file stream with limits retention that takes `{root}.>`."""
+    """A file stream with limits retention that takes `{root}.>`.
+
+    Without TTLs: what expires between two readings would look like a difference.
+    """
     config = {"name": name, "subjects": [f"{root}.>"], "storage": "file", "retention": "limits"}
     await create_stream(client, {**config, "duplicate_window": 10**9, "discard": "old", **more})
 
