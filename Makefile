@@ -33,7 +33,7 @@ demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; ki
 	@$(BIN)/python -m floe demo
 
 test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not soak"
+	@$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile
 
 soak: java $(INSTALLED)  ## the fault runs at full length; writes docs/evidence/soak.json
 	@$(BIN)/python -m tests.soak $(if $(ONLY),--only $(ONLY))

@@ -71,7 +71,7 @@ class Marks:
         if not isinstance(end, int) or isinstance(end, bool) or end < 0:
             raise DataError(
                 f"high-water mark of {chain}: expected an end, found {value!r:.60}",
-                hint=f"look at key {self.key(chain)} of the state bucket; without it the listing is believed",
+                hint=f"without it the listing is believed: nats kv del {self.bucket} {self.key(chain)}",
                 code="E-STATE-KV",
             )
         return end

@@ -109,16 +109,18 @@ def processes() -> Iterator[list[Process]]:
 
 
 AT_A_PUT = (
-    "egress.sealed",
-    "egress.before_put",
-    "egress.after_put",
-    "egress.after_tail",
-    "egress.after_mark",
+    "sealed@2",
+    "before_put@1",
+    "before_put@3",
+    "after_put@1",
+    "after_put@3",
+    "after_tail@1",
+    "after_mark@2",
 )
 POINTS = [
     "egress.after_stream_document=kill",
     "egress.after_chain_document=kill",
-    *(f"{point}=kill@{number}" for point in AT_A_PUT for number in (1, 3)),
+    *("egress." + point.replace("@", "=kill@") for point in AT_A_PUT),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -80,19 +81,20 @@ async def test_what_was_received_before_a_recreation_is_put_into_the_old_incarna
 async def test_a_deleted_stream_stops_the_chain_after_what_was_received_is_stored(bench: Bench) -> None:
     """F23: no new incarnation by itself."""
     stream = await bench.make_stream(unique("T"))
-    async with bench.egress({"stream": stream, "segment": {"max_age": "1h"}}) as running:
+    feed = {"stream": stream, "segment": {"max_age": "1h", "max_messages": 40}}
+    async with bench.egress(feed) as running:
         await soon(lambda: running.state(stream) == "reading")
-        await bench.publish(stream, [b"x"] * 40)
-        await soon(lambda: running.status(stream).get("source_last") == 40)
+        await bench.publish(stream, [b"x"] * 30)
+        await soon(lambda: running.status(stream).get("source_last") == 30)
         await bench.delete_stream(stream)
         await soon(lambda: running.state(stream) == "stopped")
         assert "the stream does not exist" in running.status(stream)["why"]
-        assert len(bench.messages(stream)) == 40
+        assert len(bench.messages(stream)) == 30
         assert bench.chains.read_stream(bench.chain(stream, 1)) is None
         await bench.make_stream(stream)
-        await bench.publish(stream, [b"y"] * 4)
-        await soon(lambda: running.status(stream).get("incarnation") == 1)
-    assert [m.payload for m in bench.messages(stream, 1)] == [b"y"] * 4
+        await bench.publish(stream, [b"y"] * 40)
+        await bench.archived_to(stream, 40, incarnation=1)
+    await bench.same(stream, stream, incarnation=1)
 
 
 async def test_a_feed_that_shall_halt_waits_for_the_operator(bench: Bench) -> None:
@@ -329,6 +331,20 @@ async def test_a_listing_that_ends_before_the_mark_is_asked_again_never_a_first_
     assert [ref.coverage.first for ref in bench.refs(stream)] == [1, 11]
 
 
+async def test_objects_that_are_really_lost_are_given_up_by_the_command_of_the_hint(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 10)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    for ref in bench.refs(stream):
+        bench.store.delete(ref)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "waiting")
+        await paste(bench, running.status(stream)["hint"])
+        await bench.archived_to(stream, 10)
+    await bench.same(stream, stream)
+
+
 async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_everything(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
@@ -343,6 +359,9 @@ async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_ever
         await soon(lambda: running.state(stream) == "stopped")
         assert "no segment and no high-water mark" in running.status(stream)["why"]
         assert bench.refs(stream) == []
+        await paste(bench, running.status(stream)["hint"])
+        await bench.archived_to(stream, 10)
+    assert bench.ledger(stream) == {"gone_before_read": 3}
 
 
 async def test_state_that_was_lost_is_made_again_from_the_listing(bench: Bench) -> None:
@@ -366,9 +385,11 @@ async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Benc
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert "high-water mark" in running.status(stream)["why"]
-    entry = await state.get(Marks.key(bench.chain(stream)))
-    assert entry is not None
-    assert entry.value == b"not a mark"
+        entry = await state.get(Marks.key(bench.chain(stream)))
+        assert entry is not None
+        assert entry.value == b"not a mark"
+        await paste(bench, running.status(stream)["hint"])
+        await bench.archived_to(stream, 10)
 
 
 # Holes
@@ -413,6 +434,18 @@ async def test_a_hole_that_the_source_half_holds_is_filled_as_far_as_it_goes(ben
         await soon(lambda: running.status(stream).get("lost") == 5)
     assert sorted(str(ref.coverage) for ref in bench.refs(stream)) == ["1..10", "16..20", "21..30"]
     assert bench.ledger(stream) == {}
+
+
+async def paste(bench: Bench, hint: str) -> None:
+    """Do what the `nats kv` command of a hint does."""
+    _, _, command = hint.partition("nats kv ")
+    verb, bucket, key, *value = shlex.split(command)
+    state = await KeyValue.open(bench.client, bucket)
+    if verb == "put":
+        await state.put(key, value[0].encode())
+    else:
+        assert verb == "del"
+        await state.delete(key)
 
 
 # Disks
