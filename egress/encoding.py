@@ -127,5 +127,8 @@ class Encoder:
         self.on_sealed.set()
 
     def _charge_draft(self, held: int) -> None:
-        self._account.charge(held - self._draft_charge)
-        self._draft_charge = held
+        more, self._draft_charge = held - self._draft_charge, held
+        if more < 0:
+            self._account.release(-more)
+        else:
+            self._account.charge(more)

@@ -4,6 +4,7 @@ connections.
 
 from __future__ import annotations
 
+from common.errors import Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.streams import StreamInfo, stream_info
 from common.segments.segment import Tip
@@ -17,7 +18,6 @@ from egress.history import Incarnation, older
 from egress.identity import Evidence, Verdict, judge
 from egress.parts import Parts
 from egress.position import Position, position
-from egress.reader import DoubtError
 
 Answer = tuple[Evidence, Verdict]
 
@@ -94,11 +94,11 @@ class Inquiry:
         return place
 
     async def first(self) -> int:
-        """The stream's first sequence. Raises DoubtError where there is no stream."""
+        """The stream's first sequence. Raises Unavailable where there is no stream."""
         return await self._first(self._parts.client)
 
     async def _first(self, client: FloeClient) -> int:
         info = await stream_info(client, self._stream)
         if info is None:
-            raise DoubtError("stream_changed", "the stream does not exist any more")
+            raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first

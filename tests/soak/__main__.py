@@ -23,14 +23,14 @@ EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "soak.json"
 
 RUNS: dict[str, Callable[[Any, random.Random], Awaitable[Outcome]]] = {
     "kill_rounds": lambda s3, rng: kill_rounds(s3, rng, rounds=50, rate=1000),
-    "twins": lambda s3, rng: twins(s3, rng, seconds=120, rate=1000),
-    "standby": lambda s3, rng: standby(s3, rng, seconds=120, rate=500),
+    "twins": lambda s3, rng: twins(s3, rng, seconds=60, rate=1000),
+    "standby": lambda s3, rng: standby(s3, rng, seconds=60, rate=500),
     "recreated_while_down": recreated_while_down,
     "recreated_while_running": recreated_while_running,
     "recreated_unput": recreated_unput,
-    "compacted": lambda s3, rng: compacted(s3, rng, seconds=120, rate=1000),
-    "compacted_spark": lambda s3, rng: compacted(s3, rng, seconds=90, rate=1000, engine="spark"),
-    "shuffled": lambda s3, rng: shuffled(s3, rng, seconds=90, rate=1000),
+    "compacted": lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000),
+    "compacted_spark": lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"),
+    "shuffled": lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000),
 }
 
 
