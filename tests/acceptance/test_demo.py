@@ -26,7 +26,13 @@ def start_demo(*options: str, env: dict[str, str] | None = None) -> subprocess.P
         text=True,
         cwd=ROOT,
         env={**os.environ, **(env or {})},
+        preexec_fn=_take_interrupts,
     )
+
+
+def _take_interrupts() -> None:
+    """A shell that runs the tests in the background has its children ignore SIGINT; a terminal does not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def processes_below(folder: Path) -> list[str]:

@@ -136,7 +136,7 @@ async def test_a_server_that_is_killed_and_started_again_is_read_on(tmp_path: Pa
             await asyncio.to_thread(server.kill)
             await soon(lambda: running.state(stream) in ("waiting", "standby"), seconds=20)
             await asyncio.to_thread(server.start)
-            await soon(lambda: client.is_up)
+            await soon(lambda: client.is_up, seconds=30)
             await bench.publish(stream, [b"y"] * 50)
             await bench.archived_to(stream, 100, seconds=30)
         await bench.same(stream, stream)

@@ -96,11 +96,10 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
     )
     try:
         await bench.archived_to(stream, 10, seconds=20)
-        status = await asyncio.to_thread(eventually, lambda: _page(port, "status"))
-        part = json.loads(status)["parts"][f"egress {stream}"]
+        line = f'floe_egress_messages_total{{feed="{stream}",partition="0",site="site"}} 10.0'
+        await asyncio.to_thread(eventually, lambda: line in _page(port, "metrics"))
+        part = json.loads(await asyncio.to_thread(_page, port, "status"))["parts"][f"egress {stream}"]
         assert (part["state"], part["incarnation"], part["holder"]) == ("reading", 0, "this instance")
-        metrics = await asyncio.to_thread(_page, port, "metrics")
-        assert f'floe_egress_messages_total{{feed="{stream}",partition="0",site="site"}} 10.0' in metrics
         assert await asyncio.to_thread(_page, port, "readyz")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 20) == 0
