@@ -58,7 +58,7 @@ class Session:
     ) -> None:
         self._parts, self._feed, self._pools, self._report = parts, feed, pools, report
         self._inquiry, self._lease, self._archive, self._current = inquiry, lease, archive, current
-        self._known_source_first = source.first
+        self._first, self._known_source_first = place.first, source.first
         self._ended = asyncio.Event()
         self._end: BaseException | None = None
         self._is_all_sealed = False
@@ -121,6 +121,7 @@ class Session:
         """Returns when all is put after `stop`. Raises what ended it: DoubtError, RetakeError, LeaseLost."""
         try:
             await self._reader.open()
+            self._report.reading(self._archive.chain, self._first, self._archive.end)
             async with asyncio.TaskGroup() as tasks:
                 side = [
                     tasks.create_task(self._watch(stop), name="watch"),

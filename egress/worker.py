@@ -183,7 +183,6 @@ class Worker:
             return
         await archive.mend()
         self._report.lost(sum(map(len, place.lost)))
-        self._report.reading(current.chain, place.first, archive.end)
         session = Session(
             self._parts,
             self._feed,
