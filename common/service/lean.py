@@ -1,0 +1,24 @@
+"""Keeps out of a service what it never uses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+class _NoPandas:
+    """Answers for pandas, before any other finder, that there is none."""
+
+    def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("a service of Floe does without pandas", name=name)
+
+
+def without_pandas() -> None:
+    """Have pyarrow find no pandas, unless it is loaded already: it imports it for nothing, 40 to 50 MB.
+
+    For processes of egress and ingress. Sites do not have pandas; where the extra `spark` is installed, they
+    would pay for it.
+    """
+    sys.meta_path.insert(0, _NoPandas())
