@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from common.service.cli import config_option, load_settings, run_command
-from common.service.lean import without_pandas
+from common.service.lean import slim
 
 
 @click.group()
@@ -21,7 +21,7 @@ async def run(config: str) -> int:
 
     Example: floe egress run -c site.yaml
     """
-    without_pandas()
+    slim()
     settings = load_settings(config)
     from egress.service import serve
 

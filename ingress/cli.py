@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from common.service.cli import config_option, json_option, run_command
-from common.service.lean import without_pandas
+from common.service.lean import slim
 
 
 @click.group()
@@ -21,7 +21,7 @@ async def run(config: str) -> None:
 
     Example: floe ingress run -c central.yaml
     """
-    without_pandas()
+    slim()
     from common.clock import SystemClock
     from common.service.monitor import Health, Monitor
     from common.service.shutdown import stop_on_signals

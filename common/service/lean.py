@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -13,6 +14,17 @@ class _NoPandas:
     def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> None:
         if name == "pandas":
             raise ModuleNotFoundError("a service of Floe does without pandas", name=name)
+
+
+def slim() -> None:
+    """Make a service process small. Call it before anything imports pyarrow.
+
+    Arrow's default pool keeps what it was given: at its peak ingress had 298 to 322 MB, with jemalloc 237 to
+    254.
+    """
+    without_pandas()
+    if sys.platform == "linux":
+        os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
 
 
 def without_pandas() -> None:
