@@ -18,11 +18,11 @@ from common.jetstream.lease import Lease, Leases
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
-from common.settings.egress import FeedSettings
 from egress import metrics
 from egress.backoff import Backoff
 from egress.parts import Parts, Pools
 from egress.report import FeedReport
+from egress.slices import Slice
 from egress.tasks import end
 from egress.worker import Worker
 
@@ -39,12 +39,11 @@ def lease_key(feed: Chain) -> str:
 
 
 class Feed:
-    """One feed of this process: waits for its lease, works under it, gives it back."""
+    """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
     def __init__(
         self,
-        site: str,
-        settings: FeedSettings,
+        part: Slice,
         parts: Parts,
         leases: Leases,
         ttl: float,
@@ -52,10 +51,11 @@ class Feed:
         reexamine: float = REEXAMINE,
     ) -> None:
         self._parts, self._leases, self._ttl, self._reexamine = parts, leases, ttl, reexamine
-        self._chain = Chain(site, settings.name)
-        self._pools = Pools(Threads(f"egress-{settings.name}", 2), Threads(f"encode-{settings.name}", 1))
-        self._report = FeedReport(self._chain, settings.stream, health)
-        self._worker = Worker(site, settings, parts, self._pools, self._report)
+        self._chain = part.chain
+        name = f"{self._chain.feed}-{self._chain.partition}"
+        self._pools = Pools(Threads(f"egress-{name}", 2), Threads(f"encode-{name}", 1))
+        self._report = FeedReport(self._chain, part.stream, health)
+        self._worker = Worker(part, parts, self._pools, self._report)
         self._backoff = Backoff(parts.rng)
 
     async def run(self, stop: asyncio.Event) -> None:

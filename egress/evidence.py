@@ -205,6 +205,8 @@ def source_of(info: StreamInfo) -> Source:
         info.last_sequence,
         parse_time(info.first_timestamp) if holds else None,
         parse_time(info.last_timestamp) if holds else None,
+        str(info.config.get("retention", "limits")),
+        parse_time(info.time) if info.time else None,
     )
 
 

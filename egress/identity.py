@@ -48,6 +48,8 @@ class Source:
 
     `first`: its first sequence. `last`: the last one it assigned, whether or not it is held.
     `first_timestamp_ns`: of the first message held, None where none is. `last_timestamp_ns`: likewise.
+    `retention`: `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None where it
+    does not say (before 2.10).
     """
 
     created: str
@@ -55,6 +57,8 @@ class Source:
     last: int
     first_timestamp_ns: int | None = None
     last_timestamp_ns: int | None = None
+    retention: str = "limits"
+    asked_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

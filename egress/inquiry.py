@@ -11,13 +11,13 @@ from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.threads import Threads
-from common.settings.egress import FeedSettings
 from egress.archive import Archive
 from egress.evidence import Examiner, Known, confirm, source_of
 from egress.history import Incarnation, older
 from egress.identity import Evidence, Verdict, judge
 from egress.parts import Parts
 from egress.position import Position, position
+from egress.slices import Slice
 
 Answer = tuple[Evidence, Verdict]
 
@@ -25,11 +25,11 @@ log = get_logger("egress.inquiry")
 
 
 class Inquiry:
-    """The questions about one feed's stream."""
+    """The questions about the stream of one partition of a feed."""
 
-    def __init__(self, feed: FeedSettings, parts: Parts, threads: Threads) -> None:
-        self._stream, self._parts = feed.stream, parts
-        self._examiner = Examiner(parts.store, feed.stream, feed.filter_subject, threads)
+    def __init__(self, part: Slice, parts: Parts, threads: Threads) -> None:
+        self._stream, self._parts = part.stream, parts
+        self._examiner = Examiner(parts.store, part.stream, part.filter_subject, threads)
         self._lost: tuple[SequenceRange, ...] = ()
 
     async def info(self) -> StreamInfo | None:

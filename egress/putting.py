@@ -14,6 +14,7 @@ from common.segments.segment import SegmentRef
 from common.service.logs import get_logger
 from egress.archive import Archive
 from egress.backoff import Backoff
+from egress.reader import Reader
 from egress.report import FeedReport
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class RetakeError(Exception):
 
 
 class Putter:
-    """Puts into one archive under a lease. `check` raises where the reader's history is in doubt.
+    """Puts into one archive under a lease. `reader` says whether its history is in doubt.
 
     What cannot be reached is tried again until `ended` is set.
     """
@@ -35,30 +36,31 @@ class Putter:
         self,
         archive: Archive,
         lease: Lease,
-        check: Callable[[], Awaitable[None]],
+        reader: Reader,
         ended: asyncio.Event,
         report: FeedReport,
         clock: Clock,
         backoff: Backoff,
     ) -> None:
-        self._archive, self._lease, self._check, self._ended = archive, lease, check, ended
+        self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
         self._report, self._clock, self._backoff = report, clock, backoff
         self.puts = 0
 
     async def put(self, spooled: SpooledSegment) -> None:
-        """Put, read back, announce, mark. Raises LeaseLost, RetakeError, what `check` raises."""
+        """Put, read back, announce, mark, acknowledge. Raises LeaseLost, RetakeError, DoubtError."""
         started = self._clock.monotonic()
         ref = await self._persist(lambda: self._put_checked(spooled))
         require(self._lease, self._archive)
         await self._persist(self._archive.write_tail)
         await self._persist(self._archive.raise_mark)
+        await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
         self.puts += 1
         self._report.put(spooled, self._clock.monotonic() - started)
         log.info("segment put", action="segment_put", rows=spooled.footer.rows, **ref.log_context())
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
         """Put what still belongs into this history, is not there yet, and is this instance's to put."""
-        await self._check()
+        await self._reader.check()
         if await self._archive.is_covered(spooled.footer.coverage.first):
             raise RetakeError("another instance has covered it")
         require(self._lease, self._archive)

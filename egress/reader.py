@@ -67,6 +67,8 @@ class Target(Protocol):
 class Reader:
     """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
 
+    `retention`: of the stream. `durable`: what the consumer's name begins with where the stream keeps messages
+    until they are acknowledged; `archived`: up to here they are acknowledged at once, and not handed over.
     `has_room`: asked before each pull request, with its bytes. `on_doubt` is called at most once, and nothing
     is handed to `target` afterwards.
     """
@@ -84,11 +86,15 @@ class Reader:
         window: int,
         has_room: Callable[[int], bool],
         filter_subject: str = "",
+        retention: str = "limits",
+        durable: str = "",
+        archived: int = 0,
         pulling: Pulling | None = None,
     ) -> None:
         self._client, self._stream, self._created = client, stream, created
         self._target, self._on_doubt, self._has_room = target, on_doubt, has_room
         self._first, self._filter, self._clock = first, filter_subject, clock
+        self._retention, self._durable, self._archived = retention, durable, archived
         self._pulling = pulling or Pulling()
         self._window = max(window, client.max_payload + MESSAGE_ROOM)
         self._consumer: ConsumerInfo | None = None
@@ -158,6 +164,12 @@ class Reader:
         if consumer is None or found is None or found.created != consumer.created:
             raise DoubtError("consumer_gone", "the consumer does not exist any more")
         self._check_generation()
+
+    async def acknowledge(self, last: int) -> None:
+        """Acknowledge everything received up to `last`, where the stream keeps messages until then.
+
+        Returns when the server has taken it. Raises Unavailable, OutcomeUnknown; may be called again.
+        """
 
     def _check_generation(self) -> None:
         if self._client.generation != self._generation:

@@ -23,7 +23,7 @@ class FeedReport:
 
     def __init__(self, feed: Chain, stream: str, health: Health) -> None:
         self._labels = feed.site, feed.feed, str(feed.partition)
-        self._part = f"egress {feed.feed}"
+        self._part = f"egress {feed.feed}" + (f"/{feed.partition}" if feed.partition else "")
         self._health = health
         self._chain = feed
         self._status: dict[str, Any] = {"stream": stream}

@@ -28,6 +28,7 @@ from egress.backoff import Backoff
 from egress.budget import Budget
 from egress.controller import REEXAMINE, Feed, run_feeds
 from egress.parts import Parts, Tuning
+from egress.slices import Slice, all_slices
 
 T = TypeVar("T")
 
@@ -103,6 +104,7 @@ class Service:
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
         store = open_store(settings, objects)
+        parts_of_feeds = all_slices(settings.site, settings.egress.feeds)
         stack.callback(store.close)
         parts = Parts(
             client=data,
@@ -111,25 +113,17 @@ class Service:
             objects=objects,
             store=store,
             chains=chains,
-            budget=Budget(settings.egress.memory_limit, len(settings.egress.feeds)),
+            budget=Budget(settings.egress.memory_limit, len(parts_of_feeds)),
             clock=self._clock,
             rng=self._rng,
             writer=f"floe {version()}",
             tuning=self._tuning,
         )
-        return [self._feed(number, parts, leases) for number in range(len(settings.egress.feeds))], parts
+        return [self._feed(each, parts, leases) for each in parts_of_feeds], parts
 
-    def _feed(self, number: int, parts: Parts, leases: Leases) -> Feed:
-        egress = self._settings.egress
-        return Feed(
-            self._settings.site,
-            egress.feeds[number],
-            parts,
-            leases,
-            egress.lease_ttl,
-            self._health,
-            self._reexamine,
-        )
+    def _feed(self, part: Slice, parts: Parts, leases: Leases) -> Feed:
+        ttl = self._settings.egress.lease_ttl
+        return Feed(part, parts, leases, ttl, self._health, self._reexamine)
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
         """What `step` returns, once what it needs can be reached."""

@@ -17,7 +17,6 @@ from common.jetstream.lease import Lease
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
-from common.settings.egress import FeedSettings
 from egress.archive import Archive
 from egress.backoff import Backoff
 from egress.builder import Builder, Close, Closing
@@ -31,6 +30,7 @@ from egress.position import Position
 from egress.putting import Putter, RetakeError
 from egress.reader import SECOND, DoubtError, Reader
 from egress.report import FeedReport
+from egress.slices import Slice
 from egress.tasks import end
 
 log = get_logger("egress.session")
@@ -45,7 +45,7 @@ class Session:
     def __init__(
         self,
         parts: Parts,
-        feed: FeedSettings,
+        part: Slice,
         pools: Pools,
         report: FeedReport,
         inquiry: Inquiry,
@@ -56,7 +56,8 @@ class Session:
         place: Position,
         hurry: float | None = None,
     ) -> None:
-        self._parts, self._feed, self._pools, self._report = parts, feed, pools, report
+        self._parts, self._slice, self._pools, self._report = parts, part, pools, report
+        self._feed = part.settings
         self._inquiry, self._lease, self._archive, self._current = inquiry, lease, archive, current
         self._first, self._known_source_first = place.first, source.first
         self._ended = asyncio.Event()
@@ -74,7 +75,7 @@ class Session:
         self._builder = self._make_builder(source, place, hurry)
         self._reader = self._make_reader(source, place)
         self._putter = Putter(
-            archive, lease, self._reader.check, self._ended, report, parts.clock, Backoff(parts.rng)
+            archive, lease, self._reader, self._ended, report, parts.clock, Backoff(parts.rng)
         )
 
     def _make_builder(self, source: Source, place: Position, hurry: float | None) -> Builder:
@@ -96,7 +97,7 @@ class Session:
         budget = self._parts.budget
         return Reader(
             self._parts.client,
-            self._feed.stream,
+            self._slice.stream,
             source.created,
             self._builder,
             self._end_with,
@@ -104,7 +105,10 @@ class Session:
             clock=self._parts.clock,
             window=budget.window,
             has_room=lambda size: self._encoder.has_room and budget.has_room(size),
-            filter_subject=self._feed.filter_subject,
+            filter_subject=self._slice.filter_subject,
+            retention=source.retention,
+            durable=self._slice.durable,
+            archived=place.first - 1,
             pulling=self._parts.tuning.pulling,
         )
 
@@ -114,7 +118,7 @@ class Session:
             self._parts.store.new_spool,
             writer=self._parts.writer,
             compression_level=self._feed.segment.compression_level,
-            filtered=bool(self._feed.filter_subject),
+            filtered=bool(self._slice.filter_subject),
         )
 
     async def run(self, stop: asyncio.Event) -> None:

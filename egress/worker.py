@@ -12,7 +12,6 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from common.chain import Chain
 from common.clock import wait_for
 from common.errors import LeaseLost, Stopped
 from common.jetstream.lease import Lease
@@ -20,7 +19,6 @@ from common.jetstream.streams import StreamInfo
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
-from common.settings.egress import FeedSettings
 from egress.archive import Archive, Marks
 from egress.backoff import Backoff
 from egress.history import History, Incarnation
@@ -31,6 +29,7 @@ from egress.putting import RetakeError, require
 from egress.reader import DoubtError
 from egress.report import FeedReport, stopped_error
 from egress.session import Session
+from egress.slices import Slice
 from egress.start import first_sequence, is_set
 from egress.tasks import unless
 
@@ -53,14 +52,16 @@ class Held:
 
 
 class Worker:
-    """Freezes one feed. `run` may be called again after whatever it raised; it goes on from the listing."""
+    """Freezes one partition of a feed.
 
-    def __init__(self, site: str, feed: FeedSettings, parts: Parts, pools: Pools, report: FeedReport) -> None:
-        self._feed, self._parts, self._pools, self._report = feed, parts, pools, report
-        self._chain = Chain(site, feed.name)
-        filters = (feed.filter_subject,) if feed.filter_subject else ()
-        self._history = History(self._chain, filters, parts.chains, parts.objects, pools.io, parts.clock)
-        self._inquiry = Inquiry(feed, parts, pools.io)
+    `run` may be called again after whatever it raised; it goes on from the listing.
+    """
+
+    def __init__(self, part: Slice, parts: Parts, pools: Pools, report: FeedReport) -> None:
+        self._slice, self._parts, self._pools, self._report = part, parts, pools, report
+        self._chain = part.chain
+        self._history = History(self._chain, part.filters, parts.chains, parts.objects, pools.io, parts.clock)
+        self._inquiry = Inquiry(part, parts, pools.io)
         self._marks = Marks(parts.state)
         self._backoff = Backoff(parts.rng)
         self._held: Held | None = None
@@ -96,7 +97,7 @@ class Worker:
             await self._put_held(lease)
             await self._succeed(current, evidence, verdict)
         else:
-            raise stopped_error(verdict, current.chain, self._feed.stream)
+            raise stopped_error(verdict, current.chain, self._slice.stream)
 
     async def _judge(
         self, current: Incarnation, archive: Archive, stop: asyncio.Event
@@ -115,14 +116,14 @@ class Worker:
             info = await self._inquiry.info()
             if info is None:
                 raise Stopped(
-                    f"{self._chain}: stream {self._feed.stream} does not exist",
+                    f"{self._chain}: stream {self._slice.stream} does not exist",
                     hint="create it: the feed then begins by itself",
                     code="E-SOURCE-GONE",
                 )
             check_retention(info)
-            first = await first_sequence(self._parts.client, info, self._feed, self._parts.clock)
+            first = await first_sequence(self._parts.client, info, self._slice.settings, self._parts.clock)
             found = await self._history.begin(info, first)
-        elif is_set(self._feed) and not self._has_begun:
+        elif is_set(self._slice.settings) and not self._has_begun:
             log.info(
                 "start keys ignored, the feed has begun", action="start_ignored", **self._chain.log_context()
             )
@@ -162,8 +163,8 @@ class Worker:
 
     async def _succeed(self, current: Incarnation, evidence: Evidence, verdict: Verdict) -> None:
         """Begin the next incarnation, if there is a stream to begin it with and the feed wants that."""
-        if evidence.source is None or self._feed.on_recreated == "halt":
-            raise stopped_error(verdict, current.chain, self._feed.stream)
+        if evidence.source is None or self._slice.settings.on_recreated == "halt":
+            raise stopped_error(verdict, current.chain, self._slice.stream)
         info = await self._inquiry.info()
         if info is None or info.created != evidence.source.created:
             return
@@ -185,7 +186,7 @@ class Worker:
         self._report.lost(sum(map(len, place.lost)))
         session = Session(
             self._parts,
-            self._feed,
+            self._slice,
             self._pools,
             self._report,
             self._inquiry,

@@ -68,13 +68,13 @@ class Lease:
     """One lease that this owner held at `started` (monotonic seconds).
 
     `lost` is set when another owner holds it, when the bucket is gone, or when the deadline passed; it stays
-    set.
+    set. `give_back` is set by whoever shares leases out: the work is to end at the next good place.
     """
 
     def __init__(
         self, kv: KeyValue, key: str, owner: str, revision: int, started: float, ttl: float, clock: Clock
     ) -> None:
-        self.key, self.lost = key, asyncio.Event()
+        self.key, self.lost, self.give_back = key, asyncio.Event(), asyncio.Event()
         self._kv, self._value, self._revision = kv, owner.encode(), revision
         self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
 

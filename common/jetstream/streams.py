@@ -31,7 +31,8 @@ class StreamInfo:
 
     `first_sequence`, `last_sequence`: 0 where the stream never held a message; `first_sequence` is above
     `last_sequence` where it is empty now. `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as given.
-    `leader`: empty on a single server and where there is none now.
+    `leader`: empty on a single server and where there is none now. `time`: the server's, when it answered;
+    empty before 2.10.
     """
 
     name: str
@@ -43,6 +44,7 @@ class StreamInfo:
     first_timestamp: str
     last_timestamp: str
     leader: str
+    time: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,7 @@ def _stream_info(answer: dict[str, Any]) -> StreamInfo:
             first_timestamp=str(state.get("first_ts", "")),
             last_timestamp=str(state.get("last_ts", "")),
             leader=_leader(answer),
+            time=str(answer.get("ts", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"STREAM.INFO: expected a stream, found {error!r:.80}") from None

@@ -78,13 +78,17 @@ def is_text(raw: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """A batch as lists of equal length, in sequence order: what a publisher loops over."""
+    """A batch as lists of equal length, in sequence order: what a publisher loops over.
+
+    `sample_keys`: by what the sampler told the messages apart; None where they were not sampled.
+    """
 
     sequences: list[int]
     timestamps_ns: list[int]
     subjects: list[bytes]
     headers: list[bytes | None]
     payloads: list[bytes]
+    sample_keys: list[str | None] | None = None
 
 
 def columns(batch: pa.RecordBatch) -> Columns:

@@ -123,6 +123,15 @@ class FeedSettings(StartSettings):
             return {**data, "name": stream}
         return data
 
+    def filters(self) -> tuple[str, ...]:
+        """The filter subject of each partition, by its number; empty: all subjects. Never without one."""
+        if isinstance(self.partitions, tuple):
+            return self.partitions
+        count, subject = self.partitions.count, self.partitions.subject
+        if not subject:
+            return (self.filter_subject,)
+        return tuple(subject.replace("{partition}", str(number)) for number in range(count))
+
     @property
     def sampling_key(self) -> str:
         """The key that sampling is by, such as `inspect_field`; empty where the feed is not sampled."""

@@ -1,0 +1,1 @@
+"""Which messages of a feed are kept, and what is known about their senders."""
