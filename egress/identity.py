@@ -48,8 +48,8 @@ class Source:
 
     `first`: its first sequence. `last`: the last one it assigned, whether or not it is held.
     `first_timestamp_ns`: of the first message held, None where none is. `last_timestamp_ns`: likewise.
-    `retention`: `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None where it
-    does not say (before 2.10).
+    `retention`: `limits`, `interest` or `workqueue`. `asked_ns`: the server's time of the answer, None where
+    it does not say (before 2.10).
     """
 
     created: str

@@ -67,8 +67,9 @@ class Target(Protocol):
 class Reader:
     """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
 
-    `retention`: of the stream. `durable`: what the consumer's name begins with where the stream keeps messages
-    until they are acknowledged; `archived`: up to here they are acknowledged at once, and not handed over.
+    `retention`: of the stream. `durable`: what the consumer's name begins with where the stream keeps
+    messages until they are acknowledged; `archived`: up to here they are acknowledged at once, and not handed
+    over.
     `has_room`: asked before each pull request, with its bytes. `on_doubt` is called at most once, and nothing
     is handed to `target` afterwards.
     """
