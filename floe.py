@@ -23,6 +23,10 @@ COMMANDS = {
     "egress": Entry("egress.cli:egress", "Freeze the streams of a site into segments."),
     "ingress": Entry("ingress.cli:ingress", "Melt segments back into target streams."),
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
+    "advisories": Entry(
+        "egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."
+    ),
+    "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
     "segments": Entry("common.segments.cli:segments", "List, show and verify segments."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),

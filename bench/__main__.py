@@ -8,8 +8,9 @@ from bench.compaction import BENCHES as COMPACTION
 from bench.egress import BENCHES as EGRESS
 from bench.harness import Bench, report, save
 from bench.ingress import BENCHES as INGRESS
+from bench.sampling import BENCHES as SAMPLING
 
-BENCHES: list[Bench] = [*EGRESS, *INGRESS, *COMPACTION]
+BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *COMPACTION]
 
 
 @click.command()

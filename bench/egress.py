@@ -1,12 +1,21 @@
-"""`egress.unsampled` and `memory.egress`: a source stream to segments in the store."""
+"""`egress.unsampled`, `egress.sampled.*` and `memory.egress`: a source stream to segments in the store."""
 
 from __future__ import annotations
 
-from bench.floors import fill, raw_read
+import time
+
+from bench.floors import documents, fill, raw_read
 from bench.harness import Bench, Result, paired
 from bench.place import STREAM, Place, archive_end, peak_mb, place, run, store_of, until
 
 COUNT = 400_000
+SENDERS = 50_000
+SAMPLED = {
+    "inspect_field": "sender",
+    "inspect_duration": "1h",
+    "size_trigger": "1K",
+    "segment": {"max_age": "1s"},
+}
 
 
 def freeze(at: Place) -> tuple[float, float]:
@@ -42,7 +51,53 @@ def memory() -> Result:
         return Result("memory.egress", freeze(at)[1], "MB")
 
 
+def freeze_sampled(at: Place, count: int) -> float:
+    """Messages a second from one segment to another, first and last left out.
+
+    Segments close by age, so all of them are put off by the same second; the last one waits for messages that
+    do not come.
+    """
+    config = at.config(at.s3.new_bucket(), SAMPLED)
+    store = store_of(config)
+    service = at.service("egress", "egress", "run", "-c", str(config))
+    seen: list[tuple[int, float]] = []
+
+    def moved() -> bool:
+        end = archive_end(store)
+        if end and (not seen or end != seen[-1][0]):
+            seen.append((end, time.perf_counter()))
+        return end >= count
+
+    until(moved, service)
+    assert service.drain() == 0, service.tail()
+    (first, started), (last, ended) = seen[0], seen[-2]
+    return (last - first) / (ended - started)
+
+
+def sampled(name: str, size: int, count: int) -> Result:
+    with place() as at:
+        run(fill(at.nats.url, STREAM, count, documents(size, SENDERS)))
+        return paired(
+            name,
+            "msg/s",
+            floor=lambda: run(raw_read(at.nats.url, STREAM, count)),
+            value=lambda: freeze_sampled(at, count),
+        )
+
+
 BENCHES = [
-    Bench("egress.unsampled", "msg/s", "ratio >= 0.25", unsampled),
+    Bench("egress.unsampled", "msg/s", "ratio >= 0.3", unsampled),
+    Bench(
+        "egress.sampled.1k",
+        "msg/s",
+        "ratio >= 0.3",
+        lambda: sampled("egress.sampled.1k", 1_000, 1_200_000),
+    ),
+    Bench(
+        "egress.sampled.14k",
+        "msg/s",
+        "ratio >= 0.3",
+        lambda: sampled("egress.sampled.14k", 14_000, 200_000),
+    ),
     Bench("memory.egress", "MB", "<= 300", memory),
 ]

@@ -7,6 +7,7 @@ import json
 import random
 import secrets
 import time
+from collections.abc import Callable
 
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.streams import create_consumer, create_stream, delete_consumer, stream_info
@@ -31,18 +32,32 @@ def payloads(count: int = 500) -> list[bytes]:
     ]
 
 
-async def fill(url: str, stream: str, count: int) -> None:
-    """A file stream of `count` messages of 1 KB over 1,000 subjects."""
+def documents(size: int, senders: int) -> Callable[[int], bytes]:
+    """Registrations of `size` bytes in turn by `senders` nodes; the sender stands first, as Choria has it."""
+    rng = random.Random(1)
+    bodies = [
+        json.dumps({"facts": {f"key{n}": rng.randbytes(9).hex() for n in range(size // 31)}}).encode()[1:]
+        for _ in range(50)
+    ]
+
+    def document(number: int) -> bytes:
+        sender = number % senders
+        return b'{"sender":"node%06d.location.example.net",%b' % (sender, bodies[sender % len(bodies)])
+
+    return document
+
+
+async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes] | None = None) -> None:
+    """A file stream of `count` messages over 1,000 subjects; without `payload` of 1 KB."""
     client = await client_of(url)
     bodies = payloads()
+    make = payload or (lambda number: bodies[number % len(bodies)])
     await create_stream(
         client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file", "retention": "limits"}
     )
     for start in range(0, count, 1000):
         numbers = range(start, min(count, start + 1000))
-        client.send(
-            b"".join(frame(f"{stream}.{n % 1000}".encode(), bodies[n % len(bodies)]) for n in numbers)
-        )
+        client.send(b"".join(frame(f"{stream}.{n % 1000}".encode(), make(n)) for n in numbers))
         await client.flush_writes()
     while (info := await stream_info(client, stream)) is None or info.messages < count:
         await asyncio.sleep(0.05)

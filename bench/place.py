@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,11 @@ class Place:
     nats: NatsServer
     s3: SharedS3
 
-    def config(self, bucket: str, **more: Any) -> Path:
-        """A configuration for both services; the lease and state buckets are new with each bucket."""
+    def config(self, bucket: str, feed: Mapping[str, Any] | None = None, **more: Any) -> Path:
+        """A configuration for both services; the lease and state buckets are new with each bucket.
+
+        `feed`: further keys of the feed.
+        """
         names = {"lease_bucket": f"L_{bucket}", "state_bucket": f"S_{bucket}"}
         target = {
             "stream": f"{TARGET}_{bucket}",
@@ -57,7 +60,7 @@ class Place:
             "egress": {
                 **names,
                 "monitor": {"listen": ""},
-                "feeds": [{"stream": STREAM, "segment": {"max_messages": SEGMENT}}],
+                "feeds": [{"stream": STREAM, "segment": {"max_messages": SEGMENT}, **(feed or {})}],
             },
             "ingress": {**names, "monitor": {"listen": ""}, "poll_interval": "1s", "targets": [target]},
             **more,

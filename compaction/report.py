@@ -8,6 +8,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.segments.segment import SegmentRef
+from common.segments.snapshots import SnapshotRef
 from compaction.merge import Merged
 from compaction.plan import Output
 from compaction.run import Report, Survey
@@ -18,8 +19,9 @@ VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "prob
 
 
 def report_rows(report: Report) -> list[list[object]]:
-    """One row for each output, one for the deletions of each chain and level."""
-    return [_merged_row(m) for m in report.merged] + _deleted_rows("deleted", report.deleted)
+    """One row for each output, one for the deletions of each chain and level, one for its snapshots."""
+    rows = [_merged_row(m) for m in report.merged] + _deleted_rows("deleted", report.deleted)
+    return rows + _pruned_rows(report.pruned)
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -36,6 +38,7 @@ def report_json(report: Report) -> dict[str, Any]:
         ],
         "tombstones": report.tombstones,
         "deleted": [_segment_json(s) for s in report.deleted],
+        "pruned": [_segment_json(s) for s in report.pruned],
         "failures": [
             {"what": f.what, "error": f.line, "exit_code": f.exit_code, "damaged": sorted(f.damaged)}
             for f in report.failures
@@ -44,7 +47,7 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
-    """A row for each segment that would be read or deleted: its key and bytes."""
+    """A row for each object that would be read or deleted: its key and bytes."""
     rows: list[list[object]] = []
     for survey in surveys:
         for output in survey.outputs:
@@ -52,6 +55,7 @@ def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
                 ["merge", s.key, s.size, f"level {output.level} {output.coverage}"] for s in output.inputs
             ]
         rows += [["delete", s.key, s.size, None] for s in survey.going]
+        rows += [["delete", s.key, s.size, None] for s in survey.outdated]
     return rows
 
 
@@ -68,6 +72,7 @@ def preview_json(surveys: Iterable[Survey]) -> dict[str, Any]:
         ],
         "unproved": sum(len(supersession.superseded) for s in surveys for supersession in s.leftovers),
         "deletable": [_segment_json(s) for survey in surveys for s in survey.going],
+        "outdated": [_segment_json(s) for survey in surveys for s in survey.outdated],
     }
 
 
@@ -118,6 +123,17 @@ def _deleted_rows(action: str, segments: Iterable[SegmentRef]) -> list[list[obje
     ]
 
 
+def _pruned_rows(snapshots: Iterable[SnapshotRef]) -> list[list[object]]:
+    """Their number and bytes for each chain; a snapshot has no level and is not a segment."""
+    groups: defaultdict[Chain, list[SnapshotRef]] = defaultdict(list)
+    for snapshot in snapshots:
+        groups[snapshot.chain].append(snapshot)
+    return [
+        ["pruned", chain, None, f"{len(group)} snapshots", None, sum(s.size for s in group), None]
+        for chain, group in sorted(groups.items())
+    ]
+
+
 def _output_json(output: Output) -> dict[str, Any]:
     return {
         **_chain_json(output.chain),
@@ -129,7 +145,7 @@ def _output_json(output: Output) -> dict[str, Any]:
     }
 
 
-def _segment_json(segment: SegmentRef) -> dict[str, Any]:
+def _segment_json(segment: SegmentRef | SnapshotRef) -> dict[str, Any]:
     return {"key": segment.key, "size": segment.size}
 
 

@@ -1,4 +1,4 @@
-"""One run of compaction: list, plan, merge, prove, tombstone, delete after the grace.
+"""One run of compaction: list, plan, merge, prove, tombstone, delete after the grace; then the snapshots.
 
 Every step may be repeated, doubled or cut off; what a run finds half done it takes up where it is:
 
@@ -21,11 +21,13 @@ from common.errors import DataError, FloeError, Refused
 from common.failpoints import failpoint
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
+from common.segments.snapshots import SnapshotRef
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from compaction.failures import Failure
 from compaction.merge import Merged
 from compaction.plan import Output, Policy, plan
+from compaction.snapshots import Pruning
 from compaction.supersede import Supersession, contained, made_by
 from compaction.tombstones import Tombstones, condemned, deletable, done, valid
 from compaction.work import Prover, Runner, merge_one
@@ -37,6 +39,7 @@ SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
 ROUNDS = 3  # of planning again because of segments that were damaged or gone
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +59,20 @@ class Report:
     merged: list[Merged] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
     deleted: list[SegmentRef] = field(default_factory=list)
+    pruned: list[SnapshotRef] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is to be done in one chain. `going`: what may be deleted now."""
+    """What is to be done in one chain. `going`, `outdated`: what may be deleted now."""
 
     chain: Chain
     outputs: tuple[Output, ...]
     leftovers: tuple[Supersession, ...]
     going: tuple[SegmentRef, ...]
     problems: tuple[Failure, ...]
+    outdated: tuple[SnapshotRef, ...] = ()
 
 
 class Compaction:
@@ -85,6 +90,7 @@ class Compaction:
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
         self._policies, self._grace = policies, grace
+        self._pruning = Pruning(store, grace) if grace is not None else None
         self._runner, self._prover = runner, prover
 
     def preview(self, selection: Selection) -> list[Survey]:
@@ -94,7 +100,14 @@ class Compaction:
         except Refused:
             now = 0.0  # a credential that may only read: the youngest object of each chain is its time
         chains = self._selected(selection)
-        return self._surveys(chains, selection, now, frozenset())
+        surveys = self._surveys(chains, selection, now, frozenset())
+        return _at_once(lambda survey: self._with_outdated(survey, now), surveys)
+
+    def _with_outdated(self, survey: Survey, now: float) -> Survey:
+        if self._pruning is None:
+            return survey
+        due = self._pruning.due(survey.chain, now)
+        return replace(survey, outdated=tuple(due.refs), problems=(*survey.problems, *due.failures))
 
     def run(self, selection: Selection) -> Report:
         """Do all that is due. Raises what the store raises when it cannot even be listed."""
@@ -106,6 +119,7 @@ class Compaction:
             if found - damaged:
                 # What a damaged output was made of is still there: merged again, it is put right.
                 self._work(chains, selection, damaged | found, report)
+            self._prune(chains, report)
         report.failures = list(dict.fromkeys(report.failures))
         failpoint("compaction.done")
         return report
@@ -223,11 +237,20 @@ class Compaction:
             log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
         return deleted, failures
 
+    def _prune(self, chains: Sequence[Chain], report: Report) -> None:
+        """Clear away snapshots of samplers."""
+        if self._pruning is None:
+            return
+        now, pruning = self._tombstones.now(), self._pruning
+        for pruned in _at_once(lambda chain: pruning.prune(chain, now), chains):
+            report.pruned += pruned.refs
+            report.failures += pruned.failures
 
-def _at_once(work: Callable[[Chain], T], chains: Sequence[Chain]) -> list[T]:
+
+def _at_once(work: Callable[[U], T], items: Sequence[U]) -> list[T]:
     """`work` of each chain, several at once: it mostly waits for the store."""
     with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
-        return list(pool.map(work, chains))
+        return list(pool.map(work, items))
 
 
 def _may_hold_in_part(supersession: Supersession, failure: Failure) -> bool:

@@ -6,6 +6,7 @@ The listing says what is archived; the mark is there to catch a listing that sho
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from common.chain import Chain
 from common.errors import DataError, Stopped, Unavailable
@@ -19,12 +20,17 @@ from common.sequences import extends
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.position import end_of
+from egress.resolve.hints import believe_listing
+
+if TYPE_CHECKING:
+    from egress.history import Incarnation
+    from egress.parts import Parts
 
 log = get_logger("egress.archive")
 
 
 class Marks:
-    """High-water marks: the last sequence of a chain that was put and read back. They only rise."""
+    """High-water marks: the last sequence of a chain that was put and read back. No service lowers one."""
 
     def __init__(self, state: KeyValue) -> None:
         self._state = state
@@ -49,6 +55,18 @@ class Marks:
         entry = await self._state.get(self.key(chain))
         return None if entry is None else self._parse(chain, entry.value)
 
+    async def set(self, chain: Chain, end: int) -> None:
+        """Have the mark at `end`, whatever it was."""
+        key, value = self.key(chain), self.value(end).encode()
+        while True:
+            entry = await self._state.get(key)
+            if entry is None:
+                done = await self._state.create(key, value)
+            else:
+                done = await self._state.update(key, value, entry.revision)
+            if done is not None:
+                return
+
     async def raise_to(self, chain: Chain, end: int) -> None:
         """Have the mark at `end` or above."""
         key, value = self.key(chain), self.value(end).encode()
@@ -71,7 +89,7 @@ class Marks:
         if not isinstance(end, int) or isinstance(end, bool) or end < 0:
             raise DataError(
                 f"high-water mark of {chain}: expected an end, found {value!r:.60}",
-                hint=f"without it the listing is believed: nats kv del {self.bucket} {self.key(chain)}",
+                hint=f"to believe the listing instead: {believe_listing(chain)}",
                 code="E-STATE-KV",
             )
         return end
@@ -94,6 +112,13 @@ class Archive:
         self._mark: int | None = None
         self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
 
+    @classmethod
+    async def of(cls, current: Incarnation, parts: Parts, marks: Marks, threads: Threads) -> Archive:
+        """The archive of an incarnation, not listed yet; retention may have moved its beginning."""
+        floor = await threads.run(parts.chains.read_floor, current.chain)
+        first = max(current.document.first, floor or 0)
+        return cls(current.chain, first, parts.store, parts.chains, marks, threads)
+
     @property
     def end(self) -> int:
         """The last sequence covered; 0 if none is."""
@@ -107,8 +132,7 @@ class Archive:
             raise Unavailable(
                 f"listing of {self.chain}: expected to reach the high-water mark {self._mark}, "
                 f"found its end at {self.end}",
-                hint="asked again until it does; if the objects are lost, "
-                f"nats kv del {self._marks.bucket} {Marks.key(self.chain)}",
+                hint="asked again until it does; if the objects are lost, " + believe_listing(self.chain),
                 code="E-LISTING",
             )
 
@@ -122,8 +146,7 @@ class Archive:
         return Stopped(
             f"{self.chain}: no segment and no high-water mark, and the source holds {source_first} on, "
             f"while the chain begins at {self.first}",
-            hint=f"restore the objects; if nothing was ever archived, nats kv put {self._marks.bucket} "
-            f"{Marks.key(self.chain)} '{Marks.value(self.first - 1)}'",
+            hint=f"restore the objects; if nothing was ever archived, {believe_listing(self.chain)}",
             code="E-EMPTY-ARCHIVE",
         )
 

@@ -17,6 +17,8 @@ from common.segments.rows import Columns
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from egress.budget import Account
+from egress.columns import empty, extend, last_message, raw_size
+from egress.sifted import Sifted
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
@@ -25,6 +27,8 @@ PIECE_MESSAGES = 16_384
 GAP_AGE = 5.0
 # Python's own bytes for one message: five objects and their places in the lists.
 MESSAGE_OVERHEAD = 300
+# What is kept of a message that is left out: its sequence, and why.
+EXAMINED_OVERHEAD = 48
 
 
 class Close(StrEnum):
@@ -45,7 +49,7 @@ class Piece:
 
     `examined`: the sequences of all messages received, of which `rows` are those kept. `last`: the last
     message received, None where there is none. `size`: raw bytes of the rows; `memory`: what is charged for
-    them.
+    all of it. `codes`: as in `Sifted`, one for each examined message; empty: all are kept.
     """
 
     coverage: SequenceRange
@@ -54,6 +58,7 @@ class Piece:
     last: Message | None
     size: int
     memory: int
+    codes: bytes | bytearray = b""
 
     @property
     def missing(self) -> int:
@@ -74,10 +79,10 @@ class Closing:
 
 
 class Builder:
-    """Builds segments that cover everything from `first` on, to `until` if it is given.
+    """Builds segments that cover everything from `first` on, to `until` if it is given. `closed`: how many.
 
-    `keep_ns`: messages older than this before the newest message seen are left out; 0 keeps all. `hurry`: the
-    greatest age of the first segment, where that is less than that of the others.
+    `sampled`: rows have sample keys. `hurry`: the greatest age of the first segment, where that is less than
+    that of the others.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class Builder:
         *,
         first: int,
         until: int | None = None,
-        keep_ns: int = 0,
+        sampled: bool = False,
         hurry: float | None = None,
     ) -> None:
         self._closing = closing
@@ -98,9 +103,9 @@ class Builder:
         self._emit = emit
         self._until = until
         self._max_age = closing.max_age if hurry is None else min(hurry, closing.max_age)
-        self._keep_ns = keep_ns
-        self._newest_ns = 0
+        self._sampled = sampled
         self._end = first - 1
+        self.closed = 0
         self.last: Message | None = None
         self._begin_segment()
         self._begin_piece()
@@ -115,20 +120,33 @@ class Builder:
         """Whether `until` is reached; what comes after is dropped."""
         return self._until is not None and self._end >= self._until
 
-    def saw(self, timestamp_ns: int) -> None:
-        """The source holds a message as new as this."""
-        self._newest_ns = max(self._newest_ns, timestamp_ns)
+    @property
+    def is_open(self) -> bool:
+        """Whether the open segment covers anything."""
+        return self._end >= self._first
 
     def messages(self, columns: Columns) -> None:
-        """Take received messages, in sequence order, all behind `end`."""
-        while columns.sequences and not self.is_done:
-            count, why = self._fitting(columns)
-            self._take(columns if count == len(columns.sequences) else part(columns, 0, count))
+        """Take received messages, in sequence order, all behind `end`, and keep all of them."""
+        self.sifted(Sifted.whole(columns))
+
+    def sifted(self, sifted: Sifted) -> None:
+        """Take received messages, in sequence order, all behind `end`, and keep some of them.
+
+        Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
+        """
+        while len(sifted) and not self.is_done:
+            size = raw_size(sifted.kept)
+            count, why = self._fitting(sifted, size)
+            if count == len(sifted):
+                self._take(sifted, size)
+            elif count:
+                first = sifted.part(0, count)
+                self._take(first, raw_size(first.kept))
             if why is Close.HOLE and self._until is not None:
                 self._end = self._until
             if why is not None:
                 self.close(why)
-            columns = part(columns, count, len(columns.sequences))
+            sifted = sifted.part(count, len(sifted))
 
     def passed(self, sequence: int) -> None:
         """The consumer has passed `sequence` and delivered all that it had up to there."""
@@ -151,10 +169,11 @@ class Builder:
 
     def close(self, why: Close) -> None:
         """Close the segment; nothing where it covers nothing."""
-        if self._end < self._first:
+        if not self.is_open:
             return
         self._emit_piece()
         self._emit(why)
+        self.closed += 1
         self._max_age = self._closing.max_age
         self._begin_segment()
 
@@ -167,8 +186,9 @@ class Builder:
     def _begin_piece(self) -> None:
         self._piece_first = self._end + 1
         self._piece_opened = 0.0
-        self._rows = Columns([], [], [], [], [])
+        self._rows = empty(sampled=self._sampled)
         self._examined: list[int] = []
+        self._codes = bytearray()
         self._piece_size = 0
         self._memory = 0
 
@@ -179,52 +199,42 @@ class Builder:
         if self._piece_first > self._end:
             self._piece_opened = now
 
-    def _fitting(self, columns: Columns) -> tuple[int, Close | None]:
-        """How many of the messages the open segment takes, and why it closes behind them, if it does."""
-        count, why = len(columns.sequences), None
-        if self._until is not None and columns.sequences[-1] >= self._until:
-            count, why = bisect_right(columns.sequences, self._until), Close.HOLE
+    def _fitting(self, sifted: Sifted, size: int) -> tuple[int, Close | None]:
+        """How many of the messages the open segment takes, and why it closes behind them, if it does.
+
+        `size`: raw bytes of what is kept.
+        """
+        count, why = len(sifted), None
+        sequences, rows = sifted.examined.sequences, sifted.kept
+        if self._until is not None and sequences[-1] >= self._until:
+            count, why = bisect_right(sequences, self._until), Close.HOLE
         room = self._closing.max_messages - self._count
-        if room <= count:
-            count, why = room, Close.MESSAGES
-        if self._size + raw_size(columns) >= self._closing.max_size:
-            filled = _filled(columns, self._closing.max_size - self._size)
+        if room <= len(rows.sequences) and (reached := sifted.behind(room)) <= count:
+            count, why = reached, Close.MESSAGES
+        if self._size + size >= self._closing.max_size:
+            filled = sifted.behind(_filled(rows, self._closing.max_size - self._size))
             if filled < count or (filled == count and why is None):
                 count, why = filled, Close.SIZE
         return count, why
 
-    def _take(self, columns: Columns) -> None:
-        if not columns.sequences:
-            return
+    def _take(self, sifted: Sifted, size: int) -> None:
         self._open()
-        self._end = columns.sequences[-1]
-        self._count += len(columns.sequences)
-        self.last = last_message(columns)
-        self._examined += columns.sequences
-        self._keep(self._without_old(columns) if self._keep_ns else columns)
+        self._end = sifted.examined.sequences[-1]
+        self._count += len(sifted.kept.sequences)
+        self.last = last_message(sifted.examined)
+        self._examined += sifted.examined.sequences
+        self._codes += sifted.codes
+        self._keep(sifted.kept, len(sifted) - len(sifted.kept.sequences), size)
         if self._piece_size >= PIECE_BYTES or len(self._examined) >= PIECE_MESSAGES:
             self._emit_piece()
 
-    def _keep(self, columns: Columns) -> None:
-        size = raw_size(columns)
-        memory = size + MESSAGE_OVERHEAD * len(columns.sequences)
-        self._rows.sequences.extend(columns.sequences)
-        self._rows.timestamps_ns.extend(columns.timestamps_ns)
-        self._rows.subjects.extend(columns.subjects)
-        self._rows.headers.extend(columns.headers)
-        self._rows.payloads.extend(columns.payloads)
+    def _keep(self, rows: Columns, others: int, size: int) -> None:
+        memory = size + MESSAGE_OVERHEAD * len(rows.sequences) + EXAMINED_OVERHEAD * others
+        extend(self._rows, rows)
         self._size += size
         self._piece_size += size
         self._memory += memory
         self._account.charge(memory)
-
-    def _without_old(self, columns: Columns) -> Columns:
-        kept = []
-        for index, timestamp_ns in enumerate(columns.timestamps_ns):
-            self.saw(timestamp_ns)
-            if timestamp_ns >= self._newest_ns - self._keep_ns:
-                kept.append(index)
-        return columns if len(kept) == len(columns.sequences) else _chosen(columns, kept)
 
     def _piece_last(self) -> Message | None:
         return self.last if self._examined else None
@@ -233,16 +243,9 @@ class Builder:
         if self._end < self._piece_first:
             return
         coverage = SequenceRange(self._piece_first, self._end)
-        self._emit(
-            Piece(coverage, self._rows, self._examined, self._piece_last(), self._piece_size, self._memory)
-        )
+        last, size = self._piece_last(), self._piece_size
+        self._emit(Piece(coverage, self._rows, self._examined, last, size, self._memory, self._codes))
         self._begin_piece()
-
-
-def raw_size(columns: Columns) -> int:
-    """Bytes of subjects, header blocks and payloads."""
-    headers = sum(map(len, filter(None, columns.headers)))
-    return sum(map(len, columns.payloads)) + sum(map(len, columns.subjects)) + headers
 
 
 def _filled(columns: Columns, room: int) -> int:
@@ -252,35 +255,3 @@ def _filled(columns: Columns, room: int) -> int:
         accumulate(len(subject) + len(headers or b"") + len(payload) for subject, headers, payload in rows)
     )
     return bisect_left(sums, room) + 1
-
-
-def part(columns: Columns, first: int, last: int) -> Columns:
-    """The messages at the places `first` up to, not including, `last`."""
-    return Columns(
-        columns.sequences[first:last],
-        columns.timestamps_ns[first:last],
-        columns.subjects[first:last],
-        columns.headers[first:last],
-        columns.payloads[first:last],
-    )
-
-
-def _chosen(columns: Columns, places: list[int]) -> Columns:
-    return Columns(
-        [columns.sequences[i] for i in places],
-        [columns.timestamps_ns[i] for i in places],
-        [columns.subjects[i] for i in places],
-        [columns.headers[i] for i in places],
-        [columns.payloads[i] for i in places],
-    )
-
-
-def last_message(columns: Columns) -> Message:
-    """The last of the messages, of which there is one at least."""
-    return Message(
-        columns.sequences[-1],
-        columns.timestamps_ns[-1],
-        columns.subjects[-1],
-        columns.headers[-1],
-        columns.payloads[-1],
-    )

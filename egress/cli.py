@@ -6,6 +6,9 @@ import click
 
 from common.service.cli import config_option, load_settings, run_command
 from common.service.lean import slim
+from egress.init import init
+from egress.partitions.cli import repartition
+from egress.resolve.cli import resolve
 
 
 @click.group()
@@ -13,16 +16,33 @@ def egress() -> None:
     """Freeze the streams of this site into segments."""
 
 
+egress.add_command(init)
+egress.add_command(repartition)
+egress.add_command(resolve)
+
+
 @egress.command()
 @config_option
+@click.option("--workers", type=click.IntRange(1, 64), help="Processes, instead of `egress.workers`.")
+@click.option("--worker", hidden=True, default="", help="Which of them this is; set by their parent.")
 @run_command
-async def run(config: str) -> int:
+async def run(config: str, workers: int | None, worker: str) -> int:
     """Freeze until SIGTERM; then store what was read, and end.
 
     Example: floe egress run -c site.yaml
     """
+    from egress.workers.place import Place
+
     slim()
+    place = Place.parse(worker) if worker else None
+    if place:
+        place.sign_logs()
     settings = load_settings(config)
+    count = workers or settings.egress.workers
+    if count > 1 and place is None:
+        from egress.workers.parent import run_workers
+
+        return await run_workers(config, settings, count)
     from egress.service import serve
 
-    return await serve(settings)
+    return await serve(settings, place=place)

@@ -1,4 +1,4 @@
-"""The egress service: one task for each feed, leases, readiness, drain.
+"""The egress service: one task for each partition of a feed, under its lease; readiness, drain.
 
 A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
 what is unreachable is tried again, and an instance without the lease stands by. Only errors that nobody
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Protocol
 
 from common.chain import Chain
-from common.clock import Clock, wait_for
+from common.clock import Clock, first_of, wait_for
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.jetstream.kv import state_key
-from common.jetstream.lease import Lease, Leases
+from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
@@ -22,6 +23,7 @@ from egress import metrics
 from egress.backoff import Backoff
 from egress.parts import Parts, Pools
 from egress.report import FeedReport
+from egress.sharing.sharing import Sharing
 from egress.slices import Slice
 from egress.tasks import end
 from egress.worker import Worker
@@ -45,78 +47,86 @@ class Feed:
         self,
         part: Slice,
         parts: Parts,
-        leases: Leases,
-        ttl: float,
+        sharing: Sharing,
         health: Health,
         reexamine: float = REEXAMINE,
     ) -> None:
-        self._parts, self._leases, self._ttl, self._reexamine = parts, leases, ttl, reexamine
+        self._parts, self._reexamine = parts, reexamine
         self._chain = part.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
-        self._pools = Pools(Threads(f"egress-{name}", 2), Threads(f"encode-{name}", 1))
+        self._pools = Pools(Threads(f"egress-{name}", 3), Threads(f"encode-{name}", 1))
         self._report = FeedReport(self._chain, part.stream, health)
+        self._seat = sharing.seat(lease_key(self._chain), self._report)
         self._worker = Worker(part, parts, self._pools, self._report)
         self._backoff = Backoff(parts.rng)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set and everything is put."""
         try:
-            while not stop.is_set():
-                lease = await self._acquire()
-                if lease is None:
-                    # Three times in its life, so that a standby takes over soon after it has expired.
-                    await wait_for(stop, self._ttl / 3 * self._parts.rng.uniform(0.8, 1.0))
-                else:
-                    await self._hold(lease, stop)
+            while (lease := await self._seat.occupy(stop)) is not None:
+                await self._hold(lease, stop)
         finally:
             self._pools.close()
 
-    async def _acquire(self) -> Lease | None:
-        """The lease; None where another instance holds it, or nobody can say."""
-        key = lease_key(self._chain)
-        try:
-            lease = await self._leases.acquire(key)
-            if lease is None:
-                self._report.standby(await self._leases.holder(key))
-            return lease
-        except (Unavailable, OutcomeUnknown) as error:
-            self._report.waits(error)
-            return None
-
     async def _hold(self, lease: Lease, stop: asyncio.Event) -> None:
-        """Work under the lease until it is lost or `stop` is set.
+        """Work under the lease until it is lost or to be given back, or `stop` is set.
 
         It is given back only when no upload is under way any more: another instance would begin beside it.
         """
         self._report.working()
-        keeping = asyncio.create_task(lease.keep(), name=f"lease {self._chain}")
+        halt = asyncio.Event()
+        sides = [
+            asyncio.create_task(lease.keep(), name=f"lease {self._chain}"),
+            asyncio.create_task(self._halt(halt, lease, stop), name=f"halt {self._chain}"),
+        ]
         try:
-            while lease.is_usable() and not stop.is_set():
-                await self._work(lease, stop)
+            while lease.is_usable() and not (stop.is_set() or lease.give_back.is_set()):
+                await self._work(lease, halt)
             await self._pools.idle()
         finally:
-            await end(keeping)
+            await end(*sides)
+        was_lost = lease.lost.is_set()
         await lease.release()
+        self._seat.vacate(lost=was_lost)
 
-    async def _work(self, lease: Lease, stop: asyncio.Event) -> None:
+    async def _halt(self, halt: asyncio.Event, lease: Lease, stop: asyncio.Event) -> None:
+        """Set `halt` with `stop`, and where a lease to be given back waits too long for its segment's end."""
+        await first_of(stop.wait(), lease.give_back.wait())
+        if not stop.is_set():
+            await wait_for(stop, self._parts.tuning.pace.hand_over)
+        halt.set()
+
+    async def _work(self, lease: Lease, halt: asyncio.Event) -> None:
         try:
-            await self._worker.run(lease, stop)
+            await self._worker.run(lease, halt)
             self._backoff.reset()
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
             lease.lost.set()
         except (Unavailable, OutcomeUnknown) as error:
             self._report.waits(error)
-            await wait_for(stop, self._backoff.next())
+            await self._pause(lease, halt, self._backoff.next())
         except FloeError as error:
             self._report.stopped(error)
-            await wait_for(stop, self._reexamine)
+            await self._pause(lease, halt, self._reexamine)
+
+    async def _pause(self, lease: Lease, halt: asyncio.Event, seconds: float) -> None:
+        """Wait, unless there is a reason to leave."""
+        await first_of(halt.wait(), lease.give_back.wait(), lease.lost.wait(), seconds=seconds)
+
+
+class Runs(Protocol):
+    """What runs until `stop` is set and it has come to an end."""
+
+    async def run(self, stop: asyncio.Event) -> None: ...
 
 
 async def run_feeds(
-    feeds: Sequence[Feed], parts: Parts, health: Health, stop: asyncio.Event, shutdown_timeout: float
+    feeds: Sequence[Runs], parts: Parts, health: Health, stop: asyncio.Event, shutdown_timeout: float
 ) -> bool:
-    """Run until `stop` is set and all feeds have drained; whether they have, in `shutdown_timeout` seconds.
+    """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
+
+    Among them is whatever runs as long as they do.
 
     What was not drained keeps its lease until it expires: its uploads may still be on their way.
     """
@@ -134,7 +144,7 @@ async def run_feeds(
     return any(task.get_name() == "feeds" for task in done)
 
 
-async def _run_all(feeds: Sequence[Feed], stop: asyncio.Event) -> None:
+async def _run_all(feeds: Sequence[Runs], stop: asyncio.Event) -> None:
     async with asyncio.TaskGroup() as tasks:
         for feed in feeds:
             tasks.create_task(feed.run(stop))

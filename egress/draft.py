@@ -10,16 +10,24 @@ import pyarrow as pa
 from common.chain import Chain
 from common.segments.limits import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
 from common.segments.parquet import SegmentWriter, SpooledSegment, record_batch
+from common.segments.rows import Columns
 from common.segments.segment import Footer, Ledger, Message, Tip
 from common.sequences import SequenceRange
-from egress.builder import Piece
+from egress.builder import MESSAGE_OVERHEAD, PIECE_BYTES, Piece
+from egress.columns import empty, extend
 from egress.ledger import attribute
+from egress.sampling.settings import Sampling
+
+# Rows of one batch at least: where nearly everything is left out, a piece holds a few, and a batch of those
+# costs more memory than they do.
+BATCH_ROWS = 1024
 
 
 class Draft:
     """One level-0 segment of `chain`.
 
-    `new_spool`: makes an empty file for it. `writer`: who writes, for the footer.
+    `new_spool`: makes an empty file for it. `writer`: who writes, for the footer. `sampling`: by what its
+    pieces were sampled, None for a whole copy.
     """
 
     def __init__(
@@ -30,35 +38,59 @@ class Draft:
         writer: str,
         compression_level: int,
         filtered: bool,
+        sampling: Sampling | None = None,
     ) -> None:
-        self._chain, self._writer, self._filtered = chain, writer, filtered
+        self._chain, self._writer, self._filtered, self._sampling = chain, writer, filtered, sampling
         self._file = SegmentWriter(new_spool(), level=0, compression_level=compression_level)
         self._coverage: SequenceRange | None = None
         self._ledger = Ledger()
         self._last: Message | None = None
+        self._few = empty(sampled=sampling is not None)
+        self._few_bytes = 0
 
     @property
     def held(self) -> int:
         """About how many bytes wait in memory for a row group to be full."""
-        return min(self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES, ROW_GROUP_BYTES_LEVEL_0)
+        written = self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES
+        return min(written, ROW_GROUP_BYTES_LEVEL_0) + self._few_bytes
 
     def add(self, piece: Piece, source_first: int) -> None:
         """Append the piece, which follows the one before. Raises Unavailable where the disk is full."""
-        rows = piece.rows
-        if rows.sequences:
-            self._file.append(
-                record_batch(rows.sequences, rows.timestamps_ns, rows.subjects, rows.headers, rows.payloads)
-            )
+        self._add_rows(piece.rows, piece.size)
         first = self._coverage.first if self._coverage else piece.coverage.first
         self._coverage = SequenceRange(first, piece.coverage.last)
         self._ledger = self._ledger.plus(attribute(piece, source_first, filtered=self._filtered))
         self._last = piece.last or self._last
         _let_go()
 
+    def _add_rows(self, rows: Columns, size: int) -> None:
+        if self._few.sequences or (len(rows.sequences) < BATCH_ROWS and size < PIECE_BYTES):
+            extend(self._few, rows)
+            self._few_bytes += size + MESSAGE_OVERHEAD * len(rows.sequences)
+            rows = self._few
+        if len(rows.sequences) >= BATCH_ROWS or max(size, self._few_bytes) >= PIECE_BYTES:
+            self._append(rows)
+
+    def _append(self, rows: Columns) -> None:
+        """Append `rows`, the few among them."""
+        if rows.sequences:
+            self._file.append(
+                record_batch(
+                    rows.sequences,
+                    rows.timestamps_ns,
+                    rows.subjects,
+                    rows.headers,
+                    rows.payloads,
+                    rows.sample_keys,
+                )
+            )
+        self._few, self._few_bytes = empty(sampled=self._sampling is not None), 0
+
     def finish(self) -> SpooledSegment:
         """Close and hash the file. Raises ValueError if nothing was added."""
         if self._coverage is None:
             raise ValueError("segment: expected at least one piece")
+        self._append(self._few)
         spooled = self._file.finish(self._footer(self._coverage))
         _let_go()
         return spooled
@@ -75,6 +107,8 @@ class Draft:
             last_timestamp_ns=None,
             tip=Tip.of(self._last) if self._last else None,
             writer=self._writer,
+            sampling=self._sampling.to_json() if self._sampling else None,
+            sampling_digest=self._sampling.digest if self._sampling else "",
         )
 
     def abort(self) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, Unavailable
 from common.jetstream.client import FloeClient
-from common.jetstream.requests import ApiError
 from common.jetstream.streams import (
-    MESSAGE_NOT_FOUND,
     StreamInfo,
-    ask,
     get_message,
+    next_message,
     parse_time,
-    stored_message,
     stream_info,
 )
 from common.segments.parquet import messages
@@ -42,18 +39,24 @@ class Known:
     """What is known of a chain's past.
 
     `created`: as `stream.json` has it. `refs`: the chain's segments. `older`: the chains of former
-    incarnations, newest first. `received`: the tip of what was received and not archived yet.
+    incarnations, newest first. `received`: the tip of what was received and not archived yet. `first`: where
+    the chain begins. `continued`: the chains of the incarnation before, where that is the same history.
+    `siblings`: those of the other partitions.
     """
 
     created: str
     refs: Sequence[SegmentRef]
     older: Sequence[Chain] = ()
     received: Tip | None = None
+    first: int = 1
+    continued: Sequence[Chain] = ()
+    siblings: Sequence[Chain] = ()
 
     @property
     def end(self) -> int:
-        """The last sequence covered; 0 if none is."""
-        return max((ref.coverage.last for ref in self.refs), default=0)
+        """The last sequence covered, by this history; 0 if none is."""
+        before = self.first - 1 if self.continued else 0
+        return max((ref.coverage.last for ref in self.refs), default=before)
 
 
 class Examiner:
@@ -69,13 +72,32 @@ class Examiner:
         info = await stream_info(client, self._stream)
         if info is None:
             return Evidence(None, known.created, known.end)
-        source = source_of(info)
+        whole = source_of(info)
+        source = await self._own(client, whole)
         tips = await self._witnesses(client, known.refs, source)
+        for others in (self._beside, self._before):
+            if all(witness.held is Held.ABSENT for witness in tips):
+                tips += await others(client, known, source)
         tips = [*await self._revenants(client, known.refs), *tips]
-        received = None if known.received is None else await self._compare(client, known.received, source)
+        received = None if known.received is None else await self.compare(client, known.received, source)
         matches = any(w.held is Held.EQUAL for w in (*tips, *([received] if received else [])))
-        older = None if matches else await self._matching_incarnation(client, known.older, source)
+        # A history that continues another one under one `created` holds messages of both.
+        is_theirs = not matches and source.created != known.created
+        older = await self._matching_incarnation(client, known, source) if is_theirs else None
+        source = replace(whole, first_timestamp_ns=source.first_timestamp_ns)
         return Evidence(source, known.created, known.end, tuple(tips), received, older)
+
+    async def _own(self, client: FloeClient, source: Source) -> Source:
+        """The stream as it begins for this feed, where acknowledgements decide what is held.
+
+        There the first message may be one that another partition has yet to take, older than all of ours.
+        """
+        if not self._filter or source.retention == "limits":
+            return source
+        found = await self._next(client, source.first)
+        if found is None:
+            return replace(source, first=source.last + 1, first_timestamp_ns=None)
+        return replace(source, first=found.sequence, first_timestamp_ns=found.timestamp_ns)
 
     async def _revenants(self, client: FloeClient, refs: Sequence[SegmentRef]) -> list[Witness]:
         """A message at the end of the newest segment, where the consumer passed and found none.
@@ -102,21 +124,40 @@ class Examiner:
 
     async def _next(self, client: FloeClient, sequence: int) -> Message | None:
         """The first message at or after `sequence` that the feed would get; None if there is none."""
-        request = {"seq": sequence, "next_by_subj": self._filter or ">"}
-        try:
-            return stored_message(await ask(client, f"STREAM.MSG.GET.{self._stream}", request))
-        except ApiError as error:
-            if error.err_code == MESSAGE_NOT_FOUND:
-                return None
-            raise
+        return await next_message(client, self._stream, sequence, self._filter)
 
-    async def _matching_incarnation(
-        self, client: FloeClient, older: Sequence[Chain], source: Source
-    ) -> int | None:
-        for chain in older:
+    async def _beside(self, client: FloeClient, known: Known, source: Source) -> list[Witness]:
+        """Of the first other partition that has something to compare: of one stream, theirs is as good.
+
+        What differs behind this one's end says nothing about it.
+        """
+        for chain in known.siblings if known.refs else ():
+            refs = await self._threads.run(self._store.list, chain, position=known.end)
+            found = await self._walk(client, sorted(refs, key=lambda ref: ref.coverage, reverse=True), source)
+            telling = [
+                witness
+                for witness in found
+                if witness.held is Held.EQUAL
+                or (witness.held is Held.DIFFERENT and witness.tip.sequence <= known.end)
+            ]
+            if telling:
+                return telling
+        return []
+
+    async def _before(self, client: FloeClient, known: Known, source: Source) -> list[Witness]:
+        """Of the incarnation before, where this one has nothing to compare; newest first."""
+        found: list[Witness] = []
+        for chain in known.continued:
+            refs = await self._threads.run(self._store.list, chain, position=source.first)
+            found += await self._witnesses(client, refs, source)
+        return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
+
+    async def _matching_incarnation(self, client: FloeClient, known: Known, source: Source) -> int | None:
+        """The newest older incarnation of which a message is there, where this one has its own."""
+        for chain in known.older:
             refs = await self._threads.run(self._store.list, chain, position=source.first)
             witnesses = await self._witnesses(client, refs, source)
-            if any(witness.held is Held.EQUAL for witness in witnesses):
+            if any(each.held is Held.EQUAL and each.tip.sequence >= known.first for each in witnesses):
                 return chain.incarnation
         return None
 
@@ -146,7 +187,7 @@ class Examiner:
             tip = await self._tip(ref)
             if tip is None:
                 continue
-            found.append(await self._compare(client, tip, source))
+            found.append(await self.compare(client, tip, source))
             if found[-1].held is not Held.ABSENT or len(found) >= ABSENT_TIPS:
                 break
         return found
@@ -159,13 +200,14 @@ class Examiner:
         if ref is None or source.first_timestamp_ns is None:
             return []
         try:
-            tip = await self._threads.run(self._row, ref, source.first)
+            tip = await self._threads.run(self.row, ref, source.first)
         except DataError as error:
             log.warning("no row", action="no_tip", error=str(error), **ref.log_context())
             return []
-        return [] if tip is None else [await self._compare(client, tip, source)]
+        return [] if tip is None else [await self.compare(client, tip, source)]
 
-    def _row(self, ref: SegmentRef, sequence: int) -> Tip | None:
+    def row(self, ref: SegmentRef, sequence: int) -> Tip | None:
+        """The archived message of that sequence; None if the segment has none. Blocking; raises DataError."""
         with self._store.open(ref) as reader:
             for batch in reader.batches(SequenceRange(sequence, sequence)):
                 return next((Tip.of(message) for message in messages(batch)), None)
@@ -187,7 +229,8 @@ class Examiner:
             self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
         return self._tips[ref.key]
 
-    async def _compare(self, client: FloeClient, tip: Tip, source: Source) -> Witness:
+    async def compare(self, client: FloeClient, tip: Tip, source: Source) -> Witness:
+        """The archived message `tip`, and what the stream holds in its place."""
         if not source.first <= tip.sequence <= source.last:
             return Witness(tip, Held.ABSENT)
         message = await get_message(client, self._stream, tip.sequence)

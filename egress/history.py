@@ -1,7 +1,8 @@
 """The incarnations of a feed: which one is current, how the first and the next come to be.
 
-A new incarnation is two objects, `stream.json` then `chain.json`, both put only if absent; what is there
-counts. A crash between them leaves an incarnation without a chain, which the next start completes.
+A new incarnation is a `stream.json` and a `chain.json` for each partition, all put only if absent; what is
+there counts. `stream.json` says of every partition what its `chain.json` will say, so that all hosts begin
+alike, and a crash between the two leaves what the next start completes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from common.objects.port import ObjectStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from egress.partitions.closing import Closing
+from egress.resolve.hints import resolve
+from egress.slices import Slice, slices
 
 log = get_logger("egress.history")
 
@@ -26,122 +30,213 @@ MINT_INTERVAL = 3600.0  # seconds between two incarnations without an operator
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One history of a stream, as the store has it."""
+    """One history of a stream, as the store has it, for one partition."""
 
     chain: Chain
     stream: StreamDocument
     document: ChainDocument
 
+    @property
+    def chains(self) -> tuple[ChainDocument, ...]:
+        """What the chains of all partitions are, by their numbers."""
+        return self.stream.chains or (self.document,)
+
+    @property
+    def siblings(self) -> tuple[Chain, ...]:
+        """The chains of the other partitions."""
+        numbers = [number for number in range(len(self.chains)) if number != self.chain.partition]
+        return tuple(replace(self.chain, partition=number) for number in numbers)
+
+    @property
+    def continued(self) -> tuple[Chain, ...]:
+        """The chains of the incarnation before, where that is the same history."""
+        if not self.stream.continues or not self.chain.incarnation:
+            return ()
+        number = self.chain.incarnation - 1
+        parts = sorted(self.stream.previous or {})
+        return tuple(replace(self.chain, incarnation=number, partition=part) for part in parts)
+
 
 class History:
-    """The incarnations of one feed (partition 0) of a site."""
+    """The incarnations of one partition of a feed."""
 
     def __init__(
-        self,
-        feed: Chain,
-        filters: tuple[str, ...],
-        chains: ChainStore,
-        objects: ObjectStore,
-        threads: Threads,
-        clock: Clock,
+        self, part: Slice, chains: ChainStore, objects: ObjectStore, threads: Threads, clock: Clock
     ) -> None:
-        self._feed, self._filters = feed, filters
+        self._part, self._feed = part, part.chain
         self._chains, self._objects, self._threads, self._clock = chains, objects, threads, clock
 
     async def load(self) -> Incarnation | None:
-        """The newest incarnation; None for a new feed. Raises Stopped where it has other filters."""
-        found = await self._threads.run(self._load)
-        if found is not None and found.document.filters != self._filters:
-            raise Stopped(
-                f"{found.chain}: begun with filters {list(found.document.filters)}, "
-                f"configured are {list(self._filters)}",
-                hint="restore filter_subject, or give the feed another `name`",
-                code="E-FILTERS",
-            )
-        return found
+        """The newest incarnation; None for a new feed. Raises Stopped where it is cut otherwise."""
+        return await self._threads.run(self._load)
 
     def _load(self) -> Incarnation | None:
-        listed = self._chains.chains(self._feed.site, self._feed.feed)
-        numbers = [chain.incarnation for chain in listed if chain.partition == self._feed.partition]
-        newest = max(numbers, default=-1)
-        begun = self._begun(newest + 1)
-        if begun is not None and newest >= 0:
-            return self._create_chain(begun, 1)
-        return None if newest < 0 else self._read(replace(self._feed, incarnation=newest))
+        number = newest_incarnation(self._chains, self._feed)
+        return None if number is None else self._read(replace(self._feed, incarnation=number))
 
-    def _begun(self, number: int) -> Chain | None:
-        """The chain of incarnation `number`, if that has a `stream.json`."""
-        if number > MAX_INCARNATION:
-            return None
-        chain = replace(self._feed, incarnation=number)
-        return None if self._chains.read_stream(chain) is None else chain
+    def _read(self, chain: Chain) -> Incarnation | None:
+        """The incarnation, its `chain.json` made if a crash has left it out.
 
-    def _read(self, chain: Chain) -> Incarnation:
+        None where only a `stream.json` of the first version is there: its partition has not begun.
+        """
         stream, document = self._chains.read_stream(chain), self._chains.read_chain(chain)
-        if stream is None or document is None:
-            missing = self._chains.layout.stream_document(chain)
+        if stream is None:
+            raise self._missing(chain)
+        cut = stream.chains or self._cut_of_old(chain, document)
+        if not cut:
+            return None
+        self._check(chain, cut)
+        if document is None:
+            return self._create_chain(chain, stream, cut[chain.partition])
+        self._check_own(chain, document)
+        return Incarnation(chain, stream, document)
+
+    def _cut_of_old(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
+        """What the chains are where `stream.json` does not say so: there was one partition then."""
+        if document is None and chain.partition:
+            document = self._chains.read_chain(replace(chain, partition=0))
+        if document is None and chain.incarnation:
+            document = ChainDocument(self._part.filters, 1, 1)
+        return () if document is None else (document,)
+
+    def _check(self, chain: Chain, cut: Sequence[ChainDocument]) -> None:
+        """Raises Stopped (E-FILTERS) where the partitions are not those of the configuration."""
+        found, expected = outline(cut), outline(configured(self._part))
+        if found != expected:
             raise Stopped(
-                f"{chain}: expected {missing} beside its chain.json, found none",
-                hint="restore that object, or give the feed another `name`",
+                f"{chain}: begun with {_cut_text(cut)}, configured {_cut_text(configured(self._part))}",
+                hint="restore what it was, or begin the next incarnation as it is configured now: "
+                f"floe egress repartition -c site.yaml --feed {chain.feed}",
+                code="E-FILTERS",
+            )
+
+    def _check_own(self, chain: Chain, document: ChainDocument) -> None:
+        expected = outline(configured(self._part))[chain.partition]
+        if outline([document])[0] != expected:
+            raise Stopped(
+                f"{chain}: its chain.json does not say what stream.json says of it",
+                hint="restore one of the two, or give the feed another `name`",
                 code="E-HISTORY",
             )
-        return Incarnation(chain, stream, document)
+
+    def _missing(self, chain: Chain) -> Stopped:
+        missing = self._chains.layout.stream_document(chain)
+        return Stopped(
+            f"{chain}: expected {missing} beside its chain.json, found none",
+            hint="restore that object, or give the feed another `name`",
+            code="E-HISTORY",
+        )
+
+    # Beginning
 
     async def begin(self, info: StreamInfo, first: int) -> Incarnation:
         """Make incarnation 0000 begin at `first`, or load what another instance has made of it."""
-        document = StreamDocument(info.config, info.created)
-        return await self._threads.run(self._create, self._feed, document, first)
+        return await self._threads.run(self._begin, info, first)
 
-    async def mint(self, current: Incarnation, info: StreamInfo, end: int) -> Incarnation:
-        """Make the incarnation behind `current`, which ended at `end`, for the stream as `info` has it.
+    def _begin(self, info: StreamInfo, first: int) -> Incarnation:
+        document = StreamDocument(info.config, info.created, None, configured(self._part, first))
+        found = self._chains.create_stream(self._feed, document)
+        failpoint("egress.after_stream_document")
+        if not found.chains:  # of the first version, which resolved where it begins only afterwards
+            return self._create_chain(self._feed, found, document.chains[self._feed.partition])
+        return self._loaded(self._feed)
 
-        Exactly that one: if it exists it must be of the same stream. Raises Stopped otherwise, or where the
-        current one was itself made less than an hour ago.
+    async def mint(self, current: Incarnation, closing: Closing) -> Incarnation:
+        """Make the incarnation behind `current`, which `closing` has closed, or load it.
+
+        Raises Stopped where it exists for another stream.
         """
-        return await self._threads.run(self._mint, current, info, end)
+        return await self._threads.run(self._mint, current, closing)
 
-    def _mint(self, current: Incarnation, info: StreamInfo, end: int) -> Incarnation:
-        chain = current.chain.next_incarnation()
-        if self._chains.read_stream(chain) is None:
-            self._check_interval(current.chain)
-        document = StreamDocument(info.config, info.created, {current.chain.partition: end})
-        minted = self._create(chain, document, 1)
-        if minted.stream.created != info.created:
-            raise Stopped(
-                f"{chain}: made for the stream created at {minted.stream.created}, "
-                f"found one created at {info.created}",
-                hint="two sites under one name? give one of them another `site`, or the feed another `name`",
-                code="E-INCARNATION",
-            )
-        if minted.stream.previous != document.previous:
+    def _mint(self, current: Incarnation, closing: Closing) -> Incarnation:
+        stream, chain = closing.next, current.chain.next_incarnation()
+        if stream is None:
+            raise ValueError(f"{current.chain}: not closed")
+        previous = {number: end.end for number, end in closing.ends.items()}
+        cut = [replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
+        document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
+        self.open_next(chain, document)
+        return self._loaded(chain)
+
+    def open_next(self, chain: Chain, document: StreamDocument) -> None:
+        """Put `stream.json` of `chain`'s incarnation. Raises Stopped where there is one of another stream."""
+        found = self._chains.create_stream(chain, document)
+        failpoint("egress.after_stream_document")
+        if (found.created, found.previous) == (document.created, document.previous):
+            return
+        if found.created == document.created:
+            ends = {"expected": dict(document.previous or {}), "found": dict(found.previous or {})}
             log.warning(
-                "incarnation ended elsewhere", action="previous_differs", end=end, **chain.log_context()
+                "incarnation ended elsewhere", action="previous_differs", **ends, **chain.log_context()
             )
-        return minted
+            return
+        raise Stopped(
+            f"{chain}: made for the stream created at {found.created}, "
+            f"found one created at {document.created}",
+            hint="two sites under one name? give one of them another `site`, or the feed another `name`",
+            code="E-INCARNATION",
+        )
 
-    def _check_interval(self, current: Chain) -> None:
+    async def check_interval(self, current: Chain, source_first: int) -> None:
+        """Raises Stopped where the current incarnation was itself made less than an hour ago.
+
+        `source_first`: of the stream, named as where an operator would begin the next.
+        """
         if current.incarnation == 0:
             return
-        info = self._objects.head(self._chains.layout.stream_document(current))
+        key = self._chains.layout.stream_document(current)
+        info = await self._threads.run(self._objects.head, key)
         left = MINT_INTERVAL - (self._clock.now() - info.modified) if info else 0.0
         if left > 0:
             raise Stopped(
                 f"{current}: the stream was made anew twice within an hour",
                 hint="something makes it again and again; "
-                f"the next incarnation begins by itself in {left:.0f} s",
+                f"the next incarnation begins by itself in {left:.0f} s, or at once: "
+                + resolve(current.feed, f"--new-incarnation --from {source_first}"),
                 code="E-MINT-INTERVAL",
             )
 
-    def _create(self, chain: Chain, document: StreamDocument, first: int) -> Incarnation:
-        self._chains.create_stream(chain, document)
-        failpoint("egress.after_stream_document")
-        return self._create_chain(chain, first)
+    def _loaded(self, chain: Chain) -> Incarnation:
+        found = self._read(chain)
+        if found is None:
+            raise self._missing(chain)
+        return found
 
-    def _create_chain(self, chain: Chain, first: int) -> Incarnation:
-        self._chains.create_chain(chain, ChainDocument(self._filters, 1, first))
+    def _create_chain(self, chain: Chain, stream: StreamDocument, document: ChainDocument) -> Incarnation:
+        found = self._chains.create_chain(chain, document)
         failpoint("egress.after_chain_document")
-        log.info("incarnation begun", action="incarnation_begun", first=first, **chain.log_context())
-        return self._read(chain)
+        log.info("incarnation begun", action="incarnation_begun", first=found.first, **chain.log_context())
+        self._check_own(chain, found)
+        return Incarnation(chain, stream, found)
+
+
+def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
+    """The newest incarnation of which there is a `stream.json` or a `chain.json`; None for a new feed."""
+    listed = chains.chains(feed.site, feed.feed)
+    newest = max((chain.incarnation for chain in listed), default=-1)
+    following = min(newest + 1, MAX_INCARNATION)
+    if chains.read_stream(replace(feed, incarnation=following)) is not None:
+        return following
+    return None if newest < 0 else newest
+
+
+def configured(part: Slice, first: int = 1) -> tuple[ChainDocument, ...]:
+    """What the configuration says that the chains of all partitions are; all begin at `first`."""
+    parts, relay = slices(part.site, part.settings), part.settings.relay
+    return tuple(ChainDocument(each.filters, len(parts), first, relay) for each in parts)
+
+
+def outline(cut: Sequence[ChainDocument]) -> list[tuple[tuple[str, ...], int, bool]]:
+    """What may not change within an incarnation."""
+    return [(each.filters, each.partitions, each.relay) for each in cut]
+
+
+def _cut_text(cut: Sequence[ChainDocument]) -> str:
+    filters = [list(each.filters) for each in cut]
+    shown = filters[0] if len(filters) == 1 else [each[0] if each else "" for each in filters[:8]]
+    more = f" and {len(filters) - 8} more" if len(filters) > 8 else ""
+    relay = " as a relay" if cut[0].relay else ""
+    return f"filters {shown}{more}{relay}"
 
 
 def older(current: Chain) -> Sequence[Chain]:

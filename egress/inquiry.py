@@ -4,19 +4,24 @@ connections.
 
 from __future__ import annotations
 
-from common.errors import Unavailable
+from dataclasses import replace
+
+from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.streams import StreamInfo, stream_info
-from common.segments.segment import Tip
+from common.segments.segment import SegmentRef, Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.archive import Archive
+from egress.consumers import LIMITS
 from egress.evidence import Examiner, Known, confirm, source_of
 from egress.history import Incarnation, older
-from egress.identity import Evidence, Verdict, judge
+from egress.identity import Evidence, Kind, Source, Verdict
 from egress.parts import Parts
 from egress.position import Position, position
+from egress.resolve.acceptance import Acceptance, judge_with
+from egress.resolve.fork import first_unlike
 from egress.slices import Slice
 
 Answer = tuple[Evidence, Verdict]
@@ -25,12 +30,14 @@ log = get_logger("egress.inquiry")
 
 
 class Inquiry:
-    """The questions about the stream of one partition of a feed."""
+    """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
 
     def __init__(self, part: Slice, parts: Parts, threads: Threads) -> None:
-        self._stream, self._parts = part.stream, parts
+        self._stream, self._filter, self._parts = part.stream, part.filter_subject, parts
         self._examiner = Examiner(parts.store, part.stream, part.filter_subject, threads)
         self._lost: tuple[SequenceRange, ...] = ()
+        self._threads = threads
+        self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:
         """The stream, None if there is none."""
@@ -57,19 +64,66 @@ class Inquiry:
     async def _examine(
         self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
     ) -> Answer:
-        known = Known(current.stream.created, archive.refs, older(current.chain), received)
+        known = Known(
+            current.stream.created,
+            archive.refs,
+            older(current.chain),
+            received,
+            archive.first,
+            current.continued,
+            current.siblings,
+        )
         evidence = await self._examiner.examine(client, known)
-        return evidence, judge(evidence)
+        return evidence, judge_with(evidence, self.acceptance)
 
-    async def place(self, archive: Archive, source_first: int) -> Position:
-        """Where to read. Raises Stopped where an empty listing may hide an archive."""
-        coverages = [ref.coverage for ref in archive.refs]
+    async def proposal(
+        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: Verdict
+    ) -> int | None:
+        """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
+
+        None where there is no stream or it cannot be told.
+        """
+        source = evidence.source
+        if source is None or verdict.kind not in (Kind.ROLLED_BACK, Kind.FORKED):
+            return None if source is None else source.first
+        ask = self._parts.client, self._examiner, self._parts.store, self._threads
+        try:
+            known = await self._threads.run(self._known_of, current, archive, evidence.older)
+            return max([await first_unlike(*ask, refs, source, end) for refs, end in known])
+        except FloeError as error:
+            log.warning("no proposal", action="no_proposal", error=str(error), **archive.chain.log_context())
+            return None
+
+    def _known_of(
+        self, current: Incarnation, archive: Archive, older: int | None
+    ) -> list[tuple[list[SegmentRef], int]]:
+        """The segments of the history that the stream belongs to, and where each chain of it ended."""
+        if older is None and (archive.refs or not current.continued):
+            return [(archive.refs, archive.end)]
+        number = current.chain.incarnation - 1 if older is None else older
+        following = self._parts.chains.read_stream(replace(current.chain, incarnation=number + 1))
+        ends = (following and following.previous) or {}
+        chains = [replace(current.chain, incarnation=number, partition=part) for part in ends]
+        return [(self._parts.store.list(each), ends[each.partition]) for each in chains] or [([], 0)]
+
+    async def place(self, archive: Archive, source: Source) -> Position:
+        """Where to read. Raises Stopped where an empty listing may hide an archive.
+
+        Where acknowledged messages leave the stream, its first sequence says nothing of what it holds behind:
+        a hole was archived once and acknowledged, so none of it is held. What comes before the first sequence
+        may have been another partition's.
+        """
+        coverages, source_first = [ref.coverage for ref in archive.refs], source.first
+        is_kept = source.retention == LIMITS
 
         def found(first: int) -> Position:
-            return position(archive.first, coverages, first)
+            return position(archive.first, coverages, first if is_kept else max(first, archive.end + 1))
+
+        def is_hollow(first: int) -> bool:
+            return (is_kept or not self._filter) and archive.is_hollow(first)
 
         def is_harmless(first: int) -> bool:
-            return not archive.is_hollow(first) and found(first).lost in ((), self._lost)
+            return not is_hollow(first) and found(first).lost in ((), self._lost)
 
         if not is_harmless(source_first):
             source_first = await confirm(
@@ -79,7 +133,7 @@ class Inquiry:
                 harmless=is_harmless,
                 outline=lambda _: None,
             )
-        if archive.is_hollow(source_first):
+        if is_hollow(source_first):
             raise archive.hollow(source_first)
         place = found(source_first)
         if place.lost and place.lost != self._lost:

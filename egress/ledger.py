@@ -6,7 +6,9 @@ from bisect import bisect_left
 
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from egress.builder import Piece, last_message, part, raw_size
+from egress.builder import Piece
+from egress.columns import last_message, part, raw_size
+from egress.sifted import left_out
 
 
 def attribute(piece: Piece, source_first: int, *, filtered: bool) -> Ledger:
@@ -19,7 +21,7 @@ def attribute(piece: Piece, source_first: int, *, filtered: bool) -> Ledger:
     gone = gone_before_read(piece, source_first)
     passed = Reason.NOT_MATCHED if filtered else Reason.DELETED
     counts = {
-        Reason.TOO_OLD: len(piece.examined) - len(piece.rows.sequences),
+        **left_out(piece.codes),
         Reason.GONE_BEFORE_READ: gone,
         passed: piece.missing - gone,
     }
@@ -45,5 +47,5 @@ def before_first_gap(piece: Piece) -> Piece | None:
     if not rows.sequences:
         return None
     coverage = SequenceRange(first, rows.sequences[-1])
-    examined = piece.examined[: len(coverage)]
-    return Piece(coverage, rows, examined, last_message(rows), raw_size(rows), piece.memory)
+    examined, codes = piece.examined[: len(coverage)], piece.codes[: len(coverage)]
+    return Piece(coverage, rows, examined, last_message(rows), raw_size(rows), piece.memory, codes)

@@ -39,3 +39,64 @@ lease_held = gauge(
 )
 memory_used = gauge("egress_memory_bytes", "Bytes between the wire and the object store.")
 memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
+
+# Sharing
+
+SITE = ("site",)
+
+members = gauge("egress_members", "Members that share the site's leases, when they were last counted.", SITE)
+share = gauge("egress_share", "The most leases that this process holds as its fair share.", SITE)
+leases_held = gauge("egress_leases_held", "Leases that this process holds.", SITE)
+hand_overs = counter(
+    "egress_hand_overs", "Leases given up: drained, surplus to the fair share, or lost.", (*SITE, "reason")
+)
+take_overs = counter("egress_take_overs", "Leases taken that another member was seen to hold.", SITE)
+
+# Heartbeats
+
+heartbeats_leader = gauge("egress_heartbeats_leader", "1 while this process publishes the heartbeats.", SITE)
+heartbeats = counter("egress_heartbeats", "Heartbeats that a stream stored.", SITE)
+heartbeat_errors = counter(
+    "egress_heartbeat_errors", "Heartbeats that no stream is known to have stored.", SITE
+)
+heartbeat_seconds = histogram("egress_heartbeat_seconds", "Time until a heartbeat was stored.", SITE)
+advisories = counter("egress_advisories", "Advisories, by what became of them.", (*CHAIN, "event", "result"))
+advisories_failing = gauge("egress_advisories_failing", "1 while advisories cannot be stored.", CHAIN)
+advisories_waiting = gauge("egress_advisories_waiting", "Advisories found and not stored yet.", CHAIN)
+sampler_rebuilt = counter(
+    "egress_sampler_rebuilt", "Samplers built again from the archive, by why.", (*CHAIN, "reason")
+)
+
+# Sampling
+
+tracked_values = gauge("egress_tracked_values", "Values that the sampler knows.", CHAIN)
+sample_keys_missing = counter(
+    "egress_sample_keys_missing", "Messages without a value to sample by; they pass.", CHAIN
+)
+forced_copies = counter("egress_forced_copies", "Messages that the force field let pass.", CHAIN)
+snapshots = counter(
+    "egress_snapshots", "Snapshots of the sampler, by what became of them.", (*CHAIN, "result")
+)
+snapshot_seconds = histogram(
+    "egress_snapshot_seconds", "Time to encode and put one snapshot, beside the data.", CHAIN
+)
+unmatched = gauge(
+    "egress_unmatched_messages",
+    "Messages in the stream on subjects that no partition takes.",
+    ("site", "feed"),
+)
+
+# Interest and work-queue streams
+
+interest_lapsed = counter(
+    "egress_interest_lapsed", "Times that an interest stream was found without the durable it had.", CHAIN
+)
+
+# Liveness
+
+stalled = gauge("egress_stalled", "1 while messages wait and none is received or archived.", CHAIN)
+expiry = gauge(
+    "egress_expiry_seconds",
+    "Time until the stream expires what is not archived; +Inf where it does not or nothing waits.",
+    CHAIN,
+)

@@ -36,10 +36,20 @@ class Pulling:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: how often time is looked at, and between two checks that the stream is the same."""
+    """Seconds: how often time is looked at, and between two checks that the stream is the same.
+
+    `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment.
+    `advance`: between two looks at which values have fallen silent; `idle`: between two questions whether
+    nothing comes because there is nothing. `stalled`: without progress while messages wait, until a chain
+    counts as stalled.
+    """
 
     tick: float = 0.5
     check: float = 30.0
+    hand_over: float = 60.0
+    advance: float = 1.0
+    idle: float = 5.0
+    stalled: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The threads of one feed. `io`: one puts while one looks. `encoder`: one thread, so that pieces stay in
+    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot. `encoder`: one thread, so that pieces stay in
     order and only one heap keeps what encoding has freed."""
 
     io: Threads

@@ -12,14 +12,21 @@ from common.sequences import SequenceRange, holes
 class Position:
     """Where to read.
 
-    `first`: the sequence to begin with. `until`: the end of the hole that is filled, None where reading goes
-    on without end. `lost`: holes below `first` or above it, under existing coverage, that the source no
-    longer holds: they were archived once, so nothing may cover them again.
+    `first`: the sequence to begin with. `until`: the last one to cover, None where reading goes on without
+    end. `lost`: holes below `first` or above it, under existing coverage, that the source no longer holds:
+    they were archived once, so nothing may cover them again. `is_end`: nothing lies behind `until`, the chain
+    ends there.
     """
 
     first: int
     until: int | None = None
     lost: tuple[SequenceRange, ...] = ()
+    is_end: bool = False
+
+    @property
+    def fills_hole(self) -> bool:
+        """Whether there is coverage behind `until`."""
+        return self.until is not None and not self.is_end
 
 
 def end_of(coverages: Iterable[SequenceRange]) -> int:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from common.clock import Clock, wait_for
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
+from common.failpoints import failpoint
 from common.jetstream.lease import Lease
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import SegmentRef
@@ -53,10 +54,16 @@ class Putter:
         require(self._lease, self._archive)
         await self._persist(self._archive.write_tail)
         await self._persist(self._archive.raise_mark)
-        await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
         self.puts += 1
         self._report.put(spooled, self._clock.monotonic() - started)
         log.info("segment put", action="segment_put", rows=spooled.footer.rows, **ref.log_context())
+        await self._acknowledge(spooled.footer.coverage.last)
+
+    async def _acknowledge(self, last: int) -> None:
+        """Only now may the stream let go of it."""
+        failpoint("egress.before_ack")
+        await self._persist(lambda: self._reader.acknowledge(last))
+        failpoint("egress.after_ack")
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
         """Put what still belongs into this history, is not there yet, and is this instance's to put."""

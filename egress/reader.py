@@ -1,6 +1,6 @@
 """Reads one stream in order through a consumer of its own, bound to one history of the stream.
 
-The consumer is ephemeral, takes no acknowledgements and lives in memory. One inbox subscription stays open
+Which consumer it is depends on the stream's retention (`egress.consumers`). One inbox subscription stays open
 and is re-armed with big pull requests before the last one is used up. Everything received goes to a sink that
 is called from the connection's read loop; what a burst left there is parsed at once, in the next turn of the
 event loop.
@@ -14,42 +14,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from common.clock import Clock
 from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient, RawSubscription, frame
-from common.jetstream.streams import (
-    ConsumerInfo,
-    consumer_info,
-    create_consumer,
-    delete_consumer,
-    stream_info,
-)
+from common.jetstream.streams import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.segments.rows import Columns
-from egress.builder import part
+from common.sequences import SequenceRange
+from common.service.logs import get_logger
+from egress import columns as lists
+from egress.acknowledging import Acknowledging
+from egress.budget import Account
+from egress.consumers import INTEREST, SECOND, Taken, Wanted, drop_strays, take
+from egress.doubt import DoubtError
 from egress.frames import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from egress.parts import Pulling
+from egress.slices import Slice
+from egress.tasks import end
 
-SECOND = 1_000_000_000  # nanoseconds
+__all__ = ["SECOND", "DoubtError", "Reader", "Target"]
+
+log = get_logger("egress.reader")
+
 MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers, guessed for the size of a batch
 MESSAGE_ROOM = (
     16 * 1024
 )  # bytes of subject and reply that a pull request's max_bytes counts on top of a payload
 MISSES = 4  # requests that ended without a message because the next one did not fit
-
-
-class DoubtError(Exception):
-    """The consumer or the stream behind it may not be what it was; `reason` is one of a small set for
-    metrics.
-    """
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
 
 
 class Target(Protocol):
@@ -67,9 +62,9 @@ class Target(Protocol):
 class Reader:
     """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
 
-    `retention`: of the stream. `durable`: what the consumer's name begins with where the stream keeps
-    messages until they are acknowledged; `archived`: up to here they are acknowledged at once, and not handed
-    over.
+    `part`: whose messages. `retention`: of the stream; where it keeps messages until they are acknowledged,
+    what comes before `first` is not handed over: what is `archived` is acknowledged at once, the rest is left
+    alone. `account`: charged for what is kept until then.
     `has_room`: asked before each pull request, with its bytes. `on_doubt` is called at most once, and nothing
     is handed to `target` afterwards.
     """
@@ -77,7 +72,6 @@ class Reader:
     def __init__(
         self,
         client: FloeClient,
-        stream: str,
         created: str,
         target: Target,
         on_doubt: Callable[[DoubtError], None],
@@ -86,19 +80,23 @@ class Reader:
         clock: Clock,
         window: int,
         has_room: Callable[[int], bool],
-        filter_subject: str = "",
+        part: Slice,
         retention: str = "limits",
-        durable: str = "",
-        archived: int = 0,
+        archived: Sequence[SequenceRange] = (),
+        account: Account | None = None,
         pulling: Pulling | None = None,
     ) -> None:
-        self._client, self._stream, self._created = client, stream, created
+        self._client, self._stream, self._created = client, part.stream, created
         self._target, self._on_doubt, self._has_room = target, on_doubt, has_room
-        self._first, self._filter, self._clock = first, filter_subject, clock
-        self._retention, self._durable, self._archived = retention, durable, archived
+        self._first, self._archived, self._account, self._clock = first, archived, account, clock
         self._pulling = pulling or Pulling()
+        self._wanted = Wanted(part, retention, first, self._pulling.inactive)
         self._window = max(window, client.max_payload + MESSAGE_ROOM)
-        self._consumer: ConsumerInfo | None = None
+        self._taken: Taken | None = None
+        self._acks: Acknowledging | None = None
+        self._catching_up: asyncio.Task[None] | None = None
+        self._behind_first = asyncio.Event()
+        self._last = 0
         self._subscription: RawSubscription | None = None
         self._generation = client.generation
         self._owed = 0
@@ -122,45 +120,60 @@ class Reader:
         self._generation = self._client.generation
         self._loop = asyncio.get_running_loop()
         await self._check_stream()
-        self._consumer = await self._create()
-        await self._check_stream()
-        inbox = self._client.new_inbox()
-        self._ask = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer.name}".encode()
+        self._taken = await take(self._client, self._wanted)
+        self._source = await self._check_stream()
+        inbox, name = self._client.new_inbox(), self._taken.consumer.name
+        self._ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{name}").encode()
         self._inbox = inbox.encode()
         self._is_open = True
+        if self._wanted.is_durable:
+            self._acks = self._acknowledging(self._taken)
+            self._catching_up = asyncio.create_task(self._catch_up(self._acks), name="acknowledge")
         self._subscription = await self._client.subscribe_raw(inbox, self._sink)
         self._heard = self._clock.monotonic()
         self.pull()
 
-    async def _check_stream(self) -> None:
+    def _acknowledging(self, taken: Taken) -> Acknowledging:
+        return Acknowledging(
+            self._client,
+            self._stream,
+            taken.consumer,
+            self._clock,
+            self._account,
+            whole=self._wanted.retention == INTEREST,
+            first=self._first,
+            archived=self._archived,
+        )
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the stream keeps messages until they are acknowledged."""
+        return self._wanted.is_durable
+
+    @property
+    def lapsed(self) -> StreamInfo | None:
+        """The stream, where an interest stream had no durable of the slice when this one was made: what was
+        published before, and not wanted by others, was not kept. Else None. After `open` only.
+        """
+        if self._taken is None or self._taken.former or self._wanted.retention != INTEREST:
+            return None
+        return self._source
+
+    async def _check_stream(self) -> StreamInfo:
         info = await stream_info(self._client, self._stream)
         if info is None or info.created != self._created:
             found = "no such stream" if info is None else f"one created at {info.created}"
             raise DoubtError(
                 "stream_changed", f"expected the stream created at {self._created}, found {found}"
             )
-
-    async def _create(self) -> ConsumerInfo:
-        config = {
-            "name": f"floe-{secrets.token_hex(8)}",
-            "deliver_policy": "by_start_sequence",
-            "opt_start_seq": self._first,
-            "ack_policy": "none",
-            "replay_policy": "instant",
-            "inactive_threshold": int(self._pulling.inactive * SECOND),
-            "mem_storage": True,
-            "num_replicas": 1,
-        }
-        if self._filter:
-            config["filter_subject"] = self._filter
-        return await create_consumer(self._client, self._stream, config)
+        return info
 
     async def check(self) -> None:
         """Raises DoubtError unless the consumer still exists with the same creation time, on the same
         connection.
         """
         self._check_generation()
-        consumer = self._consumer
+        consumer = None if self._taken is None else self._taken.consumer
         found = consumer and await consumer_info(self._client, self._stream, consumer.name)
         if consumer is None or found is None or found.created != consumer.created:
             raise DoubtError("consumer_gone", "the consumer does not exist any more")
@@ -169,8 +182,33 @@ class Reader:
     async def acknowledge(self, last: int) -> None:
         """Acknowledge everything received up to `last`, where the stream keeps messages until then.
 
-        Returns when the server has taken it. Raises Unavailable, OutcomeUnknown; may be called again.
+        Returns when the server has taken it. Raises Unavailable, OutcomeUnknown (it may be called again),
+        DoubtError where the consumer is gone, Refused without the right.
         """
+        if self._acks is None or self._taken is None:
+            return
+        self._check_generation()
+        await self._acks.upto(last)
+        if self._wanted.retention == INTEREST:
+            await drop_strays(self._client, self._wanted, self._taken.consumer.name)
+
+    async def _catch_up(self, acks: Acknowledging) -> None:
+        """Acknowledge what was archived before, as it is delivered once more."""
+        while True:
+            await self._behind_first.wait()
+            self._behind_first.clear()
+            try:
+                await acks.upto(self._first - 1)
+            except DoubtError as doubt:
+                self._doubt(doubt.reason, str(doubt))
+            except FloeError as error:
+                log.warning("not acknowledged", action="acks_put_off", code=error.code, error=str(error))
+                self._behind_first.set()
+                await self._clock.sleep(1.0)
+            if acks.left:
+                log.warning(
+                    "left in the stream", action="left_alone", stream=self._stream, messages=acks.left
+                )
 
     def _check_generation(self) -> None:
         if self._client.generation != self._generation:
@@ -184,12 +222,14 @@ class Reader:
             await self._subscription.unsubscribe()
 
     async def close(self) -> None:
-        """Stop, and remove the consumer where the server can be reached; no error where it cannot."""
+        """Stop, and remove a consumer that is no durable, where the server can be reached; raises nothing."""
         self._is_open = False
+        if self._catching_up is not None:
+            await end(self._catching_up)
         with suppress(FloeError):
             await self.stop()
-            if self._consumer is not None and self._client.is_up:
-                await delete_consumer(self._client, self._stream, self._consumer.name)
+            if self._taken is not None and not self._wanted.is_durable and self._client.is_up:
+                await delete_consumer(self._client, self._stream, self._taken.consumer.name)
 
     # Pulling
 
@@ -213,6 +253,11 @@ class Reader:
         if not self._owed:
             self._heard = self._clock.monotonic()
         self._owed += wanted
+
+    @property
+    def count(self) -> int:
+        """How many messages were received."""
+        return self._next - 1
 
     @property
     def has_room(self) -> bool:
@@ -254,15 +299,20 @@ class Reader:
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
         self._forget()
-        if not replies or not self._is_open or self._consumer is None:
+        if not replies or not self._is_open or self._taken is None:
             return
         self._heard = self._clock.monotonic()
         try:
-            acks = parse_acks(replies, self._consumer.name.encode(), self._next)
+            acks = parse_acks(replies, self._taken.consumer.name.encode(), self._next)
         except ValueError as error:
             self._doubt("malformed", str(error))
-        else:
-            self._hand_over(acks, subjects, headers, payloads)
+            return
+        if acks.sequences[0] <= self._last:
+            self._doubt("redelivered", f"sequence {acks.sequences[0]} came again, behind {self._last}")
+            return
+        if self._acks is not None:
+            self._acks.delivered(replies[0], acks.sequences[: acks.contiguous])
+        self._hand_over(acks, subjects, headers, payloads)
 
     def _forget(self) -> None:
         self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
@@ -274,16 +324,24 @@ class Reader:
         if count:
             columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
             if count < len(subjects):
-                columns = part(columns, 0, count)
+                columns = lists.part(columns, 0, count)
             self._next += count
             self._owed = max(0, self._owed - count)
             self._received_bytes += sum(map(len, columns.payloads))
-            self._misses = 0
-            self._target.messages(columns)
+            self._misses, self._last = 0, columns.sequences[-1]
+            if columns.sequences[0] < self._first:
+                columns = self._from_first(columns)
+            if columns.sequences:
+                self._target.messages(columns)
         if count < len(subjects):
             self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
         else:
             self.pull()
+
+    def _from_first(self, columns: Columns) -> Columns:
+        """Without what is delivered once more: it was archived, and its acknowledgement lost."""
+        self._behind_first.set()
+        return lists.part(columns, bisect_left(columns.sequences, self._first), len(columns.sequences))
 
     def _on_status(self, headers: bytes | None) -> None:
         self._flush()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from common.chain import Chain
-from common.errors import FloeError, Stopped
+from common.errors import FloeError
+from common.jetstream.streams import StreamInfo
 from common.segments.parquet import SpooledSegment
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from egress import metrics
 from egress.builder import Close
 from egress.identity import Evidence, Kind, Source, Verdict
+from egress.partitions.left import Unmatched
 
 log = get_logger("egress.feed")
 
@@ -27,7 +31,11 @@ class FeedReport:
         self._health = health
         self._chain = feed
         self._status: dict[str, Any] = {"stream": stream}
-        self._failure = ""
+        self._failure, self._had_durable = "", False
+        self._is_stalled = False
+        self._left: Callable[[], float] = lambda: math.inf
+        metrics.stalled.labels(*self._labels).set(0)
+        metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
         for each in (metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified):
             each.labels(*self._labels).set(0)
 
@@ -40,6 +48,7 @@ class FeedReport:
     def standby(self, holder: str | None) -> None:
         """Another instance works on the chain."""
         metrics.lease_held.labels(*self._labels).set(0)
+        self._left = lambda: math.inf  # whoever holds the lease tells
         self._status.update(holder=holder or "")
         self.state("standby", ready=True)
 
@@ -118,6 +127,72 @@ class FeedReport:
         metrics.lost.labels(*self._labels).set(sequences)
         self._status.update(lost=sequences)
 
+    def stalled(self, pending: str, since: float) -> None:
+        """Nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
+        metrics.stalled.labels(*self._labels).set(1)
+        if not self._is_stalled:
+            self._is_stalled = True
+            log.error(
+                "chain stalled",
+                action="stalled",
+                code="E-STALLED",
+                pending=pending,
+                seconds=round(since),
+                **self._chain.log_context(),
+            )
+        self.state("stalled", ready=False, why=f"{pending}, and nothing moves for {since:.0f} s")
+
+    def moves(self) -> None:
+        """Something was received or archived, or there is nothing to do."""
+        metrics.stalled.labels(*self._labels).set(0)
+        if self._is_stalled:
+            self._is_stalled = False
+            log.info("chain moves again", action="moves", **self._chain.log_context())
+            if self._status.get("state") == "stalled":
+                self.state("reading", ready=True)
+
+    def expires(self, left: Callable[[], float]) -> None:
+        """`left`: seconds until the stream expires what is not archived, whenever it is asked; infinite
+        where it does not.
+        """
+        self._left = left
+
+    def unmatched(self, found: Unmatched) -> None:
+        """So many messages stand on subjects that no partition takes."""
+        metrics.unmatched.labels(*self._labels[:2]).set(found.messages)
+        known = self._status.get("unmatched", {"messages": 0, "subjects": 0})
+        told = {"messages": found.messages, "subjects": found.subjects, "example": found.example}
+        if found.subjects and found.subjects != known["subjects"]:
+            log.warning(
+                "subjects that no partition takes",
+                action="unmatched",
+                complete=found.is_complete,
+                **told,
+                **self._chain.log_context(),
+            )
+        self._status.update(unmatched=told)
+        self._health.set_status(self._part, self._status)
+
+    def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
+        """A durable was made, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was
+        archived before, so that there ought to have been one.
+        """
+        has_begun, self._had_durable = has_begun or self._had_durable, True
+        if lapsed is None:
+            return
+        tell = log.error if has_begun else log.warning
+        tell(
+            "an interest stream without a durable keeps nothing for this feed",
+            action="interest_lapsed",
+            first=first,
+            last=lapsed.last_sequence,
+            gone=max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1),
+            hint="floe egress init makes the durable before anything is published",
+            **self._chain.log_context(),
+        )
+        if has_begun:
+            metrics.interest_lapsed.labels(*self._labels).inc()
+
     def sealed(self, spooled: SpooledSegment, why: Close) -> None:
         """A segment was finished in the spool."""
         metrics.closed.labels(*self._labels, why.value).inc()
@@ -140,18 +215,3 @@ class FeedReport:
             metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NANOSECONDS)
         self._status.update(end=footer.coverage.last)
         self._health.set_status(self._part, self._status)
-
-
-def stopped_error(verdict: Verdict, chain: Chain, stream: str) -> Stopped:
-    """Why the chain stops on a verdict, with the choices that there are."""
-    where = f"{chain}: stream {stream}"
-    other_feed = "or freeze what it is now as a feed of its own: give this one another `name`"
-    code, hint = {
-        Kind.GONE: ("E-SOURCE-GONE", "make the stream again: then its next incarnation begins"),
-        Kind.RECREATED: ("E-RECREATED", "set on_recreated: continue to begin its next incarnation"),
-        Kind.ROLLED_BACK: ("E-ROLLED-BACK", f"restore the stream to where it was; {other_feed}"),
-        Kind.FORKED: ("E-FORKED", f"bring back the stream that was archived last; {other_feed}"),
-    }.get(
-        verdict.kind, ("E-IDENTITY", f"compare it with the archive (floe segments ls {chain}); {other_feed}")
-    )
-    return Stopped(f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}", hint=hint, code=code)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from common.clock import Clock, SystemClock, wait_for
@@ -26,9 +27,13 @@ from common.service.wiring import open_chains, open_store
 from common.settings.root import Settings
 from egress.backoff import Backoff
 from egress.budget import Budget
-from egress.controller import REEXAMINE, Feed, run_feeds
+from egress.controller import REEXAMINE, Feed, Runs, lease_key, run_feeds
+from egress.heartbeats import Heartbeats
 from egress.parts import Parts, Tuning
+from egress.sharing.sharing import Sharing
 from egress.slices import Slice, all_slices
+from egress.tasks import end
+from egress.workers.place import Place
 
 T = TypeVar("T")
 
@@ -37,17 +42,28 @@ log = get_logger("egress.service")
 NOT_DRAINED = 75  # exit code: try again, what was read and not stored is read again
 
 
-async def serve(settings: Settings, *, tuning: Tuning | None = None, reexamine: float = REEXAMINE) -> int:
-    """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin."""
+async def serve(
+    settings: Settings,
+    *,
+    tuning: Tuning | None = None,
+    reexamine: float = REEXAMINE,
+    place: Place | None = None,
+) -> int:
+    """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
+
+    `place`: this process is one of several workers, and its parent ends it.
+    """
     if not settings.egress.feeds:
         raise ConfigError("egress.feeds: expected at least one feed, found none")
     clock = SystemClock()
     health = Health(clock)
-    monitor = Monitor(settings.egress.monitor.listen, health)
+    listen = settings.egress.monitor.listen
+    monitor = Monitor(place.listen(listen) if place else listen, health)
     monitor.start()
     try:
-        async with stop_on_signals() as stop:
-            service = Service(settings, tuning or Tuning(), reexamine, clock, health, stop)
+        async with _stop(place, monitor.port) as stop:
+            siblings = place.count if place else 1
+            service = Service(settings, tuning or Tuning(), reexamine, clock, health, stop, siblings=siblings)
             drained = await service.run()
     finally:
         monitor.close()
@@ -59,6 +75,25 @@ async def serve(settings: Settings, *, tuning: Tuning | None = None, reexamine: 
     return 0 if drained else NOT_DRAINED
 
 
+@asynccontextmanager
+async def _stop(place: Place | None, port: int) -> AsyncIterator[asyncio.Event]:
+    """What ends the service: a signal, or for a worker also the end of its parent.
+
+    A second signal is the parent's affair: a supervisor sends its signal to all processes, and the parent
+    passes it on besides.
+    """
+    if place is None:
+        async with stop_on_signals() as stop:
+            yield stop
+        return
+    async with stop_on_signals(second=lambda _number: None) as stop:
+        watching = asyncio.create_task(place.watch(port, stop), name="parent")
+        try:
+            yield stop
+        finally:
+            await end(watching)
+
+
 class _StopAskedError(Exception):
     """The stop came before the start was complete."""
 
@@ -66,7 +101,7 @@ class _StopAskedError(Exception):
 class Service:
     """One egress process. What cannot be reached at the start is waited for, like later on.
 
-    `objects`, if given, is used instead of the configured store.
+    `objects`, if given, is used instead of the configured store; `siblings`: processes started together.
     """
 
     def __init__(
@@ -78,8 +113,9 @@ class Service:
         health: Health,
         stop: asyncio.Event,
         objects: ObjectStore | None = None,
+        siblings: int = 1,
     ) -> None:
-        self._objects = objects
+        self._objects, self._siblings = objects, siblings
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
         self._rng = random.SystemRandom()
@@ -95,7 +131,7 @@ class Service:
                 feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout
             )
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[list[Feed], Parts]:
+    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], Parts]:
         settings = self._settings
         objects = self._objects or open_objects(settings.store)
         chains = open_chains(settings, objects)
@@ -119,11 +155,29 @@ class Service:
             writer=f"floe {version()}",
             tuning=self._tuning,
         )
-        return [self._feed(each, parts, leases) for each in parts_of_feeds], parts
+        sharing = self._sharing(leases, control, parts_of_feeds)
+        feeds = [Feed(each, parts, sharing, self._health, self._reexamine) for each in parts_of_feeds]
+        return [sharing, *self._heartbeats(leases, control), *feeds], parts
 
-    def _feed(self, part: Slice, parts: Parts, leases: Leases) -> Feed:
-        ttl = self._settings.egress.lease_ttl
-        return Feed(part, parts, leases, ttl, self._health, self._reexamine)
+    def _heartbeats(self, leases: Leases, client: FloeClient) -> list[Runs]:
+        """Those of this site; none where no subject is configured."""
+        settings, site = self._settings.egress.heartbeats, self._settings.site
+        if not settings.subjects:
+            return []
+        host = socket.gethostname()
+        return [Heartbeats(settings, leases, client, site, host, self._clock, self._rng, self._health)]
+
+    def _sharing(self, leases: Leases, client: FloeClient, chains: Sequence[Slice]) -> Sharing:
+        return Sharing(
+            leases,
+            client,
+            self._settings.site,
+            [lease_key(each.chain) for each in chains],
+            self._clock,
+            self._rng,
+            self._health,
+            self._siblings,
+        )
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
         """What `step` returns, once what it needs can be reached."""

@@ -1,36 +1,45 @@
 """One stretch of reading: a reader bound to one history, a segment being built, segments being put.
 
 Three loops run side by side: encoding what the reader handed over, putting finished segments, and checking
-every now and then that the stream is still the same. None is cancelled in the middle of a step: whatever ends
-the session is noted, each loop finishes its step and returns. So what was received and not put is whole, and
-can still be put into the history that it came from.
+every now and then that the stream is still the same; `egress.sampling.sampled` adds those of a sampled feed.
+None of the three is cancelled in the middle of a step: whatever ends the session is noted, each loop finishes
+its step and returns. So what was received and not put is whole, and can still be put into the history that it
+came from.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
+from typing import Any
 
 from common.clock import first_of, wait_for
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.jetstream.lease import Lease
+from common.jetstream.streams import next_message
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
+from egress.acknowledging import archived
 from egress.archive import Archive
 from egress.backoff import Backoff
-from egress.builder import Builder, Close, Closing
-from egress.draft import Draft
+from egress.builder import Close
 from egress.encoding import Encoder
 from egress.history import Incarnation
 from egress.identity import Source
 from egress.inquiry import Inquiry
+from egress.liveness import Liveness, Standing
 from egress.parts import Parts, Pools
 from egress.position import Position
 from egress.putting import Putter, RetakeError
-from egress.reader import SECOND, DoubtError, Reader
+from egress.reader import DoubtError, Reader
 from egress.report import FeedReport
+from egress.sampling.resume import Resumed
+from egress.sampling.sampled import Sampled
+from egress.sampling.snapshots import Snapshots
 from egress.slices import Slice
+from egress.stages import make_builder, make_draft, make_target
 from egress.tasks import end
 
 log = get_logger("egress.session")
@@ -39,7 +48,8 @@ log = get_logger("egress.session")
 class Session:
     """Reads `archive`'s chain from `place` on, until `stop` is set and everything is put, or it is ended.
 
-    Used once. `source`: the stream as it was judged to be the same; `hurry`: as in `Builder`.
+    Used once. `source`: the stream as it was judged to be the same; `hurry`: as in `Builder`. `resumed`,
+    `snapshots`: of a sampled feed, which needs both; None for others.
     """
 
     def __init__(
@@ -55,6 +65,9 @@ class Session:
         source: Source,
         place: Position,
         hurry: float | None = None,
+        *,
+        resumed: Resumed | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self._parts, self._slice, self._pools, self._report = parts, part, pools, report
         self._feed = part.settings
@@ -63,84 +76,82 @@ class Session:
         self._ended = asyncio.Event()
         self._end: BaseException | None = None
         self._is_all_sealed = False
+        self._surplus_at: int | None = None
         self._account = parts.budget.account(lambda: self._reader.pull())
         self._encoder = Encoder(
             pools.encoder,
             self._account,
             report,
-            self._make_draft,
+            lambda: make_draft(parts, part, archive.chain),
             self._source_first,
-            fills_hole=place.until is not None,
+            fills_hole=place.fills_hole,
         )
-        self._builder = self._make_builder(source, place, hurry)
-        self._reader = self._make_reader(source, place)
+        self._builder = make_builder(part, parts.clock, self._account, self._encoder.emit, place, hurry)
+        self._sampled = None
+        if part.settings.sampling_key:
+            assert resumed is not None, "a sampled feed goes on with its sampler"
+            assert snapshots is not None, "and writes what becomes of it"
+            self._sampled = Sampled(
+                parts, part, pools, lease, source, place, resumed, snapshots, self._builder
+            )
+        self._reader = self._make_reader(source, place, resumed.read_from if resumed else place.first)
         self._putter = Putter(
             archive, lease, self._reader, self._ended, report, parts.clock, Backoff(parts.rng)
         )
+        patience, segment_age = parts.tuning.pace.stalled, self._feed.segment.max_age
+        self._liveness = Liveness(patience, segment_age, self._is_waiting, report, parts.clock)
 
-    def _make_builder(self, source: Source, place: Position, hurry: float | None) -> Builder:
-        segment = self._feed.segment
-        builder = Builder(
-            Closing(segment.max_messages, segment.max_size, segment.max_age),
-            self._parts.clock,
-            self._account,
-            self._encoder.emit,
-            first=place.first,
-            until=place.until,
-            keep_ns=round(self._feed.max_age * SECOND),
-            hurry=hurry,
-        )
-        builder.saw(source.last_timestamp_ns or 0)
-        return builder
-
-    def _make_reader(self, source: Source, place: Position) -> Reader:
+    def _make_reader(self, source: Source, place: Position, first: int) -> Reader:
         budget = self._parts.budget
         return Reader(
             self._parts.client,
-            self._slice.stream,
             source.created,
-            self._builder,
+            make_target(self._slice, source, self._builder, self._sampled),
             self._end_with,
-            first=place.first,
+            first=first,
             clock=self._parts.clock,
             window=budget.window,
-            has_room=lambda size: self._encoder.has_room and budget.has_room(size),
-            filter_subject=self._slice.filter_subject,
+            has_room=self._has_room,
+            part=self._slice,
             retention=source.retention,
-            durable=self._slice.durable,
-            archived=place.first - 1,
+            archived=archived(self._current.document.first, place),
+            account=self._account,
             pulling=self._parts.tuning.pulling,
         )
 
-    def _make_draft(self) -> Draft:
-        return Draft(
-            self._archive.chain,
-            self._parts.store.new_spool,
-            writer=self._parts.writer,
-            compression_level=self._feed.segment.compression_level,
-            filtered=bool(self._slice.filter_subject),
-        )
+    def _has_room(self, size: int) -> bool:
+        """Whether `size` more bytes may be asked for."""
+        is_held_up = self._sampled is not None and not self._sampled.has_room
+        return not is_held_up and self._encoder.has_room and self._parts.budget.has_room(size)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when all is put after `stop`. Raises what ended it: DoubtError, RetakeError, LeaseLost."""
         try:
             await self._reader.open()
+            if self._reader.is_durable:
+                self._report.durable(self._reader.lapsed, self._first, has_begun=bool(self._archive.refs))
             self._report.reading(self._archive.chain, self._first, self._archive.end)
             async with asyncio.TaskGroup() as tasks:
                 side = [
                     tasks.create_task(self._watch(stop), name="watch"),
                     tasks.create_task(self._check_loop(), name="check"),
+                    *(tasks.create_task(each, name="sampling") for each in self._side_of_sampling()),
                 ]
                 working = [
                     tasks.create_task(self._encode_loop(stop), name="encode"),
                     tasks.create_task(self._put_loop(), name="put"),
                 ]
                 await asyncio.wait(working)
+                if self._sampled is not None and self._end is None and self._lease.is_usable():
+                    await self._sampled.finish()
                 await end(*side)
         finally:
             await self._reader.close()
         if self._end is not None:
             raise self._end
+
+    def _side_of_sampling(self) -> list[Coroutine[Any, Any, None]]:
+        return [] if self._sampled is None else self._sampled.side(self._inquiry.info)
 
     def _end_with(self, cause: BaseException) -> None:
         """End the session; the first cause counts."""
@@ -187,7 +198,7 @@ class Session:
                 if not encoder.is_idle and not encoder.is_ahead:
                     if not await encoder.next():
                         await self._stop_reading()
-                elif encoder.is_idle and (stop.is_set() or self._builder.is_done):
+                elif encoder.is_idle and (stop.is_set() or self._builder.is_done or self._gives_back()):
                     await self._stop_reading()
                 else:
                     await wait_for(encoder.wake, self._parts.tuning.pace.tick)
@@ -202,15 +213,29 @@ class Session:
             self._is_all_sealed = True
             self._encoder.on_sealed.set()
 
+    def _gives_back(self) -> bool:
+        """Whether others wait for the lease, and a segment was put since or there is none to wait for."""
+        if not self._lease.give_back.is_set():
+            return False
+        if self._surplus_at is None:
+            self._surplus_at = self.puts
+        return self.puts > self._surplus_at or not (self._builder.is_open or self._encoder.sealed)
+
     def _tick(self) -> None:
         self._builder.tick()
         self._reader.tick()
+        if self._sampled is not None:
+            self._sampled.tick()
+            if not self._sampled.has_room:
+                return
         if self._encoder.is_idle and self._account.is_largest() and not self._reader.has_room:
             # Nobody can ask for more, and nothing is on its way out of memory: let this segment go.
             self._builder.close(Close.MEMORY)
 
     async def _source_first(self) -> int:
         """Asked anew while the session runs; what is sealed after its end goes by the last answer."""
+        if self._slice.filter_subject and self._reader.is_durable:
+            return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
         if not self._ended.is_set():
             try:
                 self._known_source_first = await self._inquiry.first()
@@ -224,7 +249,7 @@ class Session:
             while not self._ended.is_set():
                 on_sealed.clear()
                 if sealed:
-                    await self._putter.put(sealed[0])
+                    await self._put(sealed[0])
                     sealed.popleft().path.unlink(missing_ok=True)
                     self._encoder.wake.set()
                 elif self._is_all_sealed:
@@ -234,8 +259,15 @@ class Session:
         except (FloeError, DoubtError, RetakeError) as error:
             self._end_with(error)
 
+    async def _put(self, spooled: SpooledSegment) -> None:
+        if self._sampled is not None:
+            await self._sampled.before_first_put()
+        await self._putter.put(spooled)
+        if self._sampled is not None:
+            self._sampled.covered(spooled.footer.coverage.last)
+
     async def _watch(self, stop: asyncio.Event) -> None:
-        await first_of(stop.wait(), self._lease.lost.wait())
+        await first_of(stop.wait(), self._lease.lost.wait(), self._lease.give_back.wait())
         self._encoder.wake.set()
         await self._lease.lost.wait()
         chain = self._archive.chain
@@ -252,3 +284,28 @@ class Session:
             self._report.judged(evidence, verdict)
             if not verdict.is_same:
                 self._end_with(DoubtError("identity", verdict.why))
+            elif (doubt := await self._look(evidence.source)) is not None:
+                self._end_with(doubt)
+
+    async def _look(self, source: Source | None) -> DoubtError | None:
+        """Whether the chain moves; None too where that cannot be told."""
+        if source is None:
+            return None
+        standing = Standing(
+            self._reader.count,
+            self._builder.end,
+            self._archive.end,
+            source.last,
+            asks=self._reader.has_room,
+            is_done=self._builder.is_done,
+        )
+        try:
+            return await self._liveness.look(standing)
+        except FloeError as error:
+            log.info("check put off", action="check_put_off", error=str(error))
+            return None
+
+    async def _is_waiting(self, sequence: int) -> bool:
+        """Whether the stream holds a message for the chain at or after `sequence`."""
+        stream, filter_subject = self._slice.stream, self._slice.filter_subject
+        return await next_message(self._parts.client, stream, sequence, filter_subject) is not None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from common.chain import Chain
 from common.settings.egress import FeedSettings
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,37 @@ class Slice:
 
     @property
     def durable(self) -> str:
-        """What the names of its durable consumers begin with."""
-        return f"floe_{self.site}_{self.settings.name}_{self.partition}"
+        """What the names of its durable consumers begin with, before a random end."""
+        return _durable(self.site, self.settings.name, self.partition)
+
+    def partition_of(self, durable: str) -> int | None:
+        """Whose durable this is: a partition of the same feed, configured or not; None: it is another's."""
+        found = _DURABLE.fullmatch(durable)
+        if found is None or _durable(self.site, self.settings.name, int(found[2])) != found[1]:
+            return None
+        return int(found[2])
 
     @property
     def filters(self) -> tuple[str, ...]:
         """As `chain.json` holds them."""
         return (self.filter_subject,) if self.filter_subject else ()
+
+
+def is_of_site(durable: str, site: str) -> bool:
+    """Whether a consumer of this name is the durable of some slice of `site`, configured or not."""
+    return re.fullmatch(rf"floe_{site}_.+_{_hash(site)}[0-9a-f]{{8}}_[0-9a-f]{{8}}", durable) is not None
+
+
+def _durable(site: str, feed: str, partition: int) -> str:
+    """Legal, and unlike that of any other slice: the hashes tell sites and feeds apart whose names look alike
+    when they stand in a row (`A_1` and `B`, `A` and `1_B`).
+    """
+    mark = _hash(site) + _hash(f"{site}/{feed}/{partition}")
+    return f"floe_{site}_{_UNSAFE.sub('-', feed)[:100]}_{partition}_{mark}"
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
 
 
 def slices(site: str, feed: FeedSettings) -> list[Slice]:

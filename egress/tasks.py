@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from common.clock import first_of
@@ -36,3 +37,21 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
         return task.result() if task.done() else None
     finally:
         await end(task)
+
+
+@asynccontextmanager
+async def either(*events: asyncio.Event) -> AsyncIterator[asyncio.Event]:
+    """An event of its own that is set as soon as one of `events` is, for the length of the block."""
+    one = asyncio.Event()
+
+    async def pass_on(event: asyncio.Event) -> None:
+        await event.wait()
+        one.set()
+
+    if any(event.is_set() for event in events):
+        one.set()
+    tasks = [asyncio.create_task(pass_on(event), name="either") for event in events]
+    try:
+        yield one
+    finally:
+        await end(*tasks)

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
+from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import cover
+from common.sequences import Stretch, cover
 from common.service import config
 from common.service.wiring import open_chains, open_store
+from infra.demo_advisories import stories
 from infra.demo_result import Readings
 from infra.demo_services import run_command
-from infra.demo_world import NODES, PREFIX, STREAMS, TARGET, World
+from infra.demo_world import ADVISORIES, NODES, PREFIX, STREAMS, TARGET, World
 from infra.oracle import Trace, prefixed
 from infra.oracle_archive import archive_holes, archived
 from infra.oracle_streams import Arrived, source_trace, target_traces
@@ -28,12 +30,14 @@ class Archived:
     """One chain of the archive, read through the cover rule. `segments`: how many by level.
 
     `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those merged into others since.
+    `left_out`: messages left out by choice, as the ledgers of those segments say.
     """
 
     trace: Trace = field(default_factory=Trace)
     segments: Mapping[int, int] = field(default_factory=dict)
     stored_bytes: int = 0
     waiting_bytes: int = 0
+    left_out: int = 0
     holes: tuple[str, ...] = ()
 
 
@@ -52,8 +56,20 @@ def _read_chain(store: SegmentStore, chain: Chain) -> Archived:
         Counter(ref.level for ref in refs),
         sum(taken.values()),
         sum(ref.size for ref in refs if ref.key not in taken),
+        sum(_left_out(store, stretch) for stretch in cover(refs, 1)),
         tuple(str(hole) for hole in archive_holes(store, chain)),
     )
+
+
+def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
+    """Messages that the segment leaves out by choice, of those that it accounts for in the cover."""
+    footer = store.footer(stretch.segment)
+    chosen = sum(footer.ledger.counts.get(reason, 0) for reason in (Reason.SAMPLED_OUT, Reason.TOO_OLD))
+    if stretch.rows == footer.coverage or not chosen:
+        return chosen
+    with store.open(stretch.segment, rows=stretch.rows) as reader:
+        # Of a part the ledger does not tell; nothing is deleted from the sampled stream, so the rest is.
+        return len(stretch.rows) - sum(batch.num_rows for batch in reader.batches(stretch.rows))
 
 
 async def read_chains(
@@ -69,9 +85,21 @@ async def read_chains(
         held = archive.get(chain, Archived())
         problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
         target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
-        sizes = (held.segments, held.stored_bytes, held.waiting_bytes)
+        sizes = (held.segments, held.stored_bytes, held.waiting_bytes, held.left_out)
         readings.append(Readings(chain, source, held.trace, target, delays, *sizes))
     return readings, problems
+
+
+async def ask_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list[str]]:
+    """What the sites' advisories say of their nodes, in a sentence; and what cannot be true of it."""
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    for site, client in clients.items():
+        if site != "central":
+            told = await stories(client, ADVISORIES)
+            counts += told.counts
+            problems += [f"{site}: {problem}" for problem in told.problems]
+    return "advisories: " + ", ".join(f"{count:,} {event}" for event, count in counts.items()), problems
 
 
 def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: Arrived) -> list[str]:

@@ -16,6 +16,15 @@ from infra.facts import Facts
 from infra.fleet import Fleet
 
 BURSTS = 4
+LEAVERS = 10  # nodes that fall silent before the others do
+LEAVERS_NUMBER = 90_000  # of the first of them; those of the fleet are smaller
+
+
+class Leavers(Fleet):
+    """Nodes with names of their own."""
+
+    def sender(self, node: int) -> str:
+        return super().sender(node + LEAVERS_NUMBER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,7 @@ class SitePublisher:
     load: Load
     facts: Facts
     clock: Clock
-    emulator: Emulator | None = None
+    emulators: list[Emulator] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list)
 
     async def make_streams(self) -> None:
@@ -49,17 +58,18 @@ class SitePublisher:
     async def run(self, stop: asyncio.Event) -> None:
         """Publish into both streams until the load's time is over or `stop` is set."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._documents(stop))
+            for emulator in self._make_emulators():
+                group.create_task(emulator.run(stop))
             group.create_task(self._bursts(stop))
 
     def sent(self) -> int:
         """Messages published so far, without those of the burst under way."""
-        documents = self.emulator.progress.published.sent if self.emulator else 0
+        documents = sum(emulator.progress.published.sent for emulator in self.emulators)
         return documents + sum(report.published.sent for report in self.reports)
 
     def line(self) -> str:
         """What was published, in one line."""
-        documents = self.emulator.progress.published.line() if self.emulator else "none"
+        documents = self.emulators[0].progress.published.line() if self.emulators else "none"
         kinds = {kind for report in self.reports for kind in report.stored}
         stored = sum(report.published.stored for report in self.reports)
         deleted = sum(len(report.deleted) for report in self.reports)
@@ -67,12 +77,19 @@ class SitePublisher:
             f"documents: {documents}; awkward: {stored} stored of {len(kinds)} kinds, {deleted} deleted again"
         )
 
-    async def _documents(self, stop: asyncio.Event) -> None:
+    def _make_emulators(self) -> list[Emulator]:
+        """The fleet, and a few nodes that stop publishing halfway."""
         load = self.load
         fleet = Fleet(self.facts, seed=self._seed(), nodes=load.nodes)
-        pace = Pace(load.nodes, rate=load.rate, duration=load.seconds)
-        self.emulator = Emulator(self.client, fleet, pace, self.clock, subject=f"{NODES.lower()}.{{sender}}")
-        await self.emulator.run(stop)
+        leavers = Leavers(self.facts, seed=self._seed(), nodes=LEAVERS)
+        self.emulators = [
+            self._emulator(fleet, Pace(load.nodes, rate=load.rate, duration=load.seconds)),
+            self._emulator(leavers, Pace(LEAVERS, rate=LEAVERS, duration=load.seconds / 2)),
+        ]
+        return self.emulators
+
+    def _emulator(self, fleet: Fleet, pace: Pace) -> Emulator:
+        return Emulator(self.client, fleet, pace, self.clock, subject=f"{NODES.lower()}.{{sender}}")
 
     async def _bursts(self, stop: asyncio.Event) -> None:
         rng = random.Random(self._seed())

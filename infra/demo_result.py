@@ -6,10 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from common.chain import Chain
-from infra.oracle import Comparison, Trace, compare, total
+from infra.oracle import Comparison, Trace, allow, compare, total
 
 MIB = 2**20
-COLUMNS = ("chain", "source", "archive", "target", "segments", "MiB", "stored", "ratio", "msg/s", "behind")
+COLUMNS = (
+    "chain",
+    "source",
+    "left out",
+    "archive",
+    "target",
+    "segments",
+    "MiB",
+    "stored",
+    "ratio",
+    "msg/s",
+    "behind",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +30,7 @@ class Readings:
 
     `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of
     the segments that account for the chain; `waiting_bytes`: of those that were merged into others since.
+    `left_out`: messages that were left out by choice, as the ledgers of the segments say.
     """
 
     chain: Chain
@@ -28,19 +41,23 @@ class Readings:
     segments: Mapping[int, int] = field(default_factory=dict)
     stored_bytes: int = 0
     waiting_bytes: int = 0
+    left_out: int = 0
 
     def compared(self) -> list[Comparison]:
         """The archive against the source, the target against the archive, and the target against the source.
 
         What the source has deleted since, by a limit or by hand, is still in the archive and the target;
-        between those two nothing may differ.
+        between those two nothing may differ. As much must be missing as the ledgers say was sampled out.
         """
         name = f"{self.chain.site}/{self.chain.feed}"
         return [
-            compare(self.source, self.archive, name=f"{name} source to archive", may_be_gone=True),
+            self._from_source(self.archive, f"{name} source to archive"),
             compare(self.archive, self.target, name=f"{name} archive to target"),
-            compare(self.source, self.target, name=f"{name} source to target", may_be_gone=True),
+            self._from_source(self.target, f"{name} source to target"),
         ]
+
+    def _from_source(self, found: Trace, name: str) -> Comparison:
+        return allow(compare(self.source, found, name=name, may_be_gone=True), self.left_out)
 
     def ratio(self) -> float:
         """How many times smaller the segments are than their messages; 0 without segments."""
@@ -51,18 +68,17 @@ class Readings:
         ordered = sorted(self.delays)
         return ordered[min(int(len(ordered) * share), len(ordered) - 1)] / 1000 if ordered else 0.0
 
-    def row(self, seconds: float) -> tuple[str, ...]:
-        """This chain's line of the table, `seconds` being how long was published."""
+    def row(self) -> tuple[str, ...]:
+        """This chain's line of the table."""
         return (
             f"{self.chain.site}/{self.chain.feed}",
             f"{len(self.source):,}",
+            f"{self.left_out:,}",
             f"{len(self.archive):,}",
             f"{len(self.target):,}",
             "+".join(str(self.segments.get(level, 0)) for level in (0, 1)),
-            f"{self.archive.raw_bytes / MIB:.1f}",
             f"{self.stored_bytes / MIB:.1f}",
             f"{self.ratio():.1f}x",
-            f"{len(self.target) / max(seconds, 0.001):,.0f}",
             f"{self.delay(0.5):.1f} s",
         )
 
@@ -87,7 +103,7 @@ class Result:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The lines of the table."""
-        return [readings.row(self.publishing_seconds) for readings in self.readings]
+        return [readings.row() for readings in self.readings]
 
     def figures(self) -> tuple[str, ...]:
         """What the table leaves out, each as a sentence."""
@@ -97,10 +113,12 @@ class Result:
             sum(r.stored_bytes for r in self.readings),
         )
         waiting = sum(readings.waiting_bytes for readings in self.readings)
+        left_out = sum(readings.left_out for readings in self.readings)
         gone = sum(readings.compared()[0].gone for readings in self.readings)
         latest = max((readings.delay(1.0) for readings in self.readings), default=0.0)
         return (
             f"{self.published:,} messages published in {self.publishing_seconds:.0f} s, {target:,} arrived",
+            f"{left_out:,} of them were sampled out: source = stored + sampled out, by the segments' ledgers",
             f"{gone:,} of them the sources no longer hold: deleted, or over a limit per subject",
             f"{raw / MIB:.1f} MiB of messages are {stored / MIB:.1f} MiB of segments;"
             f" {waiting / MIB:.1f} MiB of merged ones wait until their grace is over",
@@ -135,6 +153,7 @@ def _chain_json(readings: Readings) -> dict[str, object]:
     return {
         "chain": str(readings.chain),
         "source": len(readings.source),
+        "left_out": readings.left_out,
         "archive": len(readings.archive),
         "target": len(readings.target),
         "segments": {str(level): count for level, count in sorted(readings.segments.items())},

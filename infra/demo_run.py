@@ -17,12 +17,13 @@ from infra.demo_compare import Archived, read_archive
 from infra.demo_publish import Load, SitePublisher
 from infra.demo_services import Service, run_command
 from infra.demo_view import View
-from infra.demo_world import TARGET, Services, World
+from infra.demo_world import ADVISORIES, SAMPLE_SECONDS, TARGET, Services, World
 from infra.facts import read_facts
 from infra.fleet import describe
 
 ARRIVAL_TIMEOUT = 60.0  # seconds without a further message at the centre
 DARK = 1.5  # seconds between a kill and the next start
+IDLE_SECONDS = 8.0  # until egress has noticed that a stream is idle, and its advisories are stored
 TICK = 0.5  # seconds between two looks at the counts
 
 
@@ -39,6 +40,7 @@ class Run:
     publishers: list[SitePublisher] = field(default_factory=list)
     archive: dict[Chain, Archived] = field(default_factory=dict)
     publishing_seconds: float = 0.0
+    published_until: float = 0.0
 
     @property
     def services(self) -> Services:
@@ -79,7 +81,8 @@ class Run:
             working = [group.create_task(publisher.run(stop)) for publisher in self.publishers]
             working += [group.create_task(self._disturb()), group.create_task(self._compact_meanwhile())]
             await asyncio.wait(working[: len(self.publishers)])
-            self.publishing_seconds = self.clock.monotonic() - started
+            self.published_until = self.clock.monotonic()
+            self.publishing_seconds = self.published_until - started
             await asyncio.wait(working)
             watching.cancel()
         for publisher in self.publishers:
@@ -116,6 +119,23 @@ class Run:
             self.world.folder, "compact", "floe", "compact", "-c", str(self.world.central_config), "--json"
         )
         self.view.say(f"floe compact: {_summary(out)} in {self.clock.monotonic() - started:.0f} s")
+
+    async def wait_for_silence(self) -> None:
+        """Return when the last advisories have come: every node has been silent for longer than its time."""
+        over = self.published_until + SAMPLE_SECONDS + IDLE_SECONDS
+        told, since = -1, self.clock.monotonic()
+        while self.clock.monotonic() < max(over, since + IDLE_SECONDS):
+            now = await self._told()
+            if now != told:
+                told, since = now, self.clock.monotonic()
+            self.view.progress(f"{told:,} advisories")
+            self.services.check()
+            await self.clock.sleep(TICK)
+        self.view.say(f"{told:,} advisories were published at the sites")
+
+    async def _told(self) -> int:
+        found = [await stream_info(self.clients[site], ADVISORIES) for site in self.world.sites]
+        return sum(info.messages for info in found if info)
 
     async def drain_egress(self) -> None:
         """Stop egress at each site as a service manager would."""

@@ -17,7 +17,7 @@ from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
 
 SITES = ("us-east", "eu-west")
-NODES, AWKWARD = "NODES", "AWKWARD"  # the streams of a site
+NODES, AWKWARD, ADVISORIES = "NODES", "AWKWARD", "ADVISORIES"  # the streams of a site
 TARGET, PREFIX = "FLEET", "fleet"
 BUCKET = "floe"
 
@@ -37,6 +37,19 @@ STREAMS: dict[str, dict[str, Any]] = {
         "allow_msg_schedules": True,
         "allow_atomic": True,
     },
+    ADVISORIES: {"name": ADVISORIES, "subjects": ["advisories.>"], "storage": "file"},
+}
+
+# One document of each node in ten seconds, at once where its size changes, and word of the silent ones.
+WARN_SECONDS, SAMPLE_SECONDS = 5, 10
+SAMPLED = {
+    "stream": NODES,
+    "inspect_field": "sender",
+    "inspect_duration": f"{SAMPLE_SECONDS}s",
+    "warn_duration": f"{WARN_SECONDS}s",
+    "size_trigger": "1K",
+    "snapshot_interval": "2s",
+    "advisory": {"subject": "advisories.%s", "reliable": True},
 }
 
 # Short enough that a run of a minute sees dozens of segments, two compactions and a deletion.
@@ -136,13 +149,13 @@ class World:
                     "monitor": {"listen": ""},
                     "lease_ttl": LEASE_TTL,
                     "defaults": {"segment": SEGMENT},
-                    "feeds": [{"stream": NODES}, {"stream": AWKWARD}],
+                    "feeds": [SAMPLED, {"stream": AWKWARD}, {"stream": ADVISORIES}],
                 },
             },
         )
 
     def _central(self) -> dict[str, Any]:
-        sources = [{"site": list(SITES), "feed": [NODES, AWKWARD], "subject_prefix": PREFIX}]
+        sources = [{"site": list(SITES), "feed": list(STREAMS), "subject_prefix": PREFIX}]
         create = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
         return {
             "nats": {"url": self.central.url},

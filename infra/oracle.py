@@ -78,8 +78,8 @@ class Trace:
 class Comparison:
     """How what was found differs from what was expected; counts of messages.
 
-    `gone`: found, and no longer held by the source, which does not count as damage. `examples`: a few lines
-    that name sequences.
+    `gone`: found, and no longer held by the source, which does not count as damage. `left_out`: not found, as
+    the archive's ledger says. `examples`: a few lines that name sequences.
     """
 
     name: str = ""
@@ -93,6 +93,7 @@ class Comparison:
     altered: int = 0
     unexpected: int = 0
     gone: int = 0
+    left_out: int = 0
     examples: tuple[str, ...] = ()
 
     @property
@@ -124,6 +125,27 @@ def compare(expected: Trace, found: Trace, *, name: str = "", may_be_gone: bool 
     counts as gone. Raises ValueError where `expected` is not in order.
     """
     return _Walk(expected, found, name, may_be_gone).result()
+
+
+def allow(comparison: Comparison, left_out: int) -> Comparison:
+    """The comparison where `left_out` messages, no more and no fewer, were left out by choice.
+
+    Where another number is missing, the difference counts as lost.
+    """
+    missing = comparison.lost
+    if missing == left_out:
+        return replace(
+            comparison, lost_prefix=0, lost_middle=0, lost_postfix=0, left_out=left_out, examples=()
+        )
+    example = f"missing {missing}, expected {left_out} by the ledger"
+    return replace(
+        comparison,
+        lost_prefix=0,
+        lost_middle=abs(missing - left_out),
+        lost_postfix=0,
+        left_out=min(missing, left_out),
+        examples=(example, *comparison.examples),
+    )
 
 
 def total(comparisons: Iterable[Comparison], name: str = "") -> Comparison:

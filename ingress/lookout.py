@@ -14,6 +14,7 @@ from common.service.logs import get_logger
 from common.service.threads import Threads
 from ingress.lane import Lane
 from ingress.plan import ChainPlan, Phase, first_position, plan_chain
+from ingress.relays import Relays
 from ingress.roster import Roster
 
 log = get_logger("ingress.lookout")
@@ -25,9 +26,15 @@ class Lookout:
     """Reads documents and listings for the lanes of one target."""
 
     def __init__(
-        self, roster: Roster, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock
+        self,
+        roster: Roster,
+        store: SegmentStore,
+        documents: ChainStore,
+        relays: Relays,
+        threads: Threads,
+        clock: Clock,
     ) -> None:
-        self._roster, self._store, self._documents = roster, store, documents
+        self._roster, self._store, self._documents, self._relays = roster, store, documents, relays
         self._threads, self._clock = threads, clock
 
     async def finds(self, lane: Lane, positions: Mapping[Chain, int]) -> bool:
@@ -68,6 +75,8 @@ class Lookout:
         document = await self._threads.run(self._documents.read_chain, lane.chain)
         if document is None:
             lane.waits_for = "chain.json is not there yet"
+        else:
+            self._relays.note(lane.chain, document)
         return document
 
     async def _look(self, lane: Lane) -> None:

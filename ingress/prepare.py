@@ -81,11 +81,16 @@ class _Columns:
 
 
 class Preparer:
-    """Prepares the rows of one chain; used by one thread at a time."""
+    """Prepares the rows of one chain; used by one thread at a time.
+
+    `relay`: the chain's stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set
+    before the first row; elsewhere they travel escaped, and a forged one hides nothing.
+    """
 
     def __init__(self, chain: Chain, rule: SubjectRule, shape: Shape) -> None:
         self._chain, self._rule, self._shape = chain, rule, shape
         self._origin = _origin(chain)
+        self.relay = False
         self._mapped: dict[bytes, bytes] = {}
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
@@ -166,7 +171,8 @@ class Preparer:
         acting = self._shape.control_headers
         if acting and not _may_act(block, acting):
             acting = frozenset()
-        return b"%b%d %d\r\n%b\r\n" % (self._origin, sequence, timestamp_ns, escaped_lines(block, acting))
+        lines = escaped_lines(block, acting, relay=self.relay)
+        return b"%b%d %d\r\n%b\r\n" % (self._origin, sequence, timestamp_ns, lines)
 
     # Sizes
 

@@ -14,6 +14,7 @@ from ingress.blocks import Block, Rows
 from ingress.budget import Budget
 from ingress.decoder import Decoder
 from ingress.intent import Intent, Piece
+from ingress.relays import Relays
 from ingress.roster import Roster
 
 log = get_logger("ingress.recall")
@@ -25,8 +26,11 @@ class Recall:
     """Reads the rows that an intent names; the blocks' bytes are counted in `budget` without waiting for it,
     because what was decoded ahead is not published before the intent is closed."""
 
-    def __init__(self, store: SegmentStore, threads: Threads, budget: Budget, roster: Roster) -> None:
+    def __init__(
+        self, store: SegmentStore, threads: Threads, budget: Budget, roster: Roster, relays: Relays
+    ) -> None:
         self._store, self._threads, self._budget, self._roster = store, threads, budget, roster
+        self._relays = relays
         self._decoder = Decoder(store, threads, budget)
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
@@ -95,6 +99,7 @@ class Recall:
     async def _read_stretch(self, stretch: Stretch[SegmentRef], blocks: list[Block]) -> None:
         ref = stretch.segment
         preparer = self._roster.preparer(ref.chain)
+        preparer.relay = await self._relays.of(ref.chain)
         problem = await self._decoder.read(ref, stretch.rows, preparer, blocks.append, wait=False)
         if problem is not None:
             raise problem

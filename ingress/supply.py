@@ -25,6 +25,7 @@ from ingress.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS
 from ingress.lane import Lane
 from ingress.lookout import Lookout
 from ingress.recall import Recall
+from ingress.relays import Relays
 from ingress.roster import Roster
 
 log = get_logger("ingress.supply")
@@ -52,12 +53,13 @@ class Supply:
     ) -> None:
         self.target, self.roster = target, roster
         self._clock = clock
-        self._lookout = Lookout(roster, store, documents, threads, clock)
+        self._relays = Relays(documents, threads)
+        self._lookout = Lookout(roster, store, documents, self._relays, threads, clock)
         # The rest is for what decoding needs beside the rows, for what is on the wire, and for what the
         # allocator keeps.
         self._budget = Budget(memory_limit // 4)
         self._decoder = Decoder(store, threads, self._budget)
-        self.recall = Recall(store, threads, self._budget, roster)
+        self.recall = Recall(store, threads, self._budget, roster, self._relays)
         self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
         self._turns: asyncio.Queue[Lane] = asyncio.Queue()
         self._ready: deque[Block] = deque()
@@ -198,6 +200,7 @@ class Supply:
             self._ready.append(block)
             self._filled.set()
 
+        lane.preparer.relay = await self._relays.of(lane.chain)
         try:
             problem = await self._decoder.read(ref, stretch.rows, lane.preparer, emit)
         except SegmentCorrupt as error:

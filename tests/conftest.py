@@ -12,7 +12,8 @@ from infra.local.seaweedfs import SeaweedFS
 from tests.support import SharedS3
 
 # A developer's credentials or proxies must neither help nor hurt a test.
-for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) and n != "FLOE_SEED"]:
+_KEPT = ("FLOE_SEED", "FLOE_NATS_SERVER_")  # the seed of a run, older servers
+for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) and not n.startswith(_KEPT)]:
     del os.environ[_name]
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
     os.environ.pop(_name, None)

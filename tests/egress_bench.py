@@ -36,7 +36,7 @@ from tests.support import SharedS3, soon, unique
 SITE = "site"
 QUICK = Tuning(
     pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
-    pace=Pace(tick=0.05, check=0.3),
+    pace=Pace(tick=0.05, check=0.3, advance=0.1, idle=0.3),
     confirming=Confirming(times=3, span=0.3, attempts=12),
 )
 

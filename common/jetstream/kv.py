@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
-from common.jetstream.client import FloeClient
+from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
 from common.jetstream.requests import NOBODY, ApiError, api_error
 from common.jetstream.streams import (
@@ -27,7 +28,7 @@ from common.jetstream.streams import (
 )
 from common.segments.segment import Message
 
-WRONG_LAST_SEQUENCE = 10071
+WRONG_LAST_SEQUENCE = (10071, 10164)  # the second one where another write of the key is in flight
 NAME_IN_USE = 10058
 REQUEST_TIMEOUT = 5.0  # seconds
 NANOSECONDS = 1_000_000_000
@@ -129,9 +130,22 @@ class KeyValue:
         """Delete `key`, if given only at that revision; False where the key has moved on."""
         return await self._write(key, b"", revision, b"KV-Operation: DEL") is not None
 
+    async def listen(self, pattern: str, heard: Callable[[str, bytes | None], None]) -> RawSubscription:
+        """Call `heard` with key and value (None: deleted) of each write on keys like `pattern`, at once.
+
+        `*` stands for any token. A hint: a write that the server refuses is heard too, one may be missed, and
+        nothing is heard of what expires. Raises as `subscribe_raw`.
+        """
+
+        def sink(subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+            key = subject.decode("utf-8", "backslashreplace").removeprefix(self._prefix)
+            heard(key, None if header(headers, b"KV-Operation") else payload)
+
+        return await self._client.subscribe_raw(self._prefix + pattern, sink)
+
     async def keys(self, prefix: str = "") -> list[str]:
         """The keys that have a value and begin with `prefix`, sorted."""
-        names = [name for name in await self._names() if name.startswith(prefix)]
+        names = [name for name in await self._names(prefix) if name.startswith(prefix)]
         gate = asyncio.Semaphore(PARALLEL_READS)
 
         async def is_set(name: str) -> bool:
@@ -141,12 +155,15 @@ class KeyValue:
         found = await asyncio.gather(*(is_set(name) for name in names))
         return sorted(name for name, there in zip(names, found, strict=True) if there)
 
-    async def _names(self) -> list[str]:
+    async def _names(self, prefix: str) -> list[str]:
         names: list[str] = []
+        wanted = f"{self._prefix}{prefix.rpartition('.')[0]}".removesuffix(".") + ".>"
         while True:
-            request = {"subjects_filter": f"{self._prefix}>", "offset": len(names)}
+            request = {"subjects_filter": wanted, "offset": len(names)}
             try:
-                answer = await ask(self._client, f"STREAM.INFO.{self._stream}", request)
+                answer = await ask(
+                    self._client, f"STREAM.INFO.{self._stream}", request, timeout=self._timeout
+                )
             except ApiError as error:
                 raise self._gone(error) from None
             subjects = (answer.get("state") or {}).get("subjects") or {}
@@ -191,7 +208,7 @@ class KeyValue:
             document = json.loads(answer)
             if error := document.get("error"):
                 failure = api_error(error, f"key {key} of {self.bucket}")
-                if isinstance(failure, ApiError) and failure.err_code == WRONG_LAST_SEQUENCE:
+                if isinstance(failure, ApiError) and failure.err_code in WRONG_LAST_SEQUENCE:
                     return None
                 raise failure
             revision, stream = document["seq"], document["stream"]

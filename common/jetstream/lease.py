@@ -11,9 +11,11 @@ import asyncio
 import os
 import secrets
 import socket
+from collections.abc import Callable
 
 from common.clock import Clock
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import FloeError, OutcomeUnknown
+from common.jetstream.client import RawSubscription
 from common.jetstream.kv import BucketGone, KeyValue
 from common.service.logs import get_logger
 
@@ -35,33 +37,49 @@ class Leases:
             raise ValueError(
                 f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s"
             )
-        self._kv, self.owner, self._ttl, self._clock = kv, owner, ttl, clock
+        self._kv, self.owner, self.ttl, self._clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:
         """The lease on `key`; None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
+        try:
+            return await self._acquire(key)
+        except BucketGone:
+            await self._kv.ensure()
+            return await self._acquire(key)
+
+    async def _acquire(self, key: str) -> Lease | None:
         started = self._clock.monotonic()
         try:
-            revision = await self._create(key)
+            revision = await self._kv.create(key, self.owner.encode())
         except OutcomeUnknown:
             revision = None  # it may have been done; the value tells
         if revision is None:
-            entry = await self._kv.get(key)
-            if entry is None or entry.value != self.owner.encode():
-                return None
-            revision = entry.revision
-        return Lease(self._kv, key, self.owner, revision, started, self._ttl, self._clock)
+            started = self._clock.monotonic()
+            revision = await self._renew_own(key)
+        return None if revision is None else self._lease(key, revision, started)
+
+    async def _renew_own(self, key: str) -> int | None:
+        """Write a lease that this owner holds already anew: nobody knows how much of its time is left."""
+        entry = await self._kv.get(key)
+        if entry is None or entry.value != self.owner.encode():
+            return None
+        return await self._kv.update(key, entry.value, entry.revision)
+
+    def _lease(self, key: str, revision: int, started: float) -> Lease:
+        return Lease(self._kv, key, self.owner, revision, started, self.ttl, self._clock)
+
+    async def keys(self, prefix: str) -> list[str]:
+        """The keys that begin with `prefix` and are held by anybody. Raises as `acquire`."""
+        return await self._kv.keys(prefix)
+
+    async def listen(self, pattern: str, heard: Callable[[str, bytes | None], None]) -> RawSubscription:
+        """Hear at once who takes, renews and releases what, as `KeyValue.listen`."""
+        return await self._kv.listen(pattern, heard)
 
     async def holder(self, key: str) -> str | None:
         """The owner of the lease on `key`; None where nobody holds it."""
         entry = await self._kv.get(key)
         return None if entry is None else entry.value.decode("utf-8", "backslashreplace")
-
-    async def _create(self, key: str) -> int | None:
-        try:
-            return await self._kv.create(key, self.owner.encode())
-        except BucketGone:
-            await self._kv.ensure()
-            return await self._kv.create(key, self.owner.encode())
 
 
 class Lease:
@@ -83,7 +101,10 @@ class Lease:
         return not self.lost.is_set() and self._clock.monotonic() < self._deadline - self._ttl / 3
 
     async def keep(self) -> None:
-        """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`."""
+        """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`.
+
+        Cancelled once, it ends: nothing would be worse than a lease that is renewed for nobody.
+        """
         pause = self._ttl / 3
         while not self.lost.is_set():
             await self._clock.sleep(pause)
@@ -91,6 +112,7 @@ class Lease:
                 self._lose("its time ran out")
             else:
                 pause = self._ttl / (3 if await self._renew() else 10)
+            _end_if_cancelled()
 
     async def release(self) -> None:
         """Give it up, so that another owner need not wait; what fails here, expiry does later."""
@@ -100,7 +122,7 @@ class Lease:
             try:
                 if await self._kv.delete(self.key, self._revision) or not await self._adopt():
                     return
-            except (Unavailable, OutcomeUnknown) as error:
+            except FloeError as error:
                 log.info("lease left to expire", action="lease_release", key=self.key, reason=str(error))
                 return
 
@@ -118,7 +140,7 @@ class Lease:
                     return False
         except BucketGone:
             self._lose("the bucket was deleted")
-        except (Unavailable, OutcomeUnknown) as error:
+        except FloeError as error:  # whatever it is, the time that is left decides
             log.warning("lease not renewed", action="lease_renew", key=self.key, reason=str(error))
         return False
 
@@ -136,3 +158,13 @@ class Lease:
     def _lose(self, why: str) -> None:
         log.warning("lease lost", action="lease_lost", key=self.key, reason=why)
         self.lost.set()
+
+
+def _end_if_cancelled() -> None:
+    """Raises CancelledError in a task whose cancellation was swallowed on the way.
+
+    `asyncio.wait_for` of Python 3.11 does that where the cancellation comes together with its result.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

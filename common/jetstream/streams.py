@@ -52,7 +52,8 @@ class ConsumerInfo:
     """What CONSUMER.INFO says of a consumer; sequences are 0 before the first message.
 
     `stream_sequence`, `consumer_sequence`: of the last message delivered; `pending`: matching messages that
-    were not delivered yet, by the consumer's leader.
+    were not delivered yet, by the consumer's leader. `ack_floor`: the consumer sequence up to which every
+    message is acknowledged; `ack_pending`: how many were delivered and are not acknowledged.
     """
 
     name: str
@@ -62,6 +63,8 @@ class ConsumerInfo:
     consumer_sequence: int
     pending: int
     leader: str
+    ack_floor: int = 0
+    ack_pending: int = 0
 
 
 class AckReply(NamedTuple):
@@ -158,6 +161,22 @@ async def get_message(client: FloeClient, stream: str, sequence: int) -> Message
     return await _deliver(client, stream, sequence) if "\ufffd".encode() in message.subject else message
 
 
+async def next_message(
+    client: FloeClient, stream: str, sequence: int, filter_subject: str = ""
+) -> Message | None:
+    """The first message at or after `sequence` that the filter takes (empty: any); None if there is none.
+
+    Raises ApiError where there is no such stream.
+    """
+    request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
+    try:
+        return stored_message(await ask(client, f"STREAM.MSG.GET.{_name(stream)}", request))
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+
+
 def stored_message(answer: dict[str, Any]) -> Message:
     """The message in an answer of STREAM.MSG.GET. Raises DataError."""
     try:
@@ -230,6 +249,17 @@ async def consumer_info(client: FloeClient, stream: str, consumer: str) -> Consu
         raise
 
 
+async def consumer_names(client: FloeClient, stream: str) -> list[str]:
+    """The names of all consumers of the stream. Raises ApiError where there is no such stream."""
+    names: list[str] = []
+    while True:
+        answer = await ask(client, f"CONSUMER.NAMES.{_name(stream)}", {"offset": len(names)})
+        page = answer.get("consumers") or []
+        names += map(str, page)
+        if not page or len(names) >= int(answer.get("total", 0)):
+            return names
+
+
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """Delete the consumer; False if it was not there."""
     try:
@@ -281,6 +311,8 @@ def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
             consumer_sequence=_count(delivered.get("consumer_seq", 0)),
             pending=_count(answer.get("num_pending", 0)),
             leader=_leader(answer),
+            ack_floor=_count((answer.get("ack_floor") or {}).get("consumer_seq", 0)),
+            ack_pending=_count(answer.get("num_ack_pending", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 from common.errors import FloeError
 from common.objects.checksums import ChecksumMismatch
 from common.objects.port import ObjectStore
 
 PROBE_PREFIX = "_floe/probe/"
+
+_answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
+
+
+def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
+    """`verifies_checksums`, asked once for each `objects`."""
+    answer = _answers.get(objects)
+    if answer is None:
+        answer = _answers[objects] = verifies_checksums(objects, prefix)
+    return answer
 
 
 def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:

@@ -18,16 +18,25 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format_version: int
 
 
-class _StreamWire(_Wire, frozen=True, forbid_unknown_fields=True):
+class _BeginWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    filters: list[str]
+    first: int
+    relay: bool = False
+
+
+class _StreamWire(_Wire, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     config: dict[str, Any]
     created: str
     previous: dict[str, int] | None
+    chains: list[_BeginWire] = []
+    continues: bool = False
 
 
-class _ChainWire(_Wire, frozen=True, forbid_unknown_fields=True):
+class _ChainWire(_Wire, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     filters: list[str]
     partitions: int
     first: int
+    relay: bool = False
 
 
 class _FloorWire(_Wire, frozen=True, forbid_unknown_fields=True):
@@ -42,57 +51,72 @@ W = TypeVar("W", bound=_Wire)
 
 
 @dataclass(frozen=True, slots=True)
-class StreamDocument:
-    """One incarnation of a stream. `config`, `created`: as STREAM.INFO had them when it was first seen.
-
-    `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
-    where there is no incarnation before. Raises ValueError where one is outside its range.
-    """
-
-    config: Mapping[str, Any]
-    created: str
-    previous: Mapping[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        for partition, end in (self.previous or {}).items():
-            _expect("previous: partition", partition, 0, MAX_PARTITION)
-            _expect("previous: end", end, 0, MAX_SEQUENCE)
-
-    def to_json(self) -> bytes:
-        previous = None if self.previous is None else {str(p): end for p, end in self.previous.items()}
-        return _encode(_StreamWire(FORMAT_VERSION, dict(self.config), self.created, previous))
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> StreamDocument:
-        """What `to_json` wrote. Raises ValueError."""
-        wire = _decode(raw, _StreamWire)
-        previous = None if wire.previous is None else {_number(p): end for p, end in wire.previous.items()}
-        return cls(wire.config, wire.created, previous)
-
-
-@dataclass(frozen=True, slots=True)
 class ChainDocument:
     """What a chain is. `filters`: its filter subjects, none for the whole stream. `partitions`: of its feed.
 
-    `first`: the sequence at which the chain begins. Raises ValueError where a number is outside its range.
+    `first`: the sequence at which the chain begins. `relay`: the stream is itself a target of Floe, so its
+    `Floe-*` headers are believed. Raises ValueError where a number is outside its range.
     """
 
     filters: tuple[str, ...]
     partitions: int
     first: int
+    relay: bool = False
 
     def __post_init__(self) -> None:
         _expect("partitions", self.partitions, 1, MAX_PARTITION + 1)
         _expect("first", self.first, 1, MAX_SEQUENCE)
 
     def to_json(self) -> bytes:
-        return _encode(_ChainWire(FORMAT_VERSION, list(self.filters), self.partitions, self.first))
+        return _encode(
+            _ChainWire(FORMAT_VERSION, list(self.filters), self.partitions, self.first, self.relay)
+        )
 
     @classmethod
     def from_json(cls, raw: bytes) -> ChainDocument:
         """What `to_json` wrote. Raises ValueError."""
         wire = _decode(raw, _ChainWire)
-        return cls(tuple(wire.filters), wire.partitions, wire.first)
+        return cls(tuple(wire.filters), wire.partitions, wire.first, wire.relay)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDocument:
+    """One incarnation of a stream. `config`, `created`: as STREAM.INFO had them when it was first seen.
+
+    `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
+    where there is no incarnation before. `chains`: what each partition's `chain.json` says, by its number, so
+    that all hosts begin alike whoever comes first; empty in documents of the first version. `continues`: it
+    is the same history as the incarnation before, only cut otherwise. Raises ValueError where a number is
+    outside its range.
+    """
+
+    config: Mapping[str, Any]
+    created: str
+    previous: Mapping[int, int] | None = None
+    chains: tuple[ChainDocument, ...] = ()
+    continues: bool = False
+
+    def __post_init__(self) -> None:
+        for partition, end in (self.previous or {}).items():
+            _expect("previous: partition", partition, 0, MAX_PARTITION)
+            _expect("previous: end", end, 0, MAX_SEQUENCE)
+        for chain in self.chains:
+            _expect("chains: partitions", chain.partitions, len(self.chains), len(self.chains))
+
+    def to_json(self) -> bytes:
+        previous = None if self.previous is None else {str(p): end for p, end in self.previous.items()}
+        chains = [_BeginWire(list(each.filters), each.first, each.relay) for each in self.chains]
+        wire = _StreamWire(FORMAT_VERSION, dict(self.config), self.created, previous, chains, self.continues)
+        return _encode(wire)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> StreamDocument:
+        """What `to_json` wrote. Raises ValueError."""
+        wire = _decode(raw, _StreamWire)
+        previous = None if wire.previous is None else {_number(p): end for p, end in wire.previous.items()}
+        count = len(wire.chains)
+        chains = [ChainDocument(tuple(each.filters), count, each.first, each.relay) for each in wire.chains]
+        return cls(wire.config, wire.created, previous, tuple(chains), wire.continues)
 
 
 def floor_to_json(first: int) -> bytes:

@@ -1,7 +1,8 @@
 """The small JSON objects beside the segments: what a chain is, where it begins, where it ends.
 
-    stream.json   one for each incarnation: the stream as it was found, and where the one before ended
-    chain.json    one for each chain: filters, number of partitions, first sequence
+    stream.json   one for each incarnation: the stream as it was found, where the one before ended, and where
+                  each partition begins
+    chain.json    one for each chain: filters, number of partitions, first sequence, whether it is a relay
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
 

@@ -5,6 +5,7 @@
     {prefix}/{chain}/level={l}/{last:020d}-{first:020d}-{digest}.parquet
     {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/stream.json
     {prefix}/_floe/{chain}/{chain.json, floor.json, …}
+    {prefix}/_floe/{chain}/state/{position:020d}-{digest}
     {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
 
 The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
@@ -30,6 +31,10 @@ _SEGMENT = re.compile(
     rf"/(?P<last>[0-9]{{20}})-(?P<first>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})\.parquet"
 )
 _CHAIN_DOCUMENT = re.compile(rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/chain\.json")
+_STATE = re.compile(
+    rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/state"
+    rf"/(?P<position>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
+)
 _TAIL = re.compile(
     rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
@@ -42,6 +47,18 @@ class SegmentName:
     chain: Chain
     level: int
     coverage: SequenceRange
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateName:
+    """What a snapshot's key says. `position`: the first sequence that is not folded into it.
+
+    `digest`: the first 16 hex digits of the SHA-256 of its bytes.
+    """
+
+    chain: Chain
+    position: int
     digest: str
 
 
@@ -85,8 +102,7 @@ class Layout:
         """The key of a segment. Raises ValueError where a part is outside its range."""
         if not 0 <= name.level <= MAX_LEVEL:
             raise ValueError(f"level {name.level}: expected 0 to {MAX_LEVEL}")
-        if not re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", name.digest):
-            raise ValueError(f"digest {name.digest!r}: expected {DIGEST_LENGTH} hex digits")
+        _check_digest(name.digest)
         bounds = f"{name.coverage.last:020d}-{name.coverage.first:020d}"
         return f"{self.segments_prefix(name.chain, name.level)}{bounds}-{name.digest}.parquet"
 
@@ -138,6 +154,29 @@ class Layout:
         """What the keys of the accepted gaps of a chain begin with."""
         return self._under(f"_floe/{_chain_path(chain)}/gaps/")
 
+    # Snapshots of samplers
+
+    def states_prefix(self, chain: Chain) -> str:
+        """What the keys of a chain's snapshots begin with; ends in a slash."""
+        return self._under(f"_floe/{_chain_path(chain)}/state/")
+
+    def state(self, name: StateName) -> str:
+        """The key of a snapshot. Raises ValueError where a part is outside its range."""
+        if not 1 <= name.position <= MAX_SEQUENCE:
+            raise ValueError(f"position {name.position}: expected 1 to 2^63-1")
+        _check_digest(name.digest)
+        return f"{self.states_prefix(name.chain)}{name.position:020d}-{name.digest}"
+
+    def parse_state(self, key: str) -> StateName | None:
+        """What `state` formatted as `key`; None for a foreign key."""
+        relative = self._relative(key) or ""
+        match = _STATE.fullmatch(relative.removeprefix("_floe/"))
+        chain = match and _chain(match)
+        if not match or not chain or not relative.startswith("_floe/"):
+            return None
+        position = int(match["position"])
+        return StateName(chain, position, match["digest"]) if 1 <= position <= MAX_SEQUENCE else None
+
     # Tails and tombstones
 
     def tails_prefix(self) -> str:
@@ -167,6 +206,11 @@ class Layout:
     def ingress_prefix(self, target: str) -> str:
         """What the keys of one target's objects begin with; ends in a slash."""
         return self._under(f"_floe/ingress/{encode(target)}/")
+
+
+def _check_digest(digest: str) -> None:
+    if not re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", digest):
+        raise ValueError(f"digest {digest!r}: expected {DIGEST_LENGTH} hex digits")
 
 
 def _incarnation_path(chain: Chain) -> str:

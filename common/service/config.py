@@ -87,6 +87,11 @@ def _insecure(settings: Settings) -> list[str]:
     ]
 
 
+def read_bytes(path: str) -> bytes:
+    """The content of a file of at most 1 MiB; one byte more of a longer one. Raises ConfigError."""
+    return _read(path)[0]
+
+
 def _read(path: str) -> tuple[bytes, list[str]]:
     """The content of a file, one byte too much of one that is too long, and warnings about its mode."""
     try:

@@ -99,11 +99,19 @@ class Monitor:
     """Serves /metrics /healthz /readyz /status and a status page on `listen`, such as `127.0.0.1:9464`.
 
     An empty `listen` serves nothing. Port 0 takes a free one; `port` tells which (0 while nothing is served).
+    `pages`: others than those of `health`.
     """
 
-    def __init__(self, listen: str, health: Health, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self,
+        listen: str,
+        health: Health,
+        registry: CollectorRegistry = REGISTRY,
+        *,
+        pages: Pages | None = None,
+    ) -> None:
         self._listen = listen
-        self._pages = Pages(health, registry)
+        self._pages = pages or Pages(health, registry)
         self._server: HttpServer | None = None
         self._thread: threading.Thread | None = None
 
@@ -179,11 +187,15 @@ class Pages:
         problems = [escaped(problem) for problem in self._health.problems()]
         return _text(503, "\n".join(problems)) if problems else _text(200, "ready")
 
+    def document(self) -> dict[str, Any]:
+        """What /status and the status page show."""
+        return self._health.status()
+
     def _status(self, _accept: str) -> Answer:
-        return 200, "application/json", _json(self._health.status())
+        return 200, "application/json", _json(self.document())
 
     def _page(self, _accept: str) -> Answer:
-        status = html.escape(_json(self._health.status()).decode())
+        status = html.escape(_json(self.document()).decode())
         links = " ".join(f'<a href="{path}">{path}</a>' for path in self._pages)
         page = f"<!doctype html><meta charset=utf-8><title>Floe</title><p>{links}</p><pre>{status}</pre>\n"
         return 200, "text/html; charset=utf-8", page.encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
 
@@ -16,9 +16,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 log = get_logger("common.shutdown")
 
 
+def exit_at_once(number: int) -> None:
+    """What the second signal does: 143 after SIGTERM, 130 after SIGINT."""
+    os._exit(128 + number)
+
+
 @asynccontextmanager
-async def stop_on_signals() -> AsyncIterator[asyncio.Event]:
-    """An event that the first SIGTERM or SIGINT sets. The second exits at once, with 143 or 130.
+async def stop_on_signals(second: Callable[[int], None] = exit_at_once) -> AsyncIterator[asyncio.Event]:
+    """An event that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
     To be entered in the main thread. On leaving, the former handlers are back.
     """
@@ -31,8 +36,9 @@ async def stop_on_signals() -> AsyncIterator[asyncio.Event]:
         # the default action, which process 1 of a container does not have.
         received.append(number)
         if len(received) > 1:
-            os._exit(128 + number)
-        loop.call_soon_threadsafe(_ask, stop, number)
+            second(number)
+        else:
+            loop.call_soon_threadsafe(_ask, stop, number)
 
     former = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:

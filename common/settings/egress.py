@@ -8,7 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag, model_validator
 
 from common.chain import FEED_PATTERN
+from common.settings.advisory_subject import AdvisorySubject
 from common.settings.base import Section, merged, needed, option, several
+from common.settings.heartbeats import HeartbeatSettings
+from common.settings.overlap import first_overlap, first_repeated
 from common.settings.service import ServiceSettings
 from common.settings.start import StartSettings
 from common.settings.types import (
@@ -20,10 +23,10 @@ from common.settings.types import (
     Required,
     Size,
     StreamName,
-    Subject,
     SubjectFilter,
     Text,
     Whole,
+    is_filter,
 )
 
 
@@ -48,24 +51,41 @@ class SegmentSettings(Section):
     compression_level: Annotated[Whole, Range(1, 22)] = option(1, "of zstd")
 
 
+MAX_PARTITIONS = 1024
+PARTITION = "{partition}"  # stands for the number in a template
+
+
 class PartitionSettings(Section):
     """Filtered slices of a feed, numbered from 0."""
 
-    count: Annotated[Whole, Range(1, 65536)] = option(1, "how many")
+    count: Annotated[
+        Whole, Range(1, MAX_PARTITIONS, "each has a worker, a consumer and a lease of its own")
+    ] = option(1, "how many")
     subject: Text = option("", "the filter of each, with `{partition}` in it; needed where count is over 1")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
-        if self.count > 1 and "{partition}" not in self.subject:
+        if self.count > 1 and PARTITION not in self.subject:
             yield (
                 "subject",
                 f"expected {{partition}} in it where count is {self.count}, found {self.subject!r}",
             )
+        elif self.subject and not is_filter(self.filters()[0]):
+            yield (
+                "subject",
+                f"expected a subject, * and a last > allowed, without empty tokens, found {self.subject!r}",
+            )
+
+    def filters(self) -> tuple[str, ...]:
+        """The filter of each, by its number. No two overlap: they differ in a token that is no wildcard."""
+        return tuple(self.subject.replace(PARTITION, str(number)) for number in range(self.count))
 
 
 class AdvisorySettings(Section):
     """Documents about who was seen when."""
 
-    subject: Text = option("", "where they are published; `%s` the event, `%v` the value; empty: none")
+    subject: AdvisorySubject = option(
+        "", "where they are published; `%s` the event, `%v` the value; empty: none"
+    )
     reliable: Flag = option(False, "try again until they are stored")
 
 
@@ -127,10 +147,12 @@ class FeedSettings(StartSettings):
         """The filter subject of each partition, by its number; empty: all subjects. Never without one."""
         if isinstance(self.partitions, tuple):
             return self.partitions
-        count, subject = self.partitions.count, self.partitions.subject
-        if not subject:
-            return (self.filter_subject,)
-        return tuple(subject.replace("{partition}", str(number)) for number in range(count))
+        return self.partitions.filters() if self.partitions.subject else (self.filter_subject,)
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether `partitions` says what is frozen, even if that is one slice."""
+        return self.partitions != PartitionSettings()
 
     @property
     def sampling_key(self) -> str:
@@ -143,8 +165,10 @@ class FeedSettings(StartSettings):
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()
-        if self.filter_subject and self.partitions != PartitionSettings():
+        if self.filter_subject and self.is_partitioned:
             yield "filter_subject", "expected either filter_subject or partitions, found both"
+        if isinstance(self.partitions, tuple):
+            yield from _problems_of(self.partitions)
         found = self._sampling_keys()
         if len(found) > 1:
             yield found[1], f"expected at most one key to sample by, found {' and '.join(found)}"
@@ -166,21 +190,16 @@ class FeedSettings(StartSettings):
             )
 
 
-class HeartbeatSubjectSettings(Section):
-    """One subject that heartbeats go to."""
-
-    subject: Annotated[Subject, Required] = needed("the subject")
-    interval: Annotated[Duration, Range("1s", "1d", or_zero=True)] = option("0s", "0s: that of `heartbeats`")
-
-
-class HeartbeatSettings(Section):
-    """Messages that keep a quiet stream moving."""
-
-    interval: Annotated[Duration, Range("1s", "1d")] = option("10s", "between two of them")
-    headers: dict[Text, Text] = option({}, "headers of each")
-    subjects: tuple[HeartbeatSubjectSettings, ...] = option(
-        (), "where they are published; none: no heartbeats"
-    )
+def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a list of partitions."""
+    if not filters or not all(filters):
+        yield "partitions", f"expected filters, none of them empty, found {list(filters)}"
+    elif len(filters) > MAX_PARTITIONS:
+        yield "partitions", f"expected at most {MAX_PARTITIONS} filters, found {len(filters)}"
+    elif repeated := first_repeated(filters):
+        yield "partitions", f"expected each filter once, found {repeated!r} again"
+    elif pair := first_overlap(filters):
+        yield "partitions", f"expected filters that do not overlap, found {pair[0]!r} and {pair[1]!r}"
 
 
 class EgressSettings(ServiceSettings):

@@ -204,6 +204,16 @@ Time = Annotated[Text, readable(parse_time, TIME_FORM), Kind("time")]
 Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), Kind("address")]
 
 
+def is_subject(text: str) -> bool:
+    """Whether `text` can be published to: no wildcards, spaces, control characters or empty tokens."""
+    return bool(_SUBJECT.fullmatch(text))
+
+
+def is_filter(text: str) -> bool:
+    """Whether `text` is a subject filter: a subject, `*` and a last `>` allowed, without empty tokens."""
+    return bool(_FILTER.fullmatch(text))
+
+
 def required(value: Any) -> Any:
     """Refuses empty text and empty lists where a value must stand."""
     if not value:

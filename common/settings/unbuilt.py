@@ -15,20 +15,7 @@ class Unbuilt(NamedTuple):
     values: tuple[object, ...] = ()
 
 
-_NATS = ("context", "nkey_seed_file", "jwt_file", "jetstream_domain")
-_FEED = (
-    "partitions",
-    "relay",
-    "inspect_field",
-    "inspect_header",
-    "inspect_subject_token",
-    "inspect_force_field",
-    "inspect_duration",
-    "warn_duration",
-    "size_trigger",
-    "snapshot_interval",
-    "advisory",
-)
+_NATS = ("context", "jetstream_domain")
 _SOURCE = (
     "subject_transform",
     "start_sequence",
@@ -41,11 +28,6 @@ _SOURCE = (
 
 UNBUILT = (
     *(Unbuilt(f"{section}.{key}") for section in ("nats", "egress.nats", "ingress.nats") for key in _NATS),
-    Unbuilt("egress.workers"),
-    *(Unbuilt(f"egress.feeds.*.{key}") for key in _FEED),
-    Unbuilt("egress.heartbeats.interval"),
-    Unbuilt("egress.heartbeats.headers"),
-    Unbuilt("egress.heartbeats.subjects"),
     Unbuilt("ingress.events"),
     Unbuilt("ingress.targets.*.exclusive"),
     Unbuilt("ingress.targets.*.delivery"),

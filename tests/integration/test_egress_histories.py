@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +13,12 @@ import pytest
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
-from egress import reader as reader_module
+from egress import consumers
 from egress.archive import Marks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
+from tests.commands import paste
+from tests.disks import restore_disk, save_disk
 from tests.egress_bench import QUICK, Bench, connected
 from tests.support import soon, unique
 
@@ -292,7 +292,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
     await bench.publish(stream, [b"first"] * 10)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 10)
-    real, done = reader_module.create_consumer, []
+    real, done = consumers.create_consumer, []
 
     async def late(client: FloeClient, name: str, config: dict[str, Any]) -> Any:
         if not done:
@@ -300,7 +300,7 @@ async def test_a_stream_recreated_while_the_consumer_is_made_is_not_read_into_th
             await recreate(bench, stream, 25)
         return await real(client, name, config)
 
-    monkeypatch.setattr(reader_module, "create_consumer", late)
+    monkeypatch.setattr(consumers, "create_consumer", late)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 25, incarnation=1)
     assert done
@@ -340,7 +340,7 @@ async def test_objects_that_are_really_lost_are_given_up_by_the_command_of_the_h
         bench.store.delete(ref)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "waiting")
-        await paste(bench, running.status(stream)["hint"])
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
         await bench.archived_to(stream, 10)
     await bench.same(stream, stream)
 
@@ -359,7 +359,7 @@ async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_ever
         await soon(lambda: running.state(stream) == "stopped")
         assert "no segment and no high-water mark" in running.status(stream)["why"]
         assert bench.refs(stream) == []
-        await paste(bench, running.status(stream)["hint"])
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
         await bench.archived_to(stream, 10)
     assert bench.ledger(stream) == {"gone_before_read": 3}
 
@@ -388,7 +388,7 @@ async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Benc
         entry = await state.get(Marks.key(bench.chain(stream)))
         assert entry is not None
         assert entry.value == b"not a mark"
-        await paste(bench, running.status(stream)["hint"])
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
         await bench.archived_to(stream, 10)
 
 
@@ -434,43 +434,3 @@ async def test_a_hole_that_the_source_half_holds_is_filled_as_far_as_it_goes(ben
         await soon(lambda: running.status(stream).get("lost") == 5)
     assert sorted(str(ref.coverage) for ref in bench.refs(stream)) == ["1..10", "16..20", "21..30"]
     assert bench.ledger(stream) == {}
-
-
-async def paste(bench: Bench, hint: str) -> None:
-    """Do what the `nats kv` command of a hint does."""
-    _, _, command = hint.partition("nats kv ")
-    verb, bucket, key, *value = shlex.split(command)
-    state = await KeyValue.open(bench.client, bucket)
-    if verb == "put":
-        await state.put(key, value[0].encode())
-    else:
-        assert verb == "del"
-        await state.delete(key)
-
-
-# Disks
-
-
-async def save_disk(server: NatsServer, folder: Path) -> Path:
-    """A copy of the server's store as it is now."""
-    saved = folder / "saved"
-
-    def save() -> None:
-        server.stop()
-        shutil.copytree(server.store, saved)
-        server.start()
-
-    await asyncio.to_thread(save)
-    return saved
-
-
-async def restore_disk(server: NatsServer, saved: Path) -> None:
-    """Put the copy back in place of what the server has now."""
-
-    def restore() -> None:
-        server.kill()
-        shutil.rmtree(server.store)
-        shutil.copytree(saved, server.store)
-        server.start()
-
-    await asyncio.to_thread(restore)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,102 @@ async def test_a_lease_that_nobody_keeps_is_free_after_its_time(kv: KeyValue):
     await soon(lambda: leases(kv).acquire("k"), 2 * TTL + 1)
     assert TTL * 0.9 < time.monotonic() - began < 2 * TTL
     assert not lease.is_usable()
+
+
+async def test_a_cancellation_that_is_swallowed_on_the_way_still_ends_the_keeping(
+    kv: KeyValue, monkeypatch: pytest.MonkeyPatch
+):
+    """As `asyncio.wait_for` of Python 3.11 does where it comes together with the answer."""
+    lease = await leases(kv).acquire("k")
+    real, asked = kv.update, asyncio.Event()
+
+    async def swallowing(*args: Any) -> int | None:
+        asked.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+        return await real(*args)
+
+    monkeypatch.setattr(kv, "update", swallowing)
+    keeping = asyncio.create_task(lease.keep())
+    await asked.wait()
+    keeping.cancel()
+    await asyncio.wait({keeping}, timeout=TTL)
+    assert keeping.cancelled()
+
+
+async def test_a_cancellation_in_the_very_turn_of_the_answer_ends_the_keeping(kv: KeyValue):
+    lease = await leases(kv).acquire("k")
+    real = kv._client.request_raw
+
+    async def racing(*args: Any, **kwargs: Any) -> Any:
+        answer = await real(*args, **kwargs)
+        came = asyncio.get_running_loop().create_future()
+        waiting = asyncio.wait_for(came, 5)
+        asyncio.get_running_loop().call_later(0.01, lambda: (came.set_result(answer), keeping.cancel()))
+        return await waiting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv._client, "request_raw", racing)
+        keeping = asyncio.create_task(lease.keep())
+        await asyncio.wait({keeping}, timeout=2 * TTL)
+    assert keeping.cancelled()
+
+
+async def test_a_lease_that_is_the_owners_already_is_written_anew(kv: KeyValue):
+    """Nobody knows how much of its time is left."""
+    mine = leases(kv, "me")
+    await mine.acquire("k")
+    before = (await kv.get("k")).revision
+    await asyncio.sleep(TTL / 2)
+    again = await mine.acquire("k")
+    assert (await kv.get("k")).revision > before
+    await asyncio.sleep(TTL * 0.6)
+    assert again.is_usable()
+    assert await leases(kv, "you").acquire("k") is None
+
+
+@pytest.mark.parametrize("err_code", [10071, 10164, 10008, 99999])
+async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(kv: KeyValue, err_code: int):
+    """A cluster that finds itself says so in several ways; 10164: another write of the key is in flight."""
+    lease = await leases(kv, "me").acquire("k")
+    real, refused = kv._client.request_raw, 0
+    answer = b'{"error":{"code":400,"err_code":%d,"description":"wrong last sequence"}}' % err_code
+
+    async def refusing(subject: bytes, *args: Any, **kwargs: Any) -> Any:
+        nonlocal refused
+        refused += subject.startswith(b"$KV.")
+        return (
+            (answer, None)
+            if subject.startswith(b"$KV.") and refused < 3
+            else await real(subject, *args, **kwargs)
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv._client, "request_raw", refusing)
+        keeping = asyncio.create_task(lease.keep())
+        await soon(lambda: refused >= 3, TTL)
+        await asyncio.sleep(TTL / 2)
+        assert lease.is_usable()
+        await stopped(keeping)
+    await lease.release()
+    assert await kv.get("k") is None
+
+
+async def test_writes_are_heard_and_so_are_releases(kv: KeyValue):
+    heard: list[tuple[str, bytes | None]] = []
+    await leases(kv).listen("a.*.*", lambda *what: heard.append(what))
+    lease = await leases(kv, "me").acquire("a.b.c")
+    await leases(kv, "me").acquire("b.b.c")
+    await lease.release()
+    await soon(lambda: heard == [("a.b.c", b"me"), ("a.b.c", None)])
+
+
+async def test_a_bucket_that_is_gone_is_found_gone_though_somebody_listens(client: FloeClient, kv: KeyValue):
+    """Whoever listens to a bucket's writes receives them: then the server does not say that nobody does."""
+    await leases(kv).listen("*", lambda *_: None)
+    await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
+    assert await leases(kv, "me").acquire("k") is not None
+    assert await leases(kv).holder("k") == "me"
 
 
 async def test_a_lease_is_not_used_in_the_last_third_of_its_time(kv: KeyValue):

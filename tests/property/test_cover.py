@@ -25,8 +25,15 @@ class Segment:
 
 positions = st.integers(1, LAST)
 ranges = st.tuples(positions, positions).map(lambda pair: SequenceRange(min(pair), max(pair)))
+
+
+def segment(coverage: SequenceRange, level: int, digest: str) -> Segment:
+    """Named as segments are: by end, beginning and content, so that no two of a level share a name."""
+    return Segment(coverage, level, f"{coverage.last:02d}-{coverage.first:02d}-{digest}")
+
+
 segments = st.lists(
-    st.builds(Segment, ranges, st.integers(0, 3), st.sampled_from("abcd")), max_size=12, unique=True
+    st.builds(segment, ranges, st.integers(0, 3), st.sampled_from("abcd")), max_size=12, unique=True
 )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
-from common.segments.layout import Layout, SegmentName, decode, encode
+from common.segments.layout import Layout, SegmentName, StateName, decode, encode
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 sites = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)
@@ -18,6 +19,7 @@ sequences = st.integers(1, MAX_SEQUENCE) | st.integers(1, 30)
 ranges = st.tuples(sequences, sequences).map(lambda pair: SequenceRange(min(pair), max(pair)))
 digests = st.text("0123456789abcdef", min_size=16, max_size=16)
 names = st.builds(SegmentName, chains, st.integers(0, 9), ranges, digests)
+states = st.builds(StateName, chains, sequences, digests)
 layouts = st.sampled_from([Layout(), Layout("data"), Layout("a/b-c")])
 
 
@@ -44,6 +46,44 @@ def test_document_and_tail_keys_are_read_back_and_told_apart(layout: Layout, cha
         assert layout.parse_segment(other) is None
 
 
+@given(layouts, states)
+def test_a_snapshot_key_is_read_back_and_is_nothing_else(layout: Layout, name: StateName) -> None:
+    key = layout.state(name)
+    assert layout.parse_state(key) == name
+    assert key.startswith(layout.states_prefix(name.chain))
+    assert layout.parse_segment(key) is None
+    assert layout.parse_chain_document(key) is None
+    assert layout.parse_tail(key) is None
+
+
+@given(states, st.data())
+def test_a_snapshot_key_that_was_changed_is_foreign_or_means_something_else(
+    name: StateName, data: st.DataObject
+) -> None:
+    key = Layout("data").state(name)
+    at = data.draw(st.integers(0, len(key) - 1))
+    new = data.draw(st.sampled_from(["", "/", "%", "x", "0", "٣", ".", "\n", key[at] * 2]))
+    changed = key[:at] + new + key[at + 1 :]
+    assume(changed != key)
+    parsed = Layout("data").parse_state(changed)
+    assert parsed is None or (parsed != name and Layout("data").state(parsed) == changed)
+
+
+@given(chains, st.lists(st.tuples(sequences, digests), min_size=2, max_size=10, unique=True))
+def test_keys_of_snapshots_sort_by_position(chain: Chain, found: list[tuple[int, str]]) -> None:
+    keys = [Layout().state(StateName(chain, position, digest)) for position, digest in found]
+    assert sorted(keys) == [Layout().state(StateName(chain, *each)) for each in sorted(found)]
+
+
+@pytest.mark.parametrize(
+    ("position", "digest"),
+    [(0, "0" * 16), (MAX_SEQUENCE + 1, "0" * 16), (1, "0" * 15), (1, "0" * 15 + "g"), (1, "A" * 16)],
+)
+def test_a_snapshot_key_is_not_made_of_parts_outside_their_range(position: int, digest: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Layout().state(StateName(Chain("site", "FEED"), position, digest))
+
+
 @given(layouts, chains)
 def test_no_document_lies_among_segments(layout: Layout, chain: Chain) -> None:
     documents = [
@@ -51,6 +91,7 @@ def test_no_document_lies_among_segments(layout: Layout, chain: Chain) -> None:
         layout.chain_document(chain),
         layout.floor_document(chain),
         layout.gaps_prefix(chain),
+        layout.states_prefix(chain),
         layout.tail(chain),
         layout.tombstones_prefix(chain),
         layout.ingress_prefix("TARGET"),
@@ -82,6 +123,7 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
     for key in (text, f"data/{text}", f"data/_floe/tails/{text}", f"data/_floe/{text}"):
         assert layout.parse_segment(key) is None
         assert layout.parse_chain_document(key) is None
+        assert layout.parse_state(key) is None
         parsed = layout.parse_tail(key)
         assert parsed is None or layout.tail(parsed) == key
 

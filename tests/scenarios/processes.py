@@ -17,11 +17,13 @@ class Service:
     def __init__(self, folder: Path, name: str, *command: str, env: dict[str, str] | None = None) -> None:
         self.name, self._command, self._env = name, command, env or {}
         self.log = folder / f"{name}.log"
+        self.log_size = 0  # when it was last started
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Service:
         """Start it; nothing if it runs."""
         if not self.runs():
+            self.log_size = self.log.stat().st_size if self.log.exists() else 0
             with self.log.open("ab") as log:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "floe", *self._command],

@@ -74,3 +74,23 @@ def test_a_program_reads_the_same_verdict() -> None:
 
     assert (document["ok"], document["lost"], document["repeated"]) == (False, 1, 1)
     assert document["chains"][0]["seconds_behind"] == {"median": 0.3, "most": 0.5}
+
+
+def test_what_the_ledger_left_out_is_not_lost() -> None:
+    sampled = Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1, 3), left_out=1)
+
+    assert result(sampled).ok
+    assert "1 of them were sampled out" in " ".join(result(sampled).figures())
+    assert sampled.row()[1:5] == ("3", "1", "2", "2")
+
+
+@pytest.mark.parametrize("left_out", [0, 2, 3])
+def test_another_number_in_the_ledger_than_is_missing_is_damage(left_out: int) -> None:
+    sampled = Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1, 3), left_out=left_out)
+
+    assert not result(sampled).ok
+    assert f"missing 1, expected {left_out} by the ledger" in " ".join(result(sampled).comparison().examples)
+
+
+def test_what_is_missing_at_the_target_of_a_sampled_chain_is_damage() -> None:
+    assert not result(Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1), left_out=1)).ok

@@ -12,8 +12,10 @@ from common.segments.rows import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
 from egress.budget import Account, Budget
-from egress.builder import GAP_AGE, Builder, Close, Closing, Emitted, Piece
+from egress.builder import GAP_AGE, PIECE_MESSAGES, Builder, Close, Closing, Emitted, Piece
+from egress.columns import chosen
 from egress.ledger import attribute, before_first_gap, gone_before_read
+from egress.sifted import SAMPLED_OUT, TOO_OLD, Sifted
 
 SECOND = 1_000_000_000
 
@@ -25,10 +27,19 @@ def columns(sequences: Iterable[int], *, payload: bytes = b"x" * 10, at: int | N
     return Columns(chosen, times, [b"s"] * count, [None] * count, [payload] * count)
 
 
+def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> Sifted:
+    examined = columns(sequences)
+    selected = [s in kept for s in examined.sequences]
+    codes = bytes(0 if each else code for each in selected)
+    return Sifted(examined, codes, chosen(examined, selected, [f"k{s}" for s in examined.sequences]))
+
+
 class Bench:
     """A builder, its clock and what it emitted."""
 
-    def __init__(self, *, first: int = 1, until: int | None = None, keep: int = 0, **closing: float) -> None:
+    def __init__(
+        self, *, first: int = 1, until: int | None = None, sampled: bool = False, **closing: float
+    ) -> None:
         self.clock = ManualClock()
         self.emitted: list[Emitted] = []
         self.account: Account = Budget(1 << 30).account(lambda: None)
@@ -40,7 +51,7 @@ class Bench:
             self.emitted.append,
             first=first,
             until=until,
-            keep_ns=keep * SECOND,
+            sampled=sampled,
         )
 
     @property
@@ -141,26 +152,57 @@ def test_a_hole_that_holds_no_messages_is_filled_by_what_comes_behind_or_a_heart
         assert bench.segments() == [(SequenceRange(5, 9), [], Close.HOLE)]
 
 
-def test_messages_older_than_max_age_before_the_newest_seen_are_left_out_but_examined() -> None:
-    bench = Bench(keep=100)
-    bench.builder.saw(1_000 * SECOND)
-    bench.builder.messages(columns([1, 2], at=899 * SECOND))
-    bench.builder.messages(columns([3], at=900 * SECOND))
+def test_only_what_is_kept_counts_for_the_limits() -> None:
+    bench = Bench(max_messages=2)
+    bench.builder.sifted(sifted(range(1, 11), kept={2, 5, 6}))
+    assert bench.segments() == [(SequenceRange(1, 5), [2, 5], Close.MESSAGES)]
+    bench.builder.close(Close.DRAIN)
+    assert bench.segments()[1:] == [(SequenceRange(6, 10), [6], Close.DRAIN)]
+    by_size = Bench(max_size=30)
+    by_size.builder.sifted(sifted(range(1, 11), kept={2, 5, 9}))
+    assert by_size.segments() == [(SequenceRange(1, 9), [2, 5, 9], Close.SIZE)]
+
+
+def test_what_is_left_out_is_examined_and_accounted_for_by_its_reason() -> None:
+    bench = Bench()
+    bench.builder.sifted(sifted([1, 2, 4, 7], kept={2}, code=TOO_OLD))
+    bench.builder.sifted(sifted([8, 9], kept={9}, code=SAMPLED_OUT))
     bench.builder.close(Close.DRAIN)
     (piece,) = bench.pieces
-    assert (piece.examined, piece.rows.sequences) == ([1, 2, 3], [3])
-    assert attribute(piece, 1, filtered=False).counts == {Reason.TOO_OLD: 2}
+    assert (piece.examined, piece.rows.sequences) == ([1, 2, 4, 7, 8, 9], [2, 9])
+    assert attribute(piece, 4, filtered=False).counts == {
+        Reason.TOO_OLD: 3,
+        Reason.SAMPLED_OUT: 1,
+        Reason.GONE_BEFORE_READ: 1,
+        Reason.DELETED: 2,
+    }
 
 
-def test_a_newer_message_makes_later_old_ones_too_old() -> None:
-    bench = Bench(keep=100)
-    bench.builder.messages(columns([1], at=50 * SECOND))
-    bench.builder.messages(columns([2], at=500 * SECOND))
-    bench.builder.messages(columns([3], at=50 * SECOND))
-    bench.builder.close(Close.DRAIN)
-    assert bench.pieces[0].rows.sequences == [1, 2]
+def test_a_stretch_without_a_kept_message_still_becomes_a_segment_with_its_tip() -> None:
+    bench = Bench(max_age=60)
+    bench.builder.sifted(sifted([1, 2, 3], kept=set()))
+    bench.clock.advance(60)
+    bench.builder.tick()
+    assert bench.segments() == [(SequenceRange(1, 3), [], Close.AGE)]
     assert bench.pieces[0].last is not None
     assert bench.pieces[0].last.sequence == 3
+
+
+def test_rows_of_a_sampled_feed_have_their_sample_keys() -> None:
+    bench = Bench(sampled=True, max_messages=2)
+    bench.builder.sifted(sifted(range(1, 9), kept={1, 4, 6}))
+    bench.builder.close(Close.DRAIN)
+    assert [piece.rows.sample_keys for piece in bench.pieces] == [["k1", "k4"], ["k6"]]
+
+
+def test_what_is_left_out_is_charged_too_and_handed_over_in_bounded_pieces() -> None:
+    """99 % sampled out: neither the lists nor the queue of pieces grow behind the budget's back."""
+    bench = Bench()
+    for first in range(1, 100_001, 1_000):
+        bench.builder.sifted(sifted(range(first, first + 1_000), kept=set(range(first, first + 10))))
+    bench.builder.close(Close.DRAIN)
+    assert max(len(piece.examined) for piece in bench.pieces) < PIECE_MESSAGES + 1_000
+    assert bench.account.used == sum(piece.memory for piece in bench.pieces) > 99_000 * 40
 
 
 def test_a_piece_with_gaps_is_handed_over_early() -> None:
@@ -183,6 +225,7 @@ def test_what_is_charged_is_what_the_pieces_say() -> None:
 
 STEP = st.one_of(
     st.tuples(st.just("messages"), st.lists(st.integers(1, 4), min_size=1, max_size=30)),
+    st.tuples(st.just("some"), st.lists(st.integers(1, 4), min_size=1, max_size=30)),
     st.tuples(st.just("passed"), st.integers(0, 20)),
     st.tuples(st.just("time"), st.integers(1, 40)),
 )
@@ -201,15 +244,17 @@ def test_segments_account_for_everything_once(
     """Coverages are gapless from the first sequence on, hold every message once, and no segment is too
     full."""
     bench = Bench(max_messages=max_messages, max_size=max_size, until=until)
-    sent, reached = [], 0
+    sent, received, reached = [], [], 0
     for what, value in steps:
-        if what == "messages":
+        if what in ("messages", "some"):
             batch = []
             for distance in value:  # type: ignore[attr-defined]
                 reached += distance
                 batch.append(reached)
-            bench.builder.messages(columns(batch))
-            sent += batch
+            kept = {s for s in batch if what == "messages" or s % 3 == 0}
+            bench.builder.sifted(sifted(batch, kept=kept))
+            sent += sorted(kept)
+            received += batch
         elif what == "passed":
             reached += value  # type: ignore[operator]
             bench.builder.passed(reached)
@@ -226,6 +271,12 @@ def test_segments_account_for_everything_once(
     assert all(len(rows) <= max_messages for _, rows, _ in segments)
     for coverage, rows, _ in segments:
         assert all(s in coverage for s in rows)
+    ledgers = [attribute(piece, 1, filtered=False).counts for piece in bench.pieces]
+    within = [s for s in received if s <= last]
+    assert sum(ledger.get(Reason.SAMPLED_OUT, 0) for ledger in ledgers) == len(within) - len(
+        [s for s in sent if s <= last]
+    )
+    assert sum(ledger.get(Reason.DELETED, 0) for ledger in ledgers) == last - len(within)
 
 
 def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:

@@ -9,19 +9,26 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.segments.parquet import open_file
 from common.segments.rows import Columns
 from common.segments.spool import Spool
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.service.threads import Threads
+from common.settings.egress import FeedSettings
 from egress.budget import Budget
 from egress.builder import Close, Piece
-from egress.draft import Draft
+from egress.draft import BATCH_ROWS, Draft
 from egress.encoding import Encoder
 from egress.reader import DoubtError
 from egress.report import FeedReport
+from egress.sampling.settings import Sampling
+from egress.sifted import SAMPLED_OUT
 
 CHAIN = Chain("site", "UNIT_ENCODER")
+FEED = FeedSettings(stream="S", inspect_field="id", inspect_duration="1m")  # type: ignore[arg-type]
+SAMPLING = Sampling.of(FEED)
+assert SAMPLING is not None
 
 
 def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
@@ -118,6 +125,47 @@ async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads,
     source.gone = False
     await made.all()
     assert coverages(made) == ["1..10"]
+
+
+def sampled_piece(number: int, rows: int) -> Piece:
+    """1,000 examined messages, of which the first `rows` are kept."""
+    first = number * 1_000 + 1
+    examined = list(range(first, first + 1_000))
+    kept = examined[:rows]
+    columns = Columns(kept, kept, [b"s"] * rows, [None] * rows, [b"x" * 100] * rows, [f"k{s}" for s in kept])
+    codes = bytes(rows) + bytes([SAMPLED_OUT]) * (1_000 - rows)
+    return Piece(SequenceRange(first, first + 999), columns, examined, None, 101 * rows, 1_000, codes)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 10])
+def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path, rows: int) -> None:
+    """99.9 % sampled out: neither a batch nor a row group nor a page for each piece."""
+    draft = Draft(
+        CHAIN,
+        Spool(tmp_path).new_file,
+        writer="test",
+        compression_level=1,
+        filtered=False,
+        sampling=SAMPLING,
+    )
+    for number in range(300):
+        draft.add(sampled_piece(number, rows), 1)
+        assert draft.held <= 164 * rows * (number + 1) + 600 * BATCH_ROWS
+    spooled = draft.finish()
+    assert spooled.footer.ledger.total() == 300 * (1_000 - rows)
+    assert (spooled.footer.sampling_digest, spooled.footer.is_balanced()) == (SAMPLING.digest, True)
+    with open_file(spooled.path, spooled.segment_name) as reader:
+        assert len(reader.row_groups) == (1 if rows else 0)
+        batches = list(reader.batches())
+    assert sum(batch.num_rows for batch in batches) == 300 * rows
+    assert all(
+        key == f"k{sequence}"
+        for batch in batches
+        for key, sequence in zip(
+            batch.column("sample_key").to_pylist(), batch.column("sequence").to_pylist(), strict=True
+        )
+    )
+    assert len(batches) <= 300 * rows // 16_384 + 1 + (rows > 0)
 
 
 async def test_closing_leaves_nothing_in_the_spool(thread: Threads, tmp_path: Path) -> None:

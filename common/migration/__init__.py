@@ -1,0 +1,1 @@
+"""From other replicators' configuration files to Floe's."""

@@ -1,0 +1,260 @@
+"""The consumer that a session reads through, by the retention of its stream.
+
+| retention | consumer | acknowledges |
+|---|---|---|
+| limits | ephemeral, in memory, from the position on | nothing |
+| work queue | durable, of all that the queue holds | each message |
+| interest | durable, from the position on | all up to a message |
+
+A durable that lived on would deliver new messages before those that were delivered and not acknowledged, so
+each session replaces it and delivery begins again, in order. On an interest stream the next one is created
+before the former is deleted, so that the stream never stops to keep messages for Floe; a work queue allows
+one consumer for each subject, so there the former is deleted first. Every one has a fresh name: a paused
+instance that wakes up cannot pull from its successor's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import Stopped
+from common.jetstream.client import FloeClient
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import (
+    ConsumerInfo,
+    StreamInfo,
+    consumer_info,
+    consumer_names,
+    create_consumer,
+    delete_consumer,
+)
+from common.settings.overlap import overlaps
+from common.settings.start import StartSettings
+from egress.doubt import DoubtError
+from egress.slices import Slice, slices
+from egress.start import is_set
+
+SECOND = 1_000_000_000  # nanoseconds
+LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
+# Seconds. What is delivered again while it is still read puts the reader in doubt, so this exceeds the
+# longest that a message may wait for its segment, a lease and an upload together.
+ACK_WAIT = 7 * 86_400.0
+TAKEN = (10099, 10100)  # a work queue has a consumer for these subjects already
+RANDOM = 4  # bytes at the end of a name
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be read: the messages of `part`, from a stream of that `retention`.
+
+    `first`: where it is read from, where the retention leaves the choice. `inactive`: seconds until the
+    server drops an idle ephemeral.
+    """
+
+    part: Slice
+    retention: str
+    first: int = 1
+    inactive: float = 300.0
+
+    @property
+    def stream(self) -> str:
+        return self.part.stream
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether the stream keeps messages until they are acknowledged."""
+        return self.retention != LIMITS
+
+    def is_ours(self, name: str) -> bool:
+        """Whether `name` is that of a durable of this slice."""
+        return self.part.partition_of(name) == self.part.partition
+
+    def is_former(self, name: str) -> bool:
+        """Whether `name` is that of a durable of a partition which the feed has no more."""
+        partition = self.part.partition_of(name)
+        return partition is not None and partition >= len(self.part.settings.filters())
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The consumer to read through, and the durables of the slice that it has replaced."""
+
+    consumer: ConsumerInfo
+    former: tuple[str, ...] = ()
+
+
+def ephemeral(wanted: Wanted) -> dict[str, Any]:
+    """A consumer that takes no acknowledgements and ends with its reader."""
+    return _filtered(
+        wanted,
+        {
+            "name": f"floe-{secrets.token_hex(8)}",
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": wanted.first,
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "inactive_threshold": int(wanted.inactive * SECOND),
+            "mem_storage": True,
+            "num_replicas": 1,
+        },
+    )
+
+
+def durable(wanted: Wanted) -> dict[str, Any]:
+    """A consumer that outlives its reader, with storage and replicas as the stream has them."""
+    if wanted.retention == INTEREST:
+        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": wanted.first, "ack_policy": "all"}
+    else:
+        start = {"deliver_policy": "all", "ack_policy": "explicit"}
+    return _filtered(
+        wanted,
+        {
+            "durable_name": f"{wanted.part.durable}_{secrets.token_hex(RANDOM)}",
+            "description": "Floe egress; replaced by each of its sessions",
+            "ack_wait": int(ACK_WAIT * SECOND),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "replay_policy": "instant",
+            **start,
+        },
+    )
+
+
+def _filtered(wanted: Wanted, config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "filter_subject": wanted.part.filter_subject} if wanted.part.filter_subject else config
+
+
+async def take(client: FloeClient, wanted: Wanted) -> Taken:
+    """A consumer to read through; on an interest stream and a work queue it replaces the slice's former ones.
+
+    Raises DoubtError where another instance was faster, Stopped where the stream does not allow it, else as
+    `create_consumer`.
+    """
+    if not wanted.is_durable:
+        return Taken(await create_consumer(client, wanted.stream, ephemeral(wanted)))
+    names = await consumer_names(client, wanted.stream)
+    ours, former = list(filter(wanted.is_ours, names)), list(filter(wanted.is_former, names))
+    if wanted.retention == INTEREST:
+        consumer = await create(client, wanted)
+        if former or await _filter_has_changed(client, wanted, ours):
+            await keep_for_all(client, wanted.part, wanted.retention)
+        await _delete(client, wanted, ours + former)
+    else:
+        await _delete(client, wanted, ours + former)
+        consumer = await create(client, wanted)
+    return Taken(consumer, tuple(ours))
+
+
+async def _filter_has_changed(client: FloeClient, wanted: Wanted, names: list[str]) -> bool:
+    """Whether the feed has other partitions now: a former durable kept messages for those as well."""
+    found = [await consumer_info(client, wanted.stream, name) for name in names]
+    return any(info and filters(info.config) != [wanted.part.filter_subject] for info in found)
+
+
+async def keep_for_all(client: FloeClient, part: Slice, retention: str) -> None:
+    """Have a durable for each partition of the feed, so that an interest stream keeps messages for all."""
+    names = await consumer_names(client, part.stream)
+    for each in slices(part.site, part.settings):
+        wanted = Wanted(each, retention)
+        if not any(map(wanted.is_ours, names)):
+            await create(client, wanted)
+
+
+async def ours(client: FloeClient, wanted: Wanted) -> list[str]:
+    """The names of the slice's durables."""
+    return [name for name in await consumer_names(client, wanted.stream) if wanted.is_ours(name)]
+
+
+async def forget(client: FloeClient, wanted: Wanted) -> list[str]:
+    """Delete all durables of a slice that is frozen no more; their names."""
+    names = await ours(client, wanted)
+    await _delete(client, wanted, names)
+    return names
+
+
+async def drop_strays(client: FloeClient, wanted: Wanted, kept: str) -> None:
+    """Delete durables of the slice other than `kept`: a paused instance made them when it woke up, and an
+    interest stream would keep messages for them for ever.
+    """
+    await _delete(client, wanted, [name for name in await ours(client, wanted) if name != kept])
+
+
+async def _delete(client: FloeClient, wanted: Wanted, names: list[str]) -> None:
+    for name in names:
+        await delete_consumer(client, wanted.stream, name)
+
+
+async def create(client: FloeClient, wanted: Wanted) -> ConsumerInfo:
+    """A new durable, beside others. Raises as `take`."""
+    try:
+        consumer = await create_consumer(client, wanted.stream, durable(wanted))
+    except ApiError as error:
+        if error.err_code in TAKEN:
+            raise await _taken(client, wanted) from None
+        raise
+    if why := unfit(wanted, consumer.config):
+        await delete_consumer(client, wanted.stream, consumer.name)
+        raise why
+    return consumer
+
+
+def unfit(wanted: Wanted, config: dict[str, Any]) -> Stopped | None:
+    """Why a durable cannot be read through as the server made it (`config`): the stream limits consumers.
+
+    None if it can.
+    """
+    limits = {"inactive_threshold": 0, "max_ack_pending": -1}
+    for key, expected in limits.items():
+        found = config.get(key, expected)
+        # What a work queue holds does not depend on its consumer.
+        harmless = key == "inactive_threshold" and wanted.retention == WORK_QUEUE
+        if found != expected and not harmless:
+            return Stopped(
+                f"stream {wanted.stream}: its consumer_limits set {key} to {found}, expected {expected}",
+                hint=f"remove it: egress keeps its durable while it is stopped, and more than {found} "
+                "messages under way",
+                code="E-RETENTION",
+            )
+    return None
+
+
+async def _taken(client: FloeClient, wanted: Wanted) -> Exception:
+    """Why a work queue has no room for the consumer: another of this feed's, or somebody else's."""
+    for name in await consumer_names(client, wanted.stream):
+        if not await _is_in_the_way(client, wanted, name):
+            continue
+        if wanted.part.partition_of(name) is not None:
+            return DoubtError("consumer_taken", f"{name} is another instance's, or of former partitions")
+        return Stopped(
+            f"work queue {wanted.stream}: consumer {name} takes what {wanted.part.durable} is to take",
+            hint="a work queue gives each message to one consumer: freeze other subjects, or "
+            f"nats consumer rm {wanted.stream} {name}",
+            code="E-RETENTION",
+        )
+    return DoubtError("consumer_taken", "a consumer that stood in the way is gone")
+
+
+async def _is_in_the_way(client: FloeClient, wanted: Wanted, name: str) -> bool:
+    info = await consumer_info(client, wanted.stream, name)
+    return info is not None and any(
+        overlaps(wanted.part.filter_subject, each) for each in filters(info.config)
+    )
+
+
+def filters(config: dict[str, Any]) -> list[str]:
+    """The filters of a consumer; an empty one takes all subjects."""
+    return list(config.get("filter_subjects") or [config.get("filter_subject", "")])
+
+
+def check_start(info: StreamInfo, start: StartSettings) -> None:
+    """Raises Stopped where a feed would begin in the middle of a work queue: nobody would ever take what is
+    before, and to acknowledge it would throw it away.
+    """
+    if info.config.get("retention") == WORK_QUEUE and is_set(start):
+        raise Stopped(
+            f"stream {info.name}: expected no start_… key for a work queue, which is read from its beginning",
+            hint=f"remove the key; what nobody needs is removed by nats stream purge {info.name} --seq SEQ",
+            code="E-RETENTION",
+        )

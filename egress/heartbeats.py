@@ -1,0 +1,179 @@
+"""Heartbeats: one member of the site publishes a small message to each configured subject, again and again.
+
+Who does is elected by a lease. A paused leader finds its lease unusable the moment it wakes, so two of one
+turn are rare; none is sent again because its acknowledgement was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+from common.clock import Clock, first_of
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient, RawSubscription
+from common.jetstream.headers import build_block
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Lease, Leases
+from common.jetstream.requests import ApiError, api_error
+from common.service.logs import get_logger
+from common.service.monitor import Health
+from common.settings.heartbeats import HeartbeatSettings, HeartbeatSubjectSettings
+from egress import metrics
+from egress.tasks import end
+
+log = get_logger("egress.heartbeats")
+
+ACK_TIMEOUT = 2.0  # seconds
+SPREAD = 10.0  # seconds over which the first heartbeats of a leader are spread, at most an interval
+PART = "egress heartbeats"
+
+
+def heartbeat_key(site: str) -> str:
+    """The lease of whoever publishes the site's heartbeats."""
+    return state_key("egress", "heartbeats", site)
+
+
+class Heartbeats:
+    """The heartbeats of `site`, as published from `host`."""
+
+    def __init__(
+        self,
+        settings: HeartbeatSettings,
+        leases: Leases,
+        client: FloeClient,
+        site: str,
+        host: str,
+        clock: Clock,
+        rng: random.Random,
+        health: Health,
+    ) -> None:
+        self._settings, self._leases, self._client = settings, leases, client
+        self._site, self._host, self._key = site, host, heartbeat_key(site)
+        self._clock, self._rng, self._health = clock, rng, health
+        self._released = asyncio.Event()
+        self._failures: dict[str, str] = {}
+        self._is_leader = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Publish while this member leads, stand by while another does, until `stop` is set."""
+        hearing = await self._hear()
+        try:
+            while not stop.is_set():
+                self._show()
+                self._released.clear()
+                lease = await self._elect()
+                if lease is None:
+                    pause = self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
+                    await first_of(stop.wait(), self._released.wait(), seconds=pause)
+                else:
+                    await self._lead(lease, stop)
+        finally:
+            if hearing is not None:
+                await hearing.unsubscribe()
+
+    async def _hear(self) -> RawSubscription | None:
+        """Hear of a leader that steps down; without the right to it the lease is asked for now and then."""
+        try:
+            return await self._leases.listen(self._key, self._on_write)
+        except FloeError as error:
+            log.info("a leader's end is not heard", action="heartbeats_deaf", error=str(error))
+            return None
+
+    def _on_write(self, _key: str, value: bytes | None) -> None:
+        if value is None:
+            self._released.set()
+
+    async def _elect(self) -> Lease | None:
+        """The lease; None where another leads, or nobody can say."""
+        try:
+            return await self._leases.acquire(self._key)
+        except (Unavailable, OutcomeUnknown, ApiError) as error:
+            log.debug("no election", action="heartbeats_election", error=str(error))
+            return None
+
+    async def _lead(self, lease: Lease, stop: asyncio.Event) -> None:
+        self._is_leader = True
+        self._show()
+        log.info("publishing heartbeats", action="heartbeats_leader", subjects=len(self._settings.subjects))
+        async with asyncio.TaskGroup() as tasks:
+            sides = [tasks.create_task(lease.keep(), name="lease of heartbeats")]
+            sides += [tasks.create_task(self._beat(each, lease)) for each in self._settings.subjects]
+            await first_of(stop.wait(), lease.lost.wait())
+            await end(*sides)
+        self._is_leader = False
+        self._show()
+        await lease.release()
+
+    # One subject
+
+    async def _beat(self, each: HeartbeatSubjectSettings, lease: Lease) -> None:
+        interval = each.interval or self._settings.interval
+        due = self._clock.monotonic() + self._rng.uniform(0, min(interval, SPREAD))
+        block = header_block(self._settings.headers, self._host, each.subject)
+        while True:
+            await self._clock.sleep(due - self._clock.monotonic())
+            if lease.is_usable():
+                await self._publish(each.subject, block)
+            due = next_due(due, interval, self._clock.monotonic())
+
+    async def _publish(self, subject: str, block: bytes) -> None:
+        """One heartbeat; what becomes of it is counted, and told where it is news."""
+        started = self._clock.monotonic()
+        try:
+            body = b"%d" % self._clock.now()
+            answer, _ = await self._client.request_raw(subject.encode(), body, block, timeout=ACK_TIMEOUT)
+            check_stored(answer, subject)
+        except FloeError as error:
+            metrics.heartbeat_errors.labels(self._site).inc()
+            self._failed(subject, error)
+        else:
+            metrics.heartbeats.labels(self._site).inc()
+            metrics.heartbeat_seconds.labels(self._site).observe(self._clock.monotonic() - started)
+            self._stored(subject)
+
+    def _failed(self, subject: str, error: FloeError) -> None:
+        if self._failures.get(subject) != error.code:
+            self._failures[subject] = error.code
+            log.warning(
+                "heartbeat not stored",
+                action="heartbeat_failed",
+                subject=subject,
+                code=error.code,
+                error=str(error),
+            )
+            self._show()
+
+    def _stored(self, subject: str) -> None:
+        if self._failures.pop(subject, None) is not None:
+            log.info("heartbeats stored again", action="heartbeat_stored", subject=subject)
+            self._show()
+
+    def _show(self) -> None:
+        metrics.heartbeats_leader.labels(self._site).set(self._is_leader)
+        self._health.set_status(PART, {"leader": self._is_leader, "failures": dict(self._failures)})
+
+
+def header_block(headers: dict[str, str], host: str, subject: str) -> bytes:
+    """The headers of a heartbeat. Raises ValueError for what no header can carry."""
+    own = {"Floe-Originator": host, "Floe-Subject": subject}
+    return build_block(f"{name}: {value}".encode() for name, value in {**headers, **own}.items())
+
+
+def next_due(due: float, interval: float, now: float) -> float:
+    """When the heartbeat after that of `due` is due; turns that have passed by `now` are left out."""
+    missed = max(0.0, now - due) // interval
+    return due + interval * (missed + 1)
+
+
+def check_stored(answer: bytes, subject: str) -> None:
+    """Raises ApiError, Unavailable or OutcomeUnknown unless `answer` says that a stream stored it."""
+    try:
+        document = json.loads(answer)
+    except (ValueError, RecursionError):
+        document = None
+    if isinstance(document, dict) and "error" in document:
+        raise api_error(document["error"], f"heartbeat to {subject}")
+    if not isinstance(document, dict) or not isinstance(document.get("seq"), int):
+        raise OutcomeUnknown(f"heartbeat to {subject}: expected an acknowledgement, found {answer[:60]!r}")

@@ -1,0 +1,1 @@
+"""Decisions of an operator about a chain that stopped."""

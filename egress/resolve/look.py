@@ -1,0 +1,138 @@
+"""What a stopped partition looks like to an operator: verdict, evidence, bounds, choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.chain import Chain
+from common.errors import DataError, FloeError, Unavailable
+from common.segments.segment import SegmentRef
+from common.sequences import SequenceRange
+from egress.archive import Archive, Marks
+from egress.history import History, Incarnation
+from egress.identity import Evidence, Kind, Verdict, Witness
+from egress.inquiry import Inquiry
+from egress.opened import Opened
+from egress.position import end_of
+from egress.resolve.choices import CODES, Choice, bounds, choices
+from egress.resolve.decisions import Acceptances
+from egress.slices import Slice
+
+# What is wrong with the listing, or with what is remembered of it; the listing may be believed instead.
+OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One partition. `current`: None for one that has not begun. `refs`: as listed now. `error`: what keeps
+    it from being judged. `proposal`: where its next incarnation should begin, None where nothing is wrong.
+    """
+
+    part: Slice
+    current: Incarnation | None = None
+    first: int = 1
+    refs: Sequence[SegmentRef] = ()
+    evidence: Evidence | None = None
+    verdict: Verdict | None = None
+    proposal: int | None = None
+    error: FloeError | None = None
+
+    @property
+    def chain(self) -> Chain:
+        return self.part.chain if self.current is None else self.current.chain
+
+    @property
+    def end(self) -> int:
+        """Where the listing ends; 0 where it is empty."""
+        return end_of(ref.coverage for ref in self.refs)
+
+    @property
+    def code(self) -> str:
+        """Why it stops; empty where it does not."""
+        if self.error is not None:
+            return self.error.code
+        if self.verdict is None or self.verdict.is_same:
+            return ""
+        return CODES.get(self.verdict.kind, "")
+
+    @property
+    def bounds(self) -> SequenceRange | None:
+        """Where the next incarnation may begin."""
+        return bounds(self.evidence.source) if self.evidence and self.evidence.source else None
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The ways on by command."""
+        if self.code in OF_LISTING:
+            what = (
+                f"the listing is right: it ends at {self.end}" if self.refs else "nothing was ever archived"
+            )
+            return [Choice("--believe-listing", what)]
+        if self.evidence is None or self.verdict is None or self.verdict.is_same:
+            return []
+        return choices(self.evidence, self.verdict, self.proposal)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json` and for people, flat."""
+        evidence, verdict = self.evidence, self.verdict
+        source = evidence.source if evidence else None
+        why = self.error.message if self.error else verdict.why if verdict else "not begun"
+        return {
+            "chain": str(self.chain),
+            "stream": self.part.stream,
+            "code": self.code,
+            "verdict": verdict.kind.value if verdict else "",
+            "why": why,
+            "archive_first": self.first,
+            "archive_end": self.end,
+            "stream_first": source.first if source else None,
+            "stream_last": source.last if source else None,
+            "created_archived": self.current.stream.created if self.current else "",
+            "created_found": source.created if source else "",
+            "evidence": [_witness(witness) for witness in (evidence.tips if evidence else ())],
+            "from_first": self.bounds.first if self.bounds else None,
+            "from_last": self.bounds.last if self.bounds else None,
+            "choices": [{"options": each.options, "meaning": each.meaning} for each in self.choices],
+        }
+
+
+def _witness(witness: Witness) -> dict[str, Any]:
+    return {"sequence": witness.tip.sequence, "held": witness.held.value}
+
+
+async def look(opened: Opened, part: Slice) -> Case:
+    """One partition as it is now. Raises Unavailable where nothing can be asked."""
+    parts, io = opened.parts, opened.pools.io
+    history = History(part, parts.chains, parts.objects, io, parts.clock)
+    try:
+        current = await history.load()
+    except FloeError as error:
+        return Case(part, error=error)
+    if current is None:
+        return Case(part)
+    archive = await Archive.of(current, parts, Marks(parts.state), io)
+    try:
+        await archive.load()
+    except (Unavailable, DataError) as error:
+        if error.code not in OF_LISTING:
+            raise
+        return Case(part, current, archive.first, archive.refs, error=error)
+    return await _judged(opened, part, current, archive)
+
+
+async def _judged(opened: Opened, part: Slice, current: Incarnation, archive: Archive) -> Case:
+    parts = opened.parts
+    inquiry = Inquiry(part, parts, opened.pools.io)
+    try:
+        inquiry.acceptance = await Acceptances(parts.state).get(current.chain)
+    except DataError as spoiled:
+        return Case(part, current, archive.first, archive.refs, error=spoiled)
+    evidence, verdict = await inquiry.look(current, archive)
+    source = evidence.source
+    is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
+    error = archive.hollow(source.first) if is_hollow and source is not None else None
+    asked = not verdict.is_same and verdict.kind is not Kind.GONE
+    proposal = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
+    return Case(part, current, archive.first, archive.refs, evidence, verdict, proposal, error)

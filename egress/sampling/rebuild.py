@@ -1,0 +1,176 @@
+"""A sampler built again from the archive: what was copied lately, and when.
+
+The rows of the last `inspect_duration` say of every value when it was copied last, which is what a choice
+goes by. What they cannot say is when a value was seen and left out; so every value counts as just seen, and
+nobody is told of a silence that may be none.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from common.chain import Chain
+from common.jetstream.subjects import matches
+from common.segments.archive import read_cover
+from common.segments.rows import columns
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.service.logs import get_logger
+from egress.sampling.fold import Sampler
+from egress.sampling.keys import KeyReader
+from egress.sampling.past import Past, continued
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot
+
+log = get_logger("egress.sampling")
+
+PROGRESS_ROWS = 1_000_000  # between two lines of the log
+_CHUNK = 8192
+
+Row = tuple[int, str, int, int]  # sequence, value, nanoseconds since 1970, bytes of payload
+
+
+class AbandonedError(Exception):
+    """Nobody waits for the result any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """`newest_ns`: the newest message time of the archive, 0 if it holds none. `rows`: how many were read."""
+
+    sampler: Sampler
+    newest_ns: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Rows that count: of one chain, up to `last`, those that `filter_subject` takes."""
+
+    chain: Chain
+    refs: Sequence[SegmentRef]
+    last: int
+    past: Past
+    filter_subject: str = ""
+
+
+class Rebuilding:
+    """Builds the sampler of one chain. Blocking, for long; used once.
+
+    `chain`, `refs`, `last`: what is archived, and up to where it counts. `filter_subject`: what the chain
+    takes of rows of the incarnations before, of the same stream under other partitions; empty: all.
+    `abandoned` ends it with AbandonedError.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        sampling: Sampling,
+        chain: Chain,
+        refs: Sequence[SegmentRef],
+        last: int,
+        *,
+        filter_subject: str = "",
+        abandoned: threading.Event | None = None,
+    ) -> None:
+        self._store, self._sampling = store, sampling
+        self._current = _Source(chain, refs, last, Past(store, refs, last))
+        self._filter = filter_subject
+        self._keys = KeyReader(sampling)
+        self._abandoned = abandoned or threading.Event()
+        self._rows = 0
+
+    def run(self, base: Snapshot | None = None, *, tracks: bool = True) -> Rebuilt:
+        """The sampler; `base`: a snapshot of the same settings to build upon. Not settled yet."""
+        sampler = Sampler(self._sampling, base.state if base else None, tracks=tracks)
+        newest_ns, groups = self._plan(base)
+        for group in groups:
+            for chunk in _chunks(self._ordered(group)):
+                self._learn(sampler, chunk)
+        return Rebuilt(sampler, newest_ns, self._rows)
+
+    # Which rows
+
+    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[_Source, SequenceRange]]]]:
+        """The newest message time, and what to read: incarnations in order, chains of one side by side."""
+        newest_ns, groups = base.newest_ns if base else 0, []
+        group = [self._current]
+        while group:
+            newest_ns = max(newest_ns, *(source.past.newest_ns() for source in group))
+            horizon = newest_ns - self._sampling.duration_ns
+            reaches = [(source, source.past.since(horizon)) for source in group]
+            position = base.position if base else 1
+            groups.append([found for s, reach in reaches if (found := _from(s, reach.first, position))])
+            if base or all(reach.is_whole for _, reach in reaches):
+                break
+            group = self._before(group[0].chain)
+        return newest_ns, groups[::-1]
+
+    def _before(self, chain: Chain) -> list[_Source]:
+        """All chains of the incarnation before `chain`'s, if that froze the same stream; else none."""
+        return [self._source(former, end) for former, end in continued(self._store, chain).items()]
+
+    def _source(self, chain: Chain, end: int) -> _Source:
+        # Not what the chain has yet to read: there it would count twice.
+        last = min(end, self._current.last)
+        refs = self._store.list(chain)
+        return _Source(chain, refs, last, Past(self._store, refs, last), self._filter)
+
+    # Reading them
+
+    def _ordered(self, group: Sequence[tuple[_Source, SequenceRange]]) -> Iterator[Row]:
+        """The rows of all chains of one incarnation, by sequence."""
+        streams = [self._read(source, within) for source, within in group]
+        return streams[0] if len(streams) == 1 else heapq.merge(*streams)
+
+    def _read(self, source: _Source, within: SequenceRange) -> Iterator[Row]:
+        """The rows that have a value, by the settings as they are now."""
+        for batch in read_cover(self._store, source.refs, within, self._report):
+            if self._abandoned.is_set():
+                raise AbandonedError
+            lists = columns(batch)
+            keys, _forced = self._keys.read(lists)
+            self._count(len(keys), lists.sequences[-1], source.chain)
+            rows = zip(
+                lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True
+            )
+            for sequence, key, timestamp_ns, payload, subject in rows:
+                if key is not None and matches(source.filter_subject, subject):
+                    yield sequence, key, timestamp_ns, len(payload)
+
+    def _count(self, rows: int, sequence: int, chain: Chain) -> None:
+        before, self._rows = self._rows, self._rows + rows
+        if before // PROGRESS_ROWS != self._rows // PROGRESS_ROWS:
+            log.info(
+                "building the sampler again",
+                action="rebuilding",
+                rows=self._rows,
+                sequence=sequence,
+                end=self._current.last,
+                **chain.log_context(),
+            )
+
+    def _report(self, problem: str) -> None:
+        log.info("rows missing", action="rows_missing", problem=problem)
+
+    @staticmethod
+    def _learn(sampler: Sampler, rows: Sequence[Row]) -> None:
+        _sequences, keys, timestamps_ns, sizes = zip(*rows, strict=True)
+        sampler.learn(keys, timestamps_ns, sizes)
+
+
+def _from(source: _Source, first: int | None, position: int) -> tuple[_Source, SequenceRange] | None:
+    """What to read of a source, not before `position`; None where that is nothing."""
+    first = None if first is None else max(first, position)
+    return None if first is None or first > source.last else (source, SequenceRange(first, source.last))
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    iterator = iter(rows)
+    while chunk := list(islice(iterator, _CHUNK)):
+        yield chunk

@@ -1,0 +1,78 @@
+"""Sampling as one feed is set to do it: what a choice depends on, and its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from common.settings.egress import FeedSettings
+
+#: The version of the fold: raised when the same settings and messages would lead to other choices.
+FOLD = 1
+#: Bytes of UTF-8 of the longest key; what is longer counts as no key.
+MAX_KEY_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one feed is sampled. Exactly one of `field`, `header`, `subject_token` is set.
+
+    `field`, `force_field`: dotted JSON paths, empty where not set. `subject_token`: from 1, -1 the whole
+    subject, 0 not set. `duration_ns`: one message of each key passes in about this time, and a key that was
+    silent for as long is unknown. `warn_ns`: a key silent for longer than this is told about, less than
+    `duration_ns`. `size_trigger`: bytes, 0 is off. `max_age_ns`, `relay`: which messages reach the fold.
+    """
+
+    field: str
+    header: str
+    subject_token: int
+    force_field: str
+    duration_ns: int
+    warn_ns: int
+    size_trigger: int
+    max_age_ns: int
+    relay: bool
+
+    @classmethod
+    def of(cls, feed: FeedSettings) -> Sampling | None:
+        """How `feed` is sampled; None where it is frozen whole."""
+        if not feed.sampling_key:
+            return None
+        duration = _nanoseconds(feed.inspect_duration)
+        return cls(
+            field=feed.inspect_field,
+            header=feed.inspect_header,
+            subject_token=feed.inspect_subject_token,
+            force_field=feed.inspect_force_field,
+            duration_ns=duration,
+            warn_ns=_nanoseconds(feed.warn_duration) or duration // 2,
+            size_trigger=feed.size_trigger,
+            max_age_ns=_nanoseconds(feed.max_age),
+            relay=feed.relay,
+        )
+
+    def to_json(self) -> dict[str, str | int | bool]:
+        """All that changes choices, and nothing else: what the footer of a segment holds."""
+        return {
+            "fold": FOLD,
+            "inspect_field": self.field,
+            "inspect_header": self.header,
+            "inspect_subject_token": self.subject_token,
+            "inspect_force_field": self.force_field,
+            "inspect_duration_ns": self.duration_ns,
+            "size_trigger": self.size_trigger,
+            "max_age_ns": self.max_age_ns,
+            "relay": self.relay,
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (64 hex digits) of `to_json`: equal where the same messages lead to the same choices."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1_000_000_000)

@@ -1,0 +1,193 @@
+"""A snapshot: what a sampler knows at a position of its chain, and its bytes.
+
+The file (`blocks.py`) holds a head, then keys with their columns, then advisories, as msgpack. It is
+untrusted like all in a bucket: memory grows with what was read and checked, never with what is only declared.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress
+from typing import Annotated, Literal
+
+import msgspec
+
+from common.chain import Chain
+from egress.advisories.event import Advisory, Event
+from egress.sampling.blocks import framed, unframed
+from egress.sampling.settings import MAX_KEY_BYTES
+from egress.sampling.state import CHUNK, Notice, SamplerState
+from egress.sampling.table import NEVER
+
+ADVISORIES_AT_ONCE = 1024
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=NEVER)]
+Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a sampler knows before `position`, the first sequence not folded in.
+
+    `sampling_digest`: `Sampling.digest` of the settings it was made with. `newest_ns`: the newest message
+    time seen. `outbox`: advisories that were found and not stored yet.
+    """
+
+    chain: Chain
+    position: int
+    sampling_digest: str
+    newest_ns: int
+    state: SamplerState
+    outbox: tuple[Advisory, ...] = ()
+
+
+class _Head(msgspec.Struct, forbid_unknown_fields=True):
+    """`byte_order`: of the columns. `keys`, `advisories`: how many follow."""
+
+    chain: str
+    position: Count
+    sampling_digest: str
+    newest_ns: Count
+    duration_ns: Count
+    watermark_ns: Count
+    byte_order: Literal["little", "big"]
+    keys: Count
+    advisories: Count
+
+
+class _Keys(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Keys and their columns, as `SamplerState` has them."""
+
+    values: Annotated[list[Key], msgspec.Meta(max_length=CHUNK)]
+    seen: bytes
+    due: bytes
+    sizes: bytes
+    notices: bytes
+
+
+class _Advisory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    event: Event
+    value: Key
+    seen_ns: Count
+    moment_ns: Count
+
+
+_Advisories = Annotated[list[_Advisory], msgspec.Meta(max_length=ADVISORIES_AT_ONCE)]
+
+_pack = msgspec.msgpack.Encoder().encode
+_head = msgspec.msgpack.Decoder(_Head).decode
+_keys = msgspec.msgpack.Decoder(_Keys).decode
+_advisories = msgspec.msgpack.Decoder(_Advisories).decode
+
+
+def encode(snapshot: Snapshot) -> Iterator[bytes]:
+    """The bytes of `snapshot`, in steps of `CHUNK` keys: for a thread beside others that must not wait."""
+    return framed(_blocks(snapshot))
+
+
+def _blocks(snapshot: Snapshot) -> Iterator[bytes]:
+    state, outbox = snapshot.state, snapshot.outbox
+    yield _pack(
+        _Head(
+            chain=str(snapshot.chain),
+            position=snapshot.position,
+            sampling_digest=snapshot.sampling_digest,
+            newest_ns=snapshot.newest_ns,
+            duration_ns=state.duration_ns,
+            watermark_ns=state.watermark_ns,
+            byte_order=sys.byteorder,
+            keys=state.count(),
+            advisories=len(outbox),
+        )
+    )
+    for number, values in enumerate(state.values):
+        if values.count(None) < len(values):
+            yield _pack(_chunk(state, number * CHUNK, values))
+    for first in range(0, len(outbox), ADVISORIES_AT_ONCE):
+        some = outbox[first : first + ADVISORIES_AT_ONCE]
+        yield _pack([_Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some])
+
+
+def _chunk(state: SamplerState, first: int, values: list[str | None]) -> _Keys:
+    """One list of keys with its columns, without the free places."""
+    used = [value is not None for value in values]
+    last = first + len(values)
+    return _Keys(
+        [value for value in values if value is not None],
+        array("q", compress(array("q", state.seen[8 * first : 8 * last]), used)).tobytes(),
+        array("q", compress(array("q", state.due[8 * first : 8 * last]), used)).tobytes(),
+        array("I", compress(array("I", state.sizes[4 * first : 4 * last]), used)).tobytes(),
+        bytes(compress(state.notices[first:last], used)),
+    )
+
+
+def decode(raw: bytes) -> Snapshot:
+    """The snapshot that `encode` wrote. Raises ValueError for anything else."""
+    blocks = unframed(raw)
+    head = _head(next(blocks, b""))
+    if head.byte_order != sys.byteorder:
+        raise ValueError(f"snapshot: expected byte order {sys.byteorder}, found {head.byte_order}")
+    # Distinct keys, each with a time that follows from its hash, take more than a byte each, compressed;
+    # advisories about a row of values at one moment take a little less.
+    if head.keys > len(raw) or head.advisories > 4 * len(raw):
+        raise ValueError(f"snapshot: expected no more than {len(raw)} bytes hold, found {head.keys} keys")
+    state = _state(head, blocks)
+    outbox = _outbox(head, blocks)
+    if next(blocks, None) is not None:
+        raise ValueError(f"snapshot: expected {head.advisories} advisories at its end, found more")
+    return Snapshot(
+        Chain.parse(head.chain), head.position, head.sampling_digest, head.newest_ns, state, tuple(outbox)
+    )
+
+
+def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
+    values: list[str | None] = []
+    seen, due, sizes, notices = array("q"), array("q"), array("I"), bytearray()
+    distinct: set[str] = set()
+    while len(values) < head.keys:
+        found = _checked(_keys(next(blocks, b"")))
+        values.extend(found.values)
+        distinct.update(found.values)
+        if len(distinct) < len(values):
+            raise ValueError(
+                f"snapshot: expected distinct keys, found {len(values)}, {len(distinct)} distinct"
+            )
+        seen.frombytes(found.seen)
+        due.frombytes(found.due)
+        sizes.frombytes(found.sizes)
+        notices += found.notices
+    if len(values) > head.keys:
+        raise ValueError(f"snapshot: expected {head.keys} keys, found {len(values)}")
+    return SamplerState(
+        head.duration_ns,
+        head.watermark_ns,
+        tuple(values[first : first + CHUNK] for first in range(0, len(values), CHUNK)),
+        seen.tobytes(),
+        due.tobytes(),
+        sizes.tobytes(),
+        bytes(notices),
+    )
+
+
+def _checked(found: _Keys) -> _Keys:
+    count = len(found.values)
+    widths = (len(found.seen), len(found.due), len(found.sizes), len(found.notices))
+    if not count or widths != (8 * count, 8 * count, 4 * count, count):
+        raise ValueError(f"snapshot: expected columns of {count} keys, found {widths} bytes")
+    times = array("q", found.seen + found.due)
+    if min(times) < 0 or max(times) >= NEVER or max(found.notices) > Notice.EXPIRE:
+        raise ValueError("snapshot: expected times and notices of keys, found others")
+    return found
+
+
+def _outbox(head: _Head, blocks: Iterator[bytes]) -> list[Advisory]:
+    found: list[Advisory] = []
+    while len(found) < head.advisories:
+        some = _advisories(next(blocks, b""))
+        if not some:
+            raise ValueError(f"snapshot: expected {head.advisories} advisories, found {len(found)}")
+        found += [Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some]
+    return found

@@ -1,0 +1,105 @@
+"""Hears at once of leases that are released, and of members that come and go.
+
+What it hears is a hint and may be missed; whoever waits for it looks now and then without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from common.clock import wait_for
+from common.errors import FloeError, Refused
+from common.jetstream.client import FloeClient, RawSubscription
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Leases
+from common.service.logs import get_logger
+from egress.sharing.members import member_prefix
+
+log = get_logger("egress.bell")
+
+RETRY = 10.0  # seconds until a subscription that failed is tried again
+
+
+class Bell:
+    """`rung` is set when there is a reason to look; `released` holds the keys heard to be free.
+
+    `taken` collects the keys that somebody has written, for whoever empties it.
+    `is_missed`: the reason concerns every lease: members changed, or nothing was heard for a while.
+    `members`: the member keys known to whoever looks, so that their renewals ring nothing.
+    """
+
+    def __init__(
+        self, leases: Leases, client: FloeClient, site: str, circle: str, keys: Collection[str]
+    ) -> None:
+        self._leases, self._client, self._keys = leases, client, frozenset(keys)
+        self._site, self._circle = site, circle
+        self.rung = asyncio.Event()
+        self.released: set[str] = set()
+        self.taken: set[str] = set()
+        self.members: set[str] = set()
+        self.is_missed = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Listen until `stop` is set; without the permission nothing is ever heard."""
+        patterns: dict[str, Callable[[str, bytes | None], None]] = {
+            state_key("egress", self._site) + ".*.*": self._on_lease,
+            member_prefix(self._site, self._circle) + "*": self._on_member,
+        }
+        subscriptions: list[RawSubscription] = []
+        forget = self._client.add_listener(self._on_connection)
+        try:
+            for pattern, heard in patterns.items():
+                if (found := await self._subscribe(pattern, heard, stop)) is not None:
+                    subscriptions.append(found)
+            await stop.wait()
+        finally:
+            forget()
+            for subscription in subscriptions:
+                await subscription.unsubscribe()
+
+    async def _subscribe(
+        self, pattern: str, heard: Callable[[str, bytes | None], None], stop: asyncio.Event
+    ) -> RawSubscription | None:
+        """The subscription once it stands; None where it is refused or `stop` came first."""
+        while not stop.is_set():
+            try:
+                return await self._leases.listen(pattern, heard)
+            except Refused as error:
+                log.warning("releases are not heard", action="bell_refused", error=str(error))
+                return None
+            except FloeError as error:
+                log.info("releases are not heard yet", action="bell_waits", error=str(error))
+                await wait_for(stop, RETRY)
+        return None
+
+    def ring(self, *, at_all: bool = False) -> None:
+        """Have whoever waits look now: at what is released, or `at_all`."""
+        self.is_missed |= at_all
+        self.rung.set()
+
+    def silence(self) -> bool:
+        """Whoever waited looks now; whether at every lease."""
+        at_all, self.is_missed = self.is_missed, False
+        self.rung.clear()
+        return at_all
+
+    def _on_lease(self, key: str, value: bytes | None) -> None:
+        if key not in self._keys:
+            return
+        if value is None:
+            self.released.add(key)
+            self.ring()
+        else:
+            self.released.discard(key)
+            self.taken.add(key)
+
+    def _on_member(self, key: str, value: bytes | None) -> None:
+        if (value is None) == (key in self.members):
+            self.members.symmetric_difference_update({key})
+            self.ring(at_all=True)
+
+    def _on_connection(self, is_up: bool) -> None:
+        """What was said meanwhile was missed."""
+        if is_up:
+            self.ring(at_all=True)

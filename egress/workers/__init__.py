@@ -1,0 +1,1 @@
+"""Several processes of one egress: a parent that starts, watches and shows them."""

@@ -1,0 +1,68 @@
+"""The parent process of several workers: starts them, shows them, passes signals on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+
+from common.clock import Clock, SystemClock
+from common.errors import ConfigError
+from common.service.endings import is_debug
+from common.service.logs import flush
+from common.service.monitor import Health, Monitor
+from common.service.shutdown import exit_at_once, stop_on_signals
+from common.settings.root import Settings
+from egress.tasks import end
+from egress.workers.crew import Crew
+from egress.workers.pages import WorkerPages
+from egress.workers.process import WorkerProcess
+
+BEAT = 1.0  # seconds
+
+
+def command(config: str) -> list[str]:
+    """What runs one worker: this Python, this Floe, the same file."""
+    # Not from the folder that the parent was started in: a `common` there would be another one's.
+    return [sys.executable, "-P", "-m", "floe", "egress", "run", "-c", config]
+
+
+async def run_workers(config: str, settings: Settings, count: int) -> int:
+    """Run `count` workers of the configuration file `config` until a signal; the worst of their exit codes.
+
+    The first signal has them drain, the second kills them.
+    """
+    if not settings.egress.feeds:
+        raise ConfigError("egress.feeds: expected at least one feed, found none")
+    clock = SystemClock()
+    environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
+    workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
+    crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
+    health = Health(clock)
+    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, workers))
+    monitor.start()
+    try:
+        return await _run(crew, health, clock)
+    finally:
+        monitor.close()
+
+
+async def _run(crew: Crew, health: Health, clock: Clock) -> int:
+    def kill(number: int) -> None:
+        crew.kill()
+        flush()
+        exit_at_once(number)
+
+    async with stop_on_signals(second=kill) as stop:
+        beating = asyncio.create_task(_beat(health, clock))
+        try:
+            return await crew.run(stop)
+        finally:
+            await end(beating)
+
+
+async def _beat(health: Health, clock: Clock) -> None:
+    while True:
+        health.beat()
+        await clock.sleep(BEAT)

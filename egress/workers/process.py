@@ -1,0 +1,99 @@
+"""A worker as its parent sees it: a process, its line, its monitor's port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from common.service.logs import get_logger
+from egress.tasks import end
+from egress.workers.codes import exit_code
+from egress.workers.place import Place
+
+log = get_logger("egress.workers")
+
+Command = Sequence[str]
+
+
+class WorkerProcess:
+    """Worker `index` of `count`; started again and again, one process at a time.
+
+    `pid` and `port` are 0 while there is none; they are read by other threads.
+    """
+
+    def __init__(self, index: int, count: int, command: Command, environment: dict[str, str]) -> None:
+        self.index, self._count = index, count
+        self._command, self._environment = tuple(command), environment
+        self.pid, self.port, self.restarts = 0, 0, 0
+
+    async def run_once(self, ending: asyncio.Event, patience: float) -> int:
+        """Run one process to its end; its exit code. Raises OSError where none can be started.
+
+        Once `ending` is set it is asked to drain, and killed after `patience` seconds.
+        """
+        mine, other = socket.socketpair()
+        with mine:
+            try:
+                process = await self._start(other)
+            finally:
+                other.close()
+            self.pid = process.pid
+            log.info("worker started", action="worker_started", worker=self.index, pid=process.pid)
+            reading = asyncio.create_task(self._read(mine))
+            try:
+                return exit_code(await self._wait(process, ending, patience))
+            finally:
+                self.pid = self.port = 0
+                await end(reading)
+
+    async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
+        place = Place(self.index, self._count, line.fileno())
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            "--worker",
+            str(place),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=self._environment,
+            pass_fds=(line.fileno(),),
+            # A terminal's Ctrl-C is for the parent, which passes it on once.
+            start_new_session=True,
+        )
+
+    async def _read(self, line: socket.socket) -> None:
+        """Learn the port of the worker's monitor."""
+        line.setblocking(False)
+        loop, text = asyncio.get_running_loop(), b""
+        while not text.endswith(b"\n"):
+            part = await loop.sock_recv(line, 1024)
+            if not part:
+                return
+            text += part
+        self.port = int(json.loads(text)["port"])
+
+    async def _wait(self, process: asyncio.subprocess.Process, ending: asyncio.Event, patience: float) -> int:
+        ended = asyncio.ensure_future(process.wait())
+        asked = asyncio.ensure_future(ending.wait())
+        try:
+            await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                self.send(signal.SIGTERM)
+                await asyncio.wait({ended}, timeout=patience)
+            if not ended.done():
+                log.error("worker does not end", action="worker_killed", worker=self.index, pid=self.pid)
+                self.send(signal.SIGKILL)
+            return await ended
+        finally:
+            asked.cancel()
+            if not ended.done():
+                self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        """Send a signal, if there is a process."""
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)

@@ -1,0 +1,84 @@
+"""Runs `floe` as a process over a bench, and pastes commands out of hints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.egress_bench import SITE, Bench
+from tests.support import unique
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def configuration(bench: Bench, *feeds: dict[str, Any]) -> Path:
+    """A file that configures the bench's site."""
+    path = bench.root / f"{unique('site')}.yaml"
+    document = {
+        "site": SITE,
+        "nats": {"url": bench.url},
+        "store": bench.store_config,
+        "spool_dir": str(bench.root / "spool"),
+        "egress": {
+            "lease_bucket": bench.lease_bucket,
+            "state_bucket": bench.state_bucket,
+            "lease_ttl": "2s",
+            "feeds": list(feeds),
+        },
+    }
+    path.write_text(yaml.safe_dump(document))
+    path.chmod(0o600)
+    return path
+
+
+async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = 60) -> Done:
+    """Run `floe` with these arguments."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import sys; from floe import main; sys.exit(main())",
+        *arguments,
+        cwd=ROOT,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), seconds)
+    return Done(process.returncode or 0, out.decode(), err.decode())
+
+
+def command_of(hint: str, wanted: str = "") -> list[str]:
+    """The arguments of the first `floe` command in a hint that has `wanted` in it."""
+    commands = re.findall(r"floe (egress (?:resolve|repartition) [^|;,()]*)", hint)
+    found = next(each for each in commands if wanted in each)
+    return shlex.split(found)
+
+
+async def paste(bench: Bench, hint: str, *feeds: dict[str, Any], wanted: str = "", yes: bool = True) -> Done:
+    """Run the command of a hint, with a configuration of these feeds in place of site.yaml."""
+    path = configuration(bench, *feeds)
+    arguments = [str(path) if each == "site.yaml" else each for each in command_of(hint, wanted)]
+    done = await floe(*arguments, *(["--yes"] if yes else []))
+    assert done.code == 0, done
+    return done

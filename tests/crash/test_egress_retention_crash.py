@@ -1,0 +1,90 @@
+"""Egress killed around its acknowledgements: what was archived comes again and makes no second segment."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.jetstream.streams import stream_info
+from tests.crash.test_egress_crash import Process, processes
+from tests.egress_bench import Bench, connected
+from tests.support import SharedS3, soon, unique
+
+
+@pytest.fixture
+async def far(nats_url: str, s3: SharedS3, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client, s3=s3)
+    await client.aclose()
+
+
+async def is_empty(bench: Bench, stream: str) -> bool:
+    info = await stream_info(bench.client, stream)
+    return info is not None and info.messages == 0
+
+
+@pytest.mark.parametrize(
+    ("retention", "point"),
+    [
+        ("workqueue", "before_put"),
+        ("interest", "after_put"),
+        ("workqueue", "before_ack"),
+        ("interest", "before_ack"),
+        ("workqueue", "after_ack"),
+    ],
+)
+async def test_killed_around_a_put_and_its_acknowledgements(far: Bench, retention: str, point: str) -> None:
+    """F03."""
+    stream = await far.make_stream(unique("T"), retention=retention)
+    with processes() as started:
+        started.append(Process(far, stream, failpoints=f"egress.{point}=kill@2"))
+        await soon(lambda: far.chains.read_chain(far.chain(stream)), seconds=20)
+
+        async def has_durable() -> bool:
+            return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
+
+        await soon(has_durable, seconds=20)
+        await far.publish(stream, (b"%d" % i for i in range(350)))
+        assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
+        before = far.end(stream)
+        await far.publish(stream, (b"%d" % i for i in range(350, 370)))
+        started.append(Process(far, stream))
+        await far.archived_to(stream, 370, seconds=20)
+        await soon(lambda: is_empty(far, stream), seconds=20)
+        await started[1].drain()
+    assert before == (100 if point == "before_put" else 200)
+    assert [m.payload for m in far.messages(stream)] == [b"%d" % i for i in range(370)]
+    assert far.ledger(stream) == {}
+    assert sum(len(ref.coverage) for ref in far.refs(stream)) == 370, "no sequence was put twice"
+    far.check(stream)
+
+
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
+async def test_paused_before_its_acknowledgements_it_takes_nothing_from_its_successor(
+    far: Bench, retention: str
+) -> None:
+    """A paused instance wakes up when another has replaced its durable and gone on."""
+    stream = await far.make_stream(unique("T"), retention=retention)
+    with processes() as started:
+        started.append(Process(far, stream, failpoints="egress.before_ack=stop@2"))
+
+        async def has_durable() -> bool:
+            return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
+
+        await soon(has_durable, seconds=20)
+        await far.publish(stream, (b"%d" % i for i in range(350)))
+        await far.archived_to(stream, 200, seconds=20)
+        started.append(Process(far, stream))
+        await far.archived_to(stream, 350, seconds=20)
+        started[0].send(signal.SIGCONT)
+        await far.publish(stream, (b"%d" % i for i in range(350, 400)))
+        await far.archived_to(stream, 400, seconds=20)
+        await soon(lambda: is_empty(far, stream), seconds=20)
+        for each in started:
+            await each.drain()
+    assert [m.payload for m in far.messages(stream)] == [b"%d" % i for i in range(400)]
+    assert far.ledger(stream) == {}
+    far.check(stream)

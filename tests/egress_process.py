@@ -1,0 +1,89 @@
+"""Egress as a process of its own over a bench's bucket, to be killed, paused and drained by tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.egress_bench import SITE, Bench
+from tests.support import unique
+
+ROOT = Path(__file__).parents[1]
+FEED = {"segment": {"max_messages": 100, "max_age": "1s"}}
+
+
+class Process:
+    """One egress process over the bench's bucket."""
+
+    def __init__(self, bench: Bench, stream: str, *, failpoints: str = "", **egress: Any) -> None:
+        self._bench = bench
+        self.log = bench.root / f"{unique('egress')}.log"
+        config = self.log.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(self._config(stream, egress)))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.egress_runner", str(config)],
+                cwd=ROOT,
+                env={**os.environ, "FLOE_FAILPOINTS": failpoints},
+                stdout=log,
+                stderr=log,
+            )
+
+    def _config(self, stream: str, egress: dict[str, Any]) -> dict[str, Any]:
+        bench = self._bench
+        return {
+            "site": SITE,
+            "nats": {"url": bench.url},
+            "store": bench.store_config,
+            "spool_dir": str(bench.root / "spool"),
+            "log": {"level": "debug", "format": "text"},
+            "egress": {
+                "monitor": {"listen": ""},
+                "lease_bucket": bench.lease_bucket,
+                "state_bucket": bench.state_bucket,
+                "lease_ttl": "1s",
+                "shutdown_timeout": "10s",
+                "feeds": [{"stream": stream, **FEED}],
+                **egress,
+            },
+        }
+
+    def send(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    async def ended(self, seconds: float = 20) -> int:
+        """Its exit code; negative for a signal."""
+        return await asyncio.to_thread(self.process.wait, seconds)
+
+    async def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        await self.ended()
+
+    async def drain(self) -> None:
+        """SIGTERM; fails unless it ends with 0."""
+        self.send(signal.SIGTERM)
+        code = await self.ended()
+        assert code == 0, f"exit code {code}\n{self.log.read_text()[-4000:]}"
+
+
+@contextmanager
+def processes() -> Iterator[list[Process]]:
+    """A list of processes, whatever is left of them killed at the end."""
+    started: list[Process] = []
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.send(signal.SIGCONT)
+            each.send(signal.SIGKILL)
+            each.process.wait(10)

@@ -1,0 +1,465 @@
+"""Advisories on a real server: none lost, none twice, in order for each value; whatever is cut meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tracemalloc
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import Unavailable
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.headers import build_block
+from common.settings.nats import NatsSettings
+from egress.advisories.document import Document
+from egress.advisories.event import Advisory, Event
+from egress.advisories.outbox import HIGH_WATER
+from egress.advisories.scan import Asked
+from egress.advisories.stored import ids_stored
+from infra.local.nats import NatsServer
+from tests.advisory_world import SECOND, World, connected, new, news, now_ns, running
+from tests.support import soon
+from tests.tcp_proxy import TcpProxy
+
+HOUR = 3600 * SECOND
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    client = await connected(nats_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def world(client: FloeClient) -> World:
+    return World(client)
+
+
+def once_and_in_order(found: Sequence[Document], sent: Sequence[Advisory]) -> None:
+    """Fails unless every advisory is there once, and those of a value as they were sent."""
+    assert len({document.event_id for document in found}) == len(found), "one is stored twice"
+    there, wanted = defaultdict(list), defaultdict(list)
+    for document in found:
+        there[document.value].append((document.event, document.timestamp))
+    for advisory in sent:
+        wanted[advisory.value].append((advisory.event.value, advisory.moment_ns // SECOND))
+    assert there == wanted
+
+
+def life_of(value: str, start: int) -> list[Advisory]:
+    """All four events, hours ago to now."""
+    silent = Advisory(Event.TIMEOUT, value, start, start + HOUR // 5)
+    gone = Advisory(Event.EXPIRE, value, start, start + HOUR)
+    back = Advisory(Event.RECOVER, value, start + HOUR, start + HOUR + HOUR // 2)
+    return [new(value, start), silent, gone, new(value, start + HOUR), back]
+
+
+async def test_what_is_found_is_stored_once_in_order_and_then_forgotten(world: World) -> None:
+    await world.make_stream()
+    start = now_ns() - 2 * HOUR + 60 * SECOND
+    sent = [each for value in ("a", "b", "größe x") for each in life_of(value, start)]
+    async with running(world.advisories()) as advisories:
+        advisories.settle()
+        advisories.take(sent, again=False)
+        assert advisories.pending()
+        await advisories.drain(10)
+
+        assert advisories.pending() == ()
+    once_and_in_order(await world.stored(), sent)
+    assert world.counted() == {"stored": len(sent)}
+    assert world.gauge("waiting") == 0
+
+
+async def test_the_subjects_are_the_templates(world: World) -> None:
+    await world.make_stream()
+    hostile = "x\r\nPUB $JS.API.STREAM.DELETE.S 0\r\n\r\n"
+    sent = [new("node1.example.net"), new(hostile), new("*.>"), new("."), new("x" * 1024), new("\ud800")]
+    async with running(world.advisories()) as advisories:
+        advisories.take(sent, again=False)
+        await advisories.drain(10)
+    info = await world.client.api(f"STREAM.INFO.{world.stream}", {"subjects_filter": ">"})
+    subjects = {each.removeprefix(f"{world.prefix}.new.") for each in info["state"]["subjects"]}
+
+    assert {"node1.example.net", "%2A.%3E", "%2E"} < subjects
+    assert len(subjects) == len(sent)
+    assert world.client.generation == 1  # the connection was not lost
+    assert {each.value for each in await world.stored()} >= {hostile, "*.>", ".", "x" * 1024}
+
+
+async def test_lost_answers_are_settled_by_reading(world: World, nats_server: NatsServer) -> None:
+    await world.make_stream()
+    async with TcpProxy(nats_server.port) as proxy:
+        cut = await connected(proxy.url)
+        sent = news(300, values=200)
+        async with running(world.advisories(cut)) as advisories:
+            advisories.settle()
+            proxy.blackhole("down")
+            advisories.take(sent, again=False)
+            await soon(lambda: world.counted()["unknown"] >= 200)
+            assert await world.count() == 200  # stored, but nobody was told
+            proxy.heal()
+            await advisories.drain(20)
+            assert advisories.pending() == ()
+        await cut.aclose()
+    once_and_in_order(await world.stored(), sent)
+    assert world.counted()["stored"] == len(sent)
+
+
+async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)
+    start = clock.monotonic()
+    async with running(world.advisories(clock=clock)) as advisories:
+        advisories.settle()
+        advisories.take(sent, again=False)
+        await soon(lambda: clock.monotonic() - start > 3600, seconds=30)
+        assert world.gauge("failing") == 1
+        assert world.counted()["failed"] < 1000  # it waits longer and longer
+        assert advisories.pending() == tuple(sent)
+        await advisories.drain(5)  # does not wait for what cannot be
+
+        await world.make_stream()
+        await soon(lambda: not advisories.pending())
+        await soon(lambda: world.gauge("failing") == 0)
+    once_and_in_order(await world.stored(), sent)
+    told = [each for each in caplog.messages if "cannot be stored" in each]
+    assert len(told) == 1
+    assert "E-ADVISORIES" in told[0]
+    assert f"{world.prefix}.*.>" in told[0]
+
+
+async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(world: World) -> None:
+    await world.make_stream(subjects=[f"{world.prefix}.timeout.>"])
+    at = now_ns()
+    lost = news(600)
+    kept = [Advisory(Event.TIMEOUT, f"v{n}", at, at + n) for n in range(600)]
+    async with running(world.advisories()) as advisories:
+        advisories.settle()
+        advisories.take(lost + kept, again=False)
+        await soon(lambda: world.counted()["stored"] == len(kept), seconds=30)
+        assert sorted(advisories.pending(), key=repr) == sorted(lost, key=repr)
+    once_and_in_order(await world.stored(), kept)
+
+
+async def test_restarts_in_the_middle_store_none_twice_and_lose_none(
+    world: World, nats_server: NatsServer
+) -> None:
+    """Each start knows only what an old snapshot says, and finds all the rest by reading again."""
+    await world.make_stream()
+    sent, random_ = news(3000, values=1500), random.Random(7)
+    snapshot = sent[:1000]
+    async with TcpProxy(nats_server.port) as proxy:
+        for round_ in range(6):
+            cut = await connected(proxy.url)
+            advisories = world.advisories(cut, outbox=snapshot)
+            async with running(advisories):
+                advisories.take(sent[1000:2000], again=True)
+                advisories.settle()
+                advisories.take(sent[2000:], again=round_ > 0)
+                if round_ % 2:
+                    proxy.cut_after("down", random_.randrange(20_000, 60_000))
+                goal = min(len(sent), await world.count() + 500)
+                await soon(lambda goal=goal: _reached(world, goal), seconds=30)
+            await cut.aclose()
+            await asyncio.sleep(0.15)  # the duplicate window is over
+        async with running(world.advisories(outbox=sent)) as last:
+            last.settle()
+            await last.drain(30)
+            assert last.pending() == ()
+        assert proxy.accepted > 6  # the line was cut
+    once_and_in_order(await world.stored(), sent)
+
+
+async def _reached(world: World, count: int) -> bool:
+    return await world.count() >= count
+
+
+async def test_what_may_have_been_sent_waits_for_the_end_of_reading_again(world: World) -> None:
+    await world.make_stream()
+    before = [new("a", now_ns() - SECOND)]
+    async with running(world.advisories()) as first:
+        first.take(before, again=False)
+        await first.drain(5)
+    await asyncio.sleep(0.15)
+    async with running(world.advisories(outbox=before)) as second:
+        later = [new("a"), new("b")]
+        second.take(later, again=True)
+        await asyncio.sleep(0.2)
+        assert await world.count() == 1
+        assert second.pending() == (*before, later[0], later[1])
+        second.settle()
+        await second.drain(10)
+    once_and_in_order(await world.stored(), before + later)
+
+
+async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.make_stream()
+    sent, failures = news(10), [Unavailable("no leader"), Unavailable("no leader")]
+    async with running(world.advisories()) as first:
+        first.take(sent, again=False)
+        await first.drain(5)
+
+    async def fails_first(*arguments: object) -> set[str] | None:
+        if failures:
+            raise failures.pop()
+        assert world.gauge("failing") == 1
+        return await ids_stored(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("egress.advisories.reliable.ids_stored", fails_first)
+    async with running(world.advisories(outbox=sent)) as second:
+        second.settle()
+        await soon(lambda: not second.pending())
+        await soon(lambda: world.gauge("failing") == 0)
+    once_and_in_order(await world.stored(), sent)
+
+
+async def test_ten_thousand_in_the_outbox_go_out_within_seconds(world: World) -> None:
+    await world.make_stream()
+    sent = news(10_000, values=5000)
+    async with running(world.advisories(outbox=sent, ack_timeout=5)) as advisories:
+        advisories.settle()
+        assert advisories.has_room
+        await advisories.drain(40)
+        assert advisories.pending() == ()
+    assert world.counted() == {"stored": 10_000}
+    once_and_in_order(await world.stored(), sent)
+
+
+async def test_the_reader_is_stopped_before_the_outbox_is_full_and_goes_on_by_itself(world: World) -> None:
+    at = now_ns()
+    advisories = world.advisories(may_send=lambda: False)
+    advisories.take([new(str(n), at) for n in range(HIGH_WATER)], again=False)
+
+    assert not advisories.has_room
+    assert len(advisories.pending()) == HIGH_WATER
+    assert world.gauge("waiting") == HIGH_WATER
+
+
+async def test_too_much_read_again_is_settled_before_the_reading_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise reading would wait for room, and room for the end of reading."""
+    monkeypatch.setattr(
+        "egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100)
+    )
+    await world.make_stream()
+    sent = news(150)
+    async with running(world.advisories()) as advisories:
+        advisories.take(sent[:120], again=True)
+        assert not advisories.has_room
+        await soon(lambda: advisories.has_room)
+        advisories.take(sent[120:], again=True)
+        advisories.settle()
+        await advisories.drain(10)
+    once_and_in_order(await world.stored(), sent)
+
+
+async def test_without_a_usable_lease_nothing_is_sent(world: World) -> None:
+    await world.make_stream()
+    held = [False]
+    async with running(world.advisories(may_send=lambda: held[0])) as advisories:
+        advisories.take([new("a")], again=False)
+        await asyncio.sleep(0.3)
+        assert await world.count() == 0
+        held[0] = True
+        await advisories.drain(5)
+    assert await world.count() == 1
+
+
+async def test_what_is_no_news_any_more_is_counted_and_not_sent(world: World) -> None:
+    await world.make_stream()
+    old, recent = life_of("a", now_ns() - 100 * HOUR), life_of("b", now_ns() - 2 * HOUR + 60 * SECOND)
+    async with running(world.advisories(outbox=old[:2])) as advisories:
+        advisories.take(old[2:], again=True)
+        advisories.settle()
+        advisories.take(recent, again=False)
+        await advisories.drain(10)
+        assert advisories.pending() == ()
+    once_and_in_order(await world.stored(), [each for each in old if each.event is Event.NEW] + recent)
+    assert world.counted()["stale"] == 3
+
+
+async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> None:
+    world = World(client)
+    await world.make_stream()
+    await client.api(
+        f"STREAM.CREATE.{world.feed}", {"name": world.feed, "subjects": [world.feed], "storage": "memory"}
+    )
+    clock, sent = ManualClock(now_ns() / SECOND + 7 * 86_400), life_of("a", now_ns() - HOUR)
+    async with running(world.advisories(clock=clock)) as advisories:
+        advisories.take(sent, again=False)
+        await advisories.drain(10)
+    once_and_in_order(await world.stored(), sent)
+
+
+# Looking into the stream
+
+
+async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces(world: World) -> None:
+    await world.make_stream(subjects=[f"{world.prefix}.>", f"other{world.prefix}"])
+    sent = news(50)
+    for index, each in enumerate(sent):
+        async with running(world.advisories()) as advisories:
+            advisories.take([each], again=False)
+            await advisories.drain(5)
+        if index % 10 == 0:
+            for number in range(5):
+                world.client.send(
+                    frame(
+                        f"other{world.prefix}".encode(),
+                        b"x",
+                        build_block([b"Nats-Msg-Id: %d.%d" % (index, number)]),
+                    )
+                )
+    world.client.send(frame(f"other{world.prefix}".encode(), b"last"))
+    await soon(lambda: _reached(world, 76))
+    info = await world.client.api(f"STREAM.INFO.{world.stream}")
+    await world.client.api(f"STREAM.MSG.DELETE.{world.stream}", {"seq": info["state"]["last_seq"]})
+    ids = {each.event_id for each in await world.stored(foreign=26 - 1)}
+    small = Asked(batch=7, window=1024, heartbeat=0.2)
+
+    found = await ids_stored(world.client, f"{world.prefix}.*.>", {*ids, "absent"}, sent[0].moment_ns, small)
+    assert found == ids
+    late = await ids_stored(world.client, f"{world.prefix}.*.>", ids, now_ns() + HOUR, small)
+    assert late == set()
+    assert await ids_stored(world.client, f"nobody{world.prefix}.>", ids, 0, small) is None
+    consumers = await world.client.api(f"CONSUMER.NAMES.{world.stream}")
+    assert not consumers["consumers"]  # none is left behind
+
+
+async def test_looking_into_a_long_stream_takes_little_memory(world: World) -> None:
+    await world.make_stream()
+    payload, count = b"x" * 300, 40_000
+    for start in range(0, count, 2000):
+        world.client.send(
+            b"".join(
+                frame(f"{world.prefix}.new.n".encode(), payload, build_block([b"Nats-Msg-Id: %d" % n]))
+                for n in range(start, start + 2000)
+            )
+        )
+        await soon(lambda start=start: _reached(world, start + 2000))
+    tracemalloc.start()
+    try:
+        found = await ids_stored(world.client, f"{world.prefix}.*.>", {"0", "39999", "none"}, 0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert found == {"0", "39999"}
+    assert peak < 12 << 20
+
+
+async def test_a_work_queue_cannot_be_read_so_the_duplicate_window_has_to_do(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    await world.make_stream(retention="workqueue", duplicate_window=120 * SECOND)
+    await world.client.api(
+        f"CONSUMER.CREATE.{world.stream}.reader",
+        {
+            "stream_name": world.stream,
+            "config": {"name": "reader", "durable_name": "reader", "ack_policy": "explicit"},
+            "action": "create",
+        },
+    )
+    sent = news(20)
+    for _ in range(2):
+        async with running(world.advisories(outbox=sent)) as advisories:
+            advisories.settle()
+            await advisories.drain(10)
+            assert advisories.pending() == ()
+    assert await world.count() == len(sent)
+    assert world.counted() == {"stored": 20, "duplicate": 20}
+    assert "not compared" in caplog.text
+
+
+RIGHTS = """
+authorization { users: [
+  {user: all, password: secret}
+  {user: few, password: secret, permissions: {publish: ["adv.>"], subscribe: ["_INBOX.>"]}}
+  {user: reader, password: secret, permissions: {publish: ["$JS.API.>"], subscribe: ["_INBOX.>"]}}
+] }
+"""
+
+
+async def test_without_the_right_to_read_they_are_sent_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with NatsServer(extra=RIGHTS) as server:
+        clients = [
+            await connect(NatsSettings(url=server.url, user=user, password="secret"), name="test")
+            for user in ("all", "few")
+        ]
+        world = World(clients[0], prefix="adv")
+        await world.make_stream(duplicate_window=120 * SECOND)
+        sent = news(5)
+        for _ in range(2):
+            async with running(world.advisories(clients[1], outbox=sent)) as advisories:
+                advisories.settle()
+                await advisories.drain(10)
+        once_and_in_order(await world.stored(), sent)
+        for client in clients:
+            await client.aclose()
+    assert caplog.text.count("not compared") == 2  # once for each of the two
+
+
+async def test_without_the_right_to_send_they_wait_and_the_log_is_not_flooded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with NatsServer(extra=RIGHTS) as server:
+        client = await connect(NatsSettings(url=server.url, user="reader", password="secret"), name="test")
+        world, sent = World(client, prefix="adv"), news(1000)
+        await world.make_stream()
+        async with running(world.advisories(client)) as advisories:
+            advisories.settle()
+            advisories.take(sent, again=False)
+            await soon(lambda: world.counted()["failed"] > 256 + 8)
+            assert sorted(advisories.pending(), key=repr) == sorted(sent, key=repr)
+        await client.aclose()
+    assert caplog.text.count("E-ADVISORIES") == 1
+    assert caplog.text.count("nats permission missing") < 300
+
+
+# Those that are not reliable
+
+
+async def test_unreliable_ones_are_published_once_and_never_again(client: FloeClient) -> None:
+    world = World(client, reliable=False)
+    await world.make_stream()
+    sent = news(1000)
+    async with running(world.advisories(outbox=news(3))) as advisories:
+        advisories.take(news(5), again=True)
+        advisories.settle()
+        advisories.take(sent, again=False)
+        assert advisories.has_room
+        assert advisories.pending() == ()
+        await advisories.drain(10)
+    await soon(lambda: _reached(world, len(sent)))
+    once_and_in_order(await world.stored(), sent)
+    assert world.counted() == {"published": 1000}
+
+
+async def test_unreliable_ones_are_dropped_while_the_line_is_down(nats_server: NatsServer) -> None:
+    async with TcpProxy(nats_server.port) as proxy:
+        cut = await connected(proxy.url)
+        world = World(await connected(nats_server.url), reliable=False)
+        await world.make_stream()
+        async with running(world.advisories(cut)) as advisories:
+            await proxy.refuse()
+            await soon(lambda: not cut.is_up)
+            advisories.take(news(100), again=False)
+            await soon(lambda: world.counted()["dropped"] == 100)
+            await proxy.listen()
+            assert await cut.wait_up(10)
+            advisories.take(news(7), again=False)
+            await soon(lambda: _reached(world, 7))
+        await cut.aclose()
+        await world.client.aclose()
+    assert world.counted() == {"dropped": 100, "published": 7}

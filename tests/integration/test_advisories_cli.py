@@ -1,0 +1,196 @@
+"""`floe advisories`: what it finds and prints, for whom, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.jetstream.client import FloeClient, frame
+from egress.advisories.document import Document
+from egress.advisories.event import Advisory, Event
+from egress.advisories.search import line_of
+from tests.advisory_world import SECOND, World, connected, new, now_ns, running
+from tests.support import soon
+
+ROOT = Path(__file__).parents[2]
+MINUTE = 60 * SECOND
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    client = await connected(nats_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def world(client: FloeClient) -> World:
+    world = World(client)
+    await world.make_stream()
+    return world
+
+
+@pytest.fixture
+def config(tmp_path: Path, nats_url: str) -> Path:
+    return written(tmp_path / "site.yaml", {"site": "US_EAST", "nats": {"url": nats_url}})
+
+
+def written(path: Path, settings: dict[str, Any]) -> Path:
+    quiet = {"store": {"url": f"file://{path.parent}/bucket"}, "log": {"level": "warning"}}
+    path.write_text(yaml.safe_dump({**quiet, **settings}))
+    return path
+
+
+def command(config: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "floe.py"), "advisories", *arguments, "-c", str(config)]
+
+
+def floe(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(config, *arguments), capture_output=True, text=True, check=False, timeout=30
+    )
+
+
+async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
+    before = await world.count()
+    async with running(world.advisories()) as advisories:
+        advisories.take(sent, again=False)
+        await advisories.drain(10)
+    for _ in range(foreign):
+        world.client.send(frame(f"{world.prefix}.other".encode(), b'{"protocol": "x", "value": "node1"}'))
+
+    async def there() -> bool:
+        return await world.count() == before + len(sent) + foreign
+
+    await soon(there)
+
+
+def silence(value: str, moment_ns: int, silent_ns: int = 662 * SECOND) -> Advisory:
+    return Advisory(Event.TIMEOUT, value, moment_ns - silent_ns, moment_ns)
+
+
+async def test_each_is_one_line_in_order_and_foreign_messages_are_counted(world: World, config: Path) -> None:
+    sent = [silence("node1", now_ns() - MINUTE), new("node2")]
+    await store(world, sent, foreign=3)
+    done = floe(config, world.stream)
+    first, second = done.stdout.splitlines()
+
+    assert first.endswith("] timeout node1 seen 11m2s earlier on US_EAST")
+    assert second.endswith("]     new node2 seen 0s earlier on US_EAST")
+    assert done.stderr == f"3 messages of {world.stream} are no advisories\n"
+    assert done.returncode == 0
+
+
+async def test_one_value_alone_and_as_json(world: World, config: Path) -> None:
+    await store(world, [new("node1"), new("node11"), silence("node1", now_ns())])
+    documents = [
+        json.loads(line) for line in floe(config, world.stream, "node1", "--json").stdout.splitlines()
+    ]
+
+    assert [(each["event"], each["value"]) for each in documents] == [("new", "node1"), ("timeout", "node1")]
+    assert list(documents[0]) == list(Document.__struct_fields__)
+
+
+async def test_since_counts_from_now_by_time_of_storing(world: World, config: Path) -> None:
+    await store(world, [new("old", now_ns() - 30 * 86_400 * SECOND)])
+
+    assert "old seen 0s earlier" in floe(config, world.stream, "--since", "1m").stdout
+    assert floe(config, world.stream, "--since", "1ms").stdout == ""
+
+
+async def test_a_value_cannot_forge_lines_or_move_the_cursor(world: World, config: Path) -> None:
+    await store(world, [new("a\n[2026-01-01 00:00:00] expire node1\x1b[2J\u202e")])
+    people, programs = floe(config, world.stream).stdout, floe(config, world.stream, "--json").stdout
+
+    assert people.count("\n") == programs.count("\n") == 1
+    for output in (people, programs):
+        assert output.rstrip("\n").isprintable()
+
+
+async def test_at_the_centre_subjects_and_headers_are_others_and_do_not_matter(
+    world: World, tmp_path: Path, nats_url: str
+) -> None:
+    document = (
+        b'{"protocol":"io.choria.sr.v2.age_advisory","event_id":"26QSY17sb9aJL6UPPG6MLOVjIrE",'
+        b'"inspect_field":"sender","age":3600,"seen":1647351430,"replicator":"US-EAST",'
+        b'"timestamp":1647355030,"event":"expire","value":"node1"}'
+    )
+    world.client.send(frame(f"{world.prefix}.central.x".encode(), document))
+    await soon(world.count)
+    nowhere = "nats://127.0.0.1:1"
+    centre = written(
+        tmp_path / "centre.yaml",
+        {
+            "nats": {"url": nowhere, "connect_timeout": "300ms"},
+            "ingress": {
+                "nats": {"url": nats_url},
+                "targets": [{"stream": "T", "sources": [{"site": "s", "feed": "f"}]}],
+            },
+        },
+    )
+
+    assert floe(centre, world.stream).stdout == (
+        "[2022-03-15 14:37:10]  expire node1 seen 1h earlier on US-EAST\n"
+    )
+    assert floe(centre, world.stream, "--nats", "egress").returncode == 75
+
+
+async def test_a_stream_that_is_not_there_is_one_line_and_exit_1(config: Path) -> None:
+    done = floe(config, "NO_SUCH_STREAM")
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error[E-ADVISORIES]: stream NO_SUCH_STREAM: expected one on this server")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a.b", "a b", "*", ""])
+def test_what_is_no_name_of_a_stream_is_a_usage_error(config: Path, name: str) -> None:
+    assert floe(config, name).returncode == 2
+
+
+async def test_an_empty_stream_is_an_answer(world: World, config: Path) -> None:
+    done = floe(config, world.stream)
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+async def test_follow_shows_those_that_come_until_it_is_interrupted(
+    world: World, config: Path, tmp_path: Path
+) -> None:
+    await store(world, [new("before")])
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    with out.open("w") as stdout, errors.open("w") as stderr:
+        process = subprocess.Popen(command(config, world.stream, "--follow"), stdout=stdout, stderr=stderr)
+    try:
+        await soon(lambda: "before" in out.read_text())
+        await store(world, [new("after")], foreign=1)
+        await soon(lambda: "after" in out.read_text())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert out.read_text().count("\n") == 2
+    assert f"1 messages of {world.stream} are no advisories" in errors.read_text()
+    assert "Traceback" not in errors.read_text()
+
+
+def test_a_time_that_no_calendar_has_is_foreign() -> None:
+    document = Document("p", "i", "f", 0, 0, "r", 2**62, "new", "v")
+
+    with pytest.raises(ValueError, match="expected seconds since 1970"):
+        line_of(document)
+
+
+def test_what_never_was_seen_is_shown_all_the_same() -> None:
+    document = Document("p", "i", "f", -1, -62_135_596_800, "r", 0, "new", "v")
+
+    assert line_of(document).startswith("[1970-01-01 00:00:00]     new v seen ")

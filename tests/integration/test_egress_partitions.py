@@ -1,0 +1,265 @@
+"""Partitions of one feed against a real server: what each takes, and how they begin and end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.streams import stream_info
+from egress.partitions.closing import Closing, End
+from tests.egress_bench import SITE, Bench, connected
+from tests.partitions import Partitioned, feed_of, publish_over
+from tests.support import soon, unique
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def recreate(bench: Bench, stream: str, subjects: list[str], count: int, text: str) -> None:
+    """Delete the stream, make it again and publish."""
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    await publish_over(bench, stream, subjects, count, text)
+
+
+async def test_partitions_hold_every_message_once_and_each_accounts_for_all_sequences(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 3)
+    await publish_over(bench, stream, ["0.a", "1.b", "2.c", "1.d"], 400, "x")
+    async with bench.egress(feed_of(stream)) as running:
+        await parts.archived_to(400)
+        assert [running.state(f"{stream}{suffix}") for suffix in ("", "/1", "/2")] == ["reading"] * 3
+    await parts.same(stream)
+    documents = [bench.chains.read_chain(parts.chain(p)) for p in range(3)]
+    assert [(d.filters, d.partitions, d.first) for d in documents if d] == [
+        ((f"{stream}.{p}.>",), 3, 1) for p in range(3)
+    ]
+    assert [len(bench.store.list(parts.chain(p))) > 0 for p in range(3)] == [True] * 3
+
+
+async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["a.x", "b.y", "c.z", "c.w"], 40, "x")
+    feed = {"stream": stream, "partitions": [f"{stream}.a.*", f"{stream}.b.>"]}
+    async with bench.egress(feed) as running:
+        await parts.archived_to(40)
+        await soon(lambda: "unmatched" in running.status(stream))
+        expected = {"messages": 20, "subjects": 2, "example": f"{stream}.c.w"}
+        assert running.status(stream)["unmatched"] == expected
+        assert "unmatched" not in running.status(f"{stream}/1")
+    parts.check()
+    assert sorted({m.subject for m in parts.messages()}) == [
+        f"{stream}.a.x".encode(),
+        f"{stream}.b.y".encode(),
+    ]
+
+
+async def test_one_filter_is_meant_to_leave_subjects_out(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await publish_over(bench, stream, ["a", "b"], 10, "x")
+    async with bench.egress({"stream": stream, "filter_subject": f"{stream}.a"}) as running:
+        await bench.archived_to(stream, 10)
+        assert "unmatched" not in running.status(stream)
+
+
+async def test_two_hosts_that_start_at_the_end_of_a_moving_stream_begin_at_one_sequence(bench: Bench) -> None:
+    """The first one to resolve it counts for every partition of both."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 4)
+    subjects = [f"{p}.s" for p in range(4)]
+    await publish_over(bench, stream, subjects, 100, "before")
+    loading = asyncio.create_task(publish_over(bench, stream, subjects, 4000, "during"))
+    settings = bench.settings(feed_of(stream, 4, start_at_end=True))
+    hosts = [bench.start(settings) for _ in range(3)]
+    try:
+        await loading
+        await parts.archived_to(4100)
+    finally:
+        for host in hosts:
+            await host.drain()
+    firsts = {bench.chains.read_chain(parts.chain(p)).first for p in range(4)}  # type: ignore[union-attr]
+    assert len(firsts) == 1
+    [first] = firsts
+    assert first > 100
+    await parts.same(stream, first=first)
+
+
+async def test_a_partition_that_comes_later_begins_where_the_others_did(bench: Bench) -> None:
+    """Its host was down: its messages since then are archived too."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a"], 10, "before")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream, 2, start_at_end=True)))
+        await soon(lambda: running.state(stream) == "reading")
+        await publish_over(bench, stream, ["0.a", "1.a"], 20, "after")
+        await soon(lambda: parts.end(0) == 30)
+        assert parts.end(1) == 0
+    try:
+        await parts.archived_to(30)
+    finally:
+        await running.drain()
+    await parts.same(stream, first=11)
+
+
+async def test_recreated_while_egress_was_down_all_partitions_end_where_their_coverage_did(
+    bench: Bench,
+) -> None:
+    """One incarnation for all; a partition without messages follows what the others found."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 3)
+    await publish_over(bench, stream, ["0.a", "1.a"], 100, "first")
+    async with bench.egress(feed_of(stream)):
+        await parts.archived_to(100)
+    ends, before = parts.ends(), parts.messages()
+    await recreate(bench, stream, ["0.a", "1.a"], 150, "second")
+    async with bench.egress(feed_of(stream)):
+        await parts.archived_to(150, 1)
+    assert parts.previous(1) == ends
+    assert parts.messages() == before
+    await parts.same(stream, 1)
+
+
+async def test_recreated_under_load_no_message_is_in_both_incarnations_or_in_none(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 3)
+    subjects = [f"{p}.a" for p in range(3)]
+    feed = feed_of(stream, segment={"max_messages": 70, "max_age": "1h"})
+    async with bench.egress(feed) as running:
+        await soon(lambda: all(running.state(stream + s) == "reading" for s in ("", "/1", "/2")))
+        await publish_over(bench, stream, subjects, 400, "first")
+        await soon(lambda: running.status(stream).get("source_last") == 400)
+        await recreate(bench, stream, subjects, 500, "second")
+        await soon(lambda: bench.chains.read_stream(parts.chain(0, 1)) is not None, 20)
+        await soon(
+            lambda: all(running.status(stream + s).get("incarnation") == 1 for s in ("", "/1", "/2")), 20
+        )
+    assert parts.previous(1) == parts.ends()
+    assert sorted(m.payload for m in parts.messages()) == sorted(b"first %d" % i for i in range(400))
+    assert sorted(m.payload for m in parts.messages(1)) == sorted(b"second %d" % i for i in range(500))
+    parts.check()
+    await parts.same(stream, 1)
+
+
+async def test_the_others_wait_for_a_partition_whose_worker_is_away(bench: Bench) -> None:
+    """Not an error; whoever takes its lease closes it, and all go on."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 3)
+    subjects = [f"{p}.a" for p in range(3)]
+    await publish_over(bench, stream, subjects, 60, "first")
+    async with bench.egress(feed_of(stream)):
+        await parts.archived_to(60)
+    await publish_over(bench, stream, subjects, 30, "more")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream)))
+        await soon(lambda: parts.end(0) == parts.end(2) == 90)
+        await recreate(bench, stream, subjects, 100, "second")
+        await soon(lambda: running.state(stream) == running.state(f"{stream}/2") == "closing")
+        await soon(lambda: running.status(stream)["why"] == "waiting for partitions 1")
+        assert not running.health.status()["problems"]
+        assert bench.chains.read_stream(parts.chain(0, 1)) is None
+    try:
+        await parts.archived_to(100, 1)
+    finally:
+        await running.drain()
+    # Partition 1 never saw the last 30 of the first history, and no incarnation claims it did.
+    assert parts.previous(1) == {0: 90, 1: 60, 2: 90}
+    await parts.same(stream, 1)
+
+
+async def test_recreated_twice_while_one_partition_is_away(bench: Bench) -> None:
+    """The ends that were noted for the stream in between count for the one that is there now."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
+    async with bench.egress(feed_of(stream, 2)):
+        await parts.archived_to(60)
+    closings = await parts.closings()
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream, 2)))
+        await recreate(bench, stream, ["0.a", "1.a"], 70, "second")
+        await soon(lambda: running.state(stream) == "closing")
+        [noted] = (await closings.get(parts.chain(0))).ends.values()
+        await recreate(bench, stream, ["0.a", "1.a"], 80, "third")
+    try:
+        await parts.archived_to(80, 1)
+        assert running.status(stream)["incarnation"] == 1
+    finally:
+        await running.drain()
+    info = await stream_info(bench.client, stream)
+    minted = bench.chains.read_stream(parts.chain(0, 1))
+    assert info is not None
+    assert minted is not None
+    assert minted.created == info.created != noted.created
+    assert parts.previous(1) == {0: 60, 1: 60}
+    await parts.same(stream, 1)
+
+
+async def test_an_end_that_was_noted_is_withdrawn_when_the_old_stream_is_back(bench: Bench) -> None:
+    """Partition 0 reads on, so the incarnation must not be closed with the end it noted before."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
+    async with bench.egress(feed_of(stream, 2)):
+        await parts.archived_to(60)
+    closings = await parts.closings()
+    another = Closing({0: End(60, 1, "2001-01-01T00:00:00Z")})
+    await closings.change(parts.chain(0), lambda _: another)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "more")
+    async with bench.egress(feed_of(stream, 2)):
+        await parts.archived_to(80)
+        assert (await closings.get(parts.chain(0))).ends == {}
+    assert parts.previous(1) is None
+    await parts.same(stream)
+
+
+async def test_other_partitions_than_those_it_was_begun_with_stop_the_feed(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await publish_over(bench, stream, ["0.a", "1.a"], 10, "x")
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    async with bench.egress(feed_of(stream, 2)) as running:
+        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
+        assert "begun with filters [], configured filters ['" in running.status(stream)["why"]
+        assert f"floe egress repartition -c site.yaml --feed {stream}" in running.status(stream)["hint"]
+    assert bench.chains.read_chain(Chain(SITE, stream, 0, 1)) is None
+
+
+async def test_a_relay_that_was_begun_as_none_stops_the_feed(bench: Bench) -> None:
+    """What its headers said was not believed: the same chain cannot hold both."""
+    stream = await bench.make_stream(unique("T"))
+    await publish_over(bench, stream, ["a"], 10, "x")
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10)
+    async with bench.egress({"stream": stream, "relay": True}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "configured filters [] as a relay" in running.status(stream)["why"]
+
+
+async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:
+    """It has nothing to compare; what the others archived is of the same stream."""
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 3)
+    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
+    async with bench.egress(feed_of(stream)):
+        await parts.archived_to(60)
+    key = bench.chains.layout.stream_document(parts.chain(0))
+    found = bench.chains.read_stream(parts.chain(0))
+    assert found is not None
+    bench.objects.put(key, replace(found, created="2001-01-01T00:00:00Z").to_json())
+    async with bench.egress(feed_of(stream)) as running:
+        await publish_over(bench, stream, ["0.a", "2.a"], 20, "more")
+        await parts.archived_to(80)
+        assert running.status(f"{stream}/2")["drifted"]
+    assert parts.previous(1) is None
+    await parts.same(stream)

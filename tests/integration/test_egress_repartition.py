@@ -1,0 +1,297 @@
+"""A feed cut anew: no message twice or missing, whoever crashes where."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.segments.segment import Message
+from infra.local.nats import NatsServer
+from infra.oracle import Trace, compare
+from infra.oracle_archive import archived
+from infra.oracle_streams import source_trace
+from tests.commands import Done, configuration, floe, paste
+from tests.disks import restore_disk, save_disk
+from tests.egress_bench import SITE, Bench, connected
+from tests.ingress_world import Archive, Centre, arrived, count_in
+from tests.partitions import Partitioned, feed_of, publish_over
+from tests.support import soon, unique
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failpoints: str = "") -> Done:
+    env = {**os.environ, "FLOE_FAILPOINTS": failpoints}
+    command = ("egress", "repartition", "-c", str(configuration(bench, feed)))
+    return await floe(*command, "--feed", feed["stream"], *arguments, env=env)
+
+
+async def until_cut(bench: Bench, feed: dict[str, Any], *arguments: str) -> Done:
+    """Again and again until the leases of what was killed have expired."""
+    done = await repartition(bench, feed, "--yes", *arguments)
+    for _ in range(5):
+        if done.code != 75:
+            break
+        await asyncio.sleep(0.5)
+        done = await repartition(bench, feed, "--yes", *arguments)
+    assert done.code == 0, done
+    return done
+
+
+def everything(bench: Bench, feed: str) -> list[Message]:
+    """Of all chains of the feed, in sequence order; a repeated one stands twice."""
+    chains = bench.chains.chains(SITE, feed)
+    return sorted((m for c in chains for m in archived(bench.store, c)), key=lambda m: m.sequence)
+
+
+async def check_all(bench: Bench, feed: str, stream: str) -> None:
+    found = compare(
+        await source_trace(bench.client, stream), Trace.of(everything(bench, feed)), may_be_gone=False
+    )
+    assert found.ok, found.report()
+
+
+async def uneven(bench: Bench, stream: str, count: int) -> Partitioned:
+    """A feed of two partitions, of which partition 0 is further than partition 1."""
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a", "0.b", "1.b"], count, "first")
+    async with bench.egress(feed_of(stream, 2)):
+        await parts.archived_to(count)
+    await publish_over(bench, stream, ["0.a", "1.a"], count, "more")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed_of(stream, 2)))
+        await soon(lambda: parts.end(0) == 2 * count)
+        await running.drain()
+    assert parts.end(1) == count
+    return parts
+
+
+async def test_a_feed_is_cut_anew_under_load(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, 3)
+    subjects = ["0.a", "1.a", "0.b", "1.b"]
+    loading = asyncio.create_task(load(bench, stream, subjects, 60))
+    feed = feed_of(stream, 2, segment={"max_messages": 150})
+    running = bench.start(bench.settings(feed))
+    await soon(lambda: min(before.ends().values()) > 300)
+    await running.crash()
+    cut = {"stream": stream, "partitions": [f"{stream}.*.a", f"{stream}.0.b", f"{stream}.1.b"]}
+    done = await until_cut(bench, cut, "--json")
+    async with bench.egress(cut):
+        await loading
+        await after.archived_to(await bench.last(stream), 1)
+    end = before.end(0)
+    assert before.previous(1) == {0: end, 1: end} == before.ends()
+    assert (done.json()["first"], done.json()["ends"]) == (end + 1, {"0": end, "1": end})
+    after.check(1)
+    await check_all(bench, stream, stream)
+
+
+async def load(bench: Bench, stream: str, subjects: list[str], rounds: int) -> None:
+    for number in range(rounds):
+        await publish_over(bench, stream, subjects, 40, f"{number}")
+        await asyncio.sleep(0.05)
+
+
+async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_and_no_further(
+    bench: Bench,
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = await uneven(bench, stream, 100)
+    await publish_over(bench, stream, ["0.a", "1.a"], 50, "beyond")
+    feed = {"stream": stream}
+    shown = await repartition(bench, feed, "--dry-run", "--json")
+    assert shown.json()["still_to_read"] == {"0": 0, "1": 100}
+    assert parts.end(1) == 100
+    await until_cut(bench, feed)
+    assert parts.ends() == {0: 200, 1: 200}
+    parts.check()
+    async with bench.egress(feed):
+        await bench.archived_to(stream, 250, incarnation=1)
+    document = bench.chains.read_chain(Chain(SITE, stream, 1))
+    assert document is not None
+    assert (document.first, document.filters, document.partitions) == (201, (), 1)
+    await check_all(bench, stream, stream)
+
+
+async def test_a_running_egress_is_left_alone(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+    async with bench.egress(feed_of(stream, 2)):
+        await parts.archived_to(20)
+        done = await repartition(bench, {"stream": stream}, "--yes")
+    assert done.code == 75
+    assert f"partition 0 of feed {stream} is frozen by -/" in done.err
+    assert bench.chains.read_stream(parts.chain(0, 1)) is None
+    assert parts.ends() == {0: 20, 1: 20}
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    ["egress.after_put", "repartition.before_stream", "repartition.after_stream", "repartition.after_chain"],
+)
+async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts = await uneven(bench, stream, 60)
+    feed = feed_of(stream, 3)
+    killed = await repartition(bench, feed, "--yes", failpoints=f"{failpoint}=kill")
+    assert killed.code == -9
+    is_cut = failpoint in ("repartition.after_stream", "repartition.after_chain")
+    assert (bench.chains.read_stream(parts.chain(0, 1)) is not None) is is_cut
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "meanwhile")
+    await until_cut(bench, feed)
+    assert parts.previous(1) == parts.ends() == {0: 120, 1: 120}
+    after = Partitioned(bench, stream, 3)
+    async with bench.egress(feed):
+        await after.archived_to(150, 1)
+    after.check(1)
+    await check_all(bench, stream, stream)
+
+
+async def test_behind_the_commit_the_old_cut_stops_and_the_new_one_completes_what_is_missing(
+    bench: Bench,
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await uneven(bench, stream, 40)
+    feed = feed_of(stream, 3)
+    await repartition(bench, feed, "--yes", failpoints="repartition.after_stream=kill")
+    async with bench.egress(feed_of(stream, 2)) as running:
+        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
+        assert "repartition" in running.status(stream)["hint"]
+    assert len(bench.chains.chains(SITE, stream)) == 2
+    after = Partitioned(bench, stream, 3)
+    async with bench.egress(feed):
+        await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "later")
+        await after.archived_to(110, 1)
+    after.check(1)
+    await check_all(bench, stream, stream)
+
+
+async def test_nothing_is_done_where_there_is_nothing_to_do(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    unbegun = await repartition(bench, feed_of(stream, 2), "--yes")
+    assert (unbegun.code, "has not begun" in unbegun.err) == (2, True)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+    async with bench.egress(feed_of(stream, 2)):
+        await Partitioned(bench, stream, 2).archived_to(20)
+        done = await repartition(bench, feed_of(stream, 2), "--yes")
+        assert (done.code, "is cut as configured" in done.out) == (0, True)
+    unasked = await repartition(bench, {"stream": stream})
+    assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
+
+
+async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
+    tmp_path: Path,
+) -> None:
+    """The tips of the incarnation before are evidence for the one that continues it."""
+    with NatsServer() as server:
+        client = await connected(server.url)
+        bench = Bench(server.url, tmp_path, client)
+        stream = await bench.make_stream(unique("T"), storage="file")
+        await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+        async with bench.egress(feed_of(stream, 2)):
+            await Partitioned(bench, stream, 2).archived_to(20)
+        saved = await save_disk(server, tmp_path)
+        await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
+        async with bench.egress(feed_of(stream, 2)):
+            await Partitioned(bench, stream, 2).archived_to(40)
+        await until_cut(bench, feed_of(stream, 3))
+        await restore_disk(server, saved)
+        feed = feed_of(stream, 3)
+        async with bench.egress(feed) as running:
+            await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
+            assert "is rolled back" in running.status(f"{stream}/2")["why"]
+            await paste(bench, running.status(stream)["hint"], feed)
+            await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "other")
+            after = Partitioned(bench, stream, 3)
+            await after.archived_to(50, 2)
+        after.check(2)
+        assert [m.sequence for m in after.messages(2)] == list(range(21, 51))
+        await client.aclose()
+
+
+async def test_an_interest_stream_keeps_for_the_new_partitions_what_comes_meanwhile(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), retention="interest")
+    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, 3)
+    async with bench.egress(feed_of(stream, 2)) as running:
+        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "reading")
+        await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
+        await before.archived_to(60)
+    cut = {"stream": stream, "partitions": [f"{stream}.1.>", f"{stream}.0.>", f"{stream}.2.>"]}
+    await until_cut(bench, cut)
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 90, "second")
+    async with bench.egress(cut):
+        await after.archived_to(150, 1)
+    assert sorted(m.payload for m in everything(bench, stream)) == sorted(
+        [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(90)]
+    )
+
+
+async def test_a_work_queue_is_read_by_the_new_partitions(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"), retention="workqueue")
+    before, after = Partitioned(bench, stream, 2), Partitioned(bench, stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a"], 60, "first")
+    async with bench.egress(feed_of(stream, 2)):
+        await before.archived_to(60)
+    cut = {"stream": stream, "partitions": [f"{stream}.1.>", f"{stream}.0.>"]}
+    await publish_over(bench, stream, ["0.a", "1.a"], 40, "second")
+    await until_cut(bench, cut)
+    async with bench.egress(cut):
+        await after.archived_to(100, 1)
+    assert sorted(m.payload for m in everything(bench, stream)) == sorted(
+        [b"first %d" % i for i in range(60)] + [b"second %d" % i for i in range(40)]
+    )
+
+
+async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the_one_before(
+    bench: Bench,
+) -> None:
+    """The last message of each old partition stands before the first of every new one."""
+    stream = await bench.make_stream(unique("T"))
+    parts = await uneven(bench, stream, 60)
+    feed = feed_of(stream, 3)
+    await until_cut(bench, feed)
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 90, "new")
+    async with bench.egress(feed):
+        await Partitioned(bench, stream, 3).archived_to(210, 1)
+    # The segments of one old partition arrive last.
+    late = bench.store.list(parts.chain(1))
+    hidden = [(bench.root / "bucket" / ref.key, bench.root / f"hidden{n}") for n, ref in enumerate(late)]
+    for file, place in hidden:
+        file.rename(place)
+    sources = [{"site": [SITE], "feed": [stream], "subject_prefix": "FLEET"}]
+    target = unique("FLEET")
+    sources[0]["subject_prefix"] = target
+    centre = Centre(bench.root, Archive(bench.root / "bucket"), bench.url, stream=target, sources=sources)
+    async with centre.running():
+        count = sum(m.subject.startswith(f"{stream}.0.".encode()) for m in parts.messages())
+        await soon(lambda: has(bench, target, count), 20)
+        await asyncio.sleep(1.5)
+        assert await count_in(bench.client, target) == count, "the next incarnation waits"
+        for file, place in hidden:
+            shutil.move(place, file)
+        messages = await centre.carried(bench.client, 210, 30)
+    chains = [each.chain for each in messages]
+    assert max(n for n, chain in enumerate(chains) if chain.incarnation == 0) == 119
+    for chain in set(chains):
+        sequences = [m.message.sequence for m in messages if m.chain == chain]
+        assert sequences == sorted(sequences)
+    assert sorted(m.message.sequence for m in messages) == list(range(1, 211))
+    assert len(await arrived(bench.client, target)) == 210
+
+
+async def has(bench: Bench, target: str, count: int) -> bool:
+    return await count_in(bench.client, target) >= count

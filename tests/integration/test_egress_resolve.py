@@ -1,0 +1,328 @@
+"""Every stop has its command: the stop is brought about, the command is run as a process, the service goes on
+exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.segments.documents import StreamDocument
+from common.segments.segment import Message
+from infra.local.nats import NatsServer
+from infra.oracle import Trace, compare
+from infra.oracle_streams import read_stream
+from tests.commands import configuration, floe, paste
+from tests.disks import restore_disk, save_disk
+from tests.egress_bench import Bench, connected
+from tests.partitions import Partitioned, feed_of, publish_over
+from tests.support import soon, unique
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[tuple[Bench, NatsServer]]:
+    """A bench whose server may be set back."""
+    with NatsServer() as server:
+        client = await connected(server.url)
+        yield Bench(server.url, tmp_path, client), server
+        await client.aclose()
+
+
+async def archive(bench: Bench, stream: str, payloads: list[bytes]) -> None:
+    """Publish and archive, in a segment of its own."""
+    await bench.publish(stream, payloads)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, await bench.last(stream))
+
+
+async def exact(bench: Bench, stream: str, incarnation: int, first: int) -> None:
+    """Fails unless the incarnation holds exactly what the stream holds from `first` on."""
+    source = Trace()
+
+    def take(message: Message) -> None:
+        if message.sequence >= first:
+            source.add(message)
+
+    source.through = await read_stream(bench.client, stream, take)
+    bench.check(stream, incarnation, first)
+    found = compare(source, Trace.of(bench.messages(stream, incarnation)), may_be_gone=False)
+    assert found.ok, found.report()
+
+
+# E-ROLLED-BACK
+
+
+async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archive(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await archive(bench, stream, [b"x %d" % i for i in range(10)])
+    await bench.publish(stream, [b"kept 11", b"kept 12"])
+    saved = await save_disk(server, tmp_path)
+    await archive(bench, stream, [b"lost"] * 3)
+    await restore_disk(server, saved)
+    await bench.publish(stream, [b"other 13"])
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        hint = running.status(stream)["hint"]
+        assert "--new-incarnation --from 13" in hint
+        assert "with --from within 1..14" in hint
+        shown = await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": stream})), stream)
+        assert shown.code == 3
+        assert "E-ROLLED-BACK: sequence 10 is as archived, but the stream ends at 13" in shown.out
+        assert "sequence 10: equal" in shown.out
+        assert "a new incarnation may begin within 1..14" in shown.out
+        await paste(bench, hint, {"stream": stream})
+        await bench.archived_to(stream, 13, incarnation=1)
+        await bench.publish(stream, [b"more"] * 4)
+        await bench.archived_to(stream, 17, incarnation=1)
+    assert bench.chains.read_stream(bench.chain(stream, 1)).previous == {0: 15}  # type: ignore[union-attr]
+    await exact(bench, stream, 1, 13)
+
+
+async def test_bounds_and_what_would_be_repeated_or_left_out_are_told(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await archive(bench, stream, [b"x"] * 10)
+    saved = await save_disk(server, tmp_path)
+    await archive(bench, stream, [b"lost"] * 5)
+    await restore_disk(server, saved)
+    config = str(configuration(bench, {"stream": stream}))
+    new = ("egress", "resolve", "-c", config, stream, "--new-incarnation")
+    outside = await floe(*new, "--from", "12", "--yes")
+    assert (outside.code, "expected a sequence within 1..11, found 12" in outside.err) == (2, True)
+    unasked = await floe(*new, "--from", "5")
+    assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
+    assert "5..10 is archived already, and will be once more" in unasked.err
+    same = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
+    assert (same.code, "what is stored next up to 15 would be lost" in same.err) == (2, True)
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+    done = await floe(*new, "--yes", "--json")
+    assert done.json() == {"decided": "new incarnation", "first": {"0": 11}}
+
+
+# E-FORKED
+
+
+async def test_an_old_incarnation_that_is_back_goes_on_behind_what_was_archived_of_it(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    await archive(bench, stream, [b"first"] * 10)
+    saved = await save_disk(server, tmp_path)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream, storage="file")
+    await bench.publish(stream, [b"second"] * 4)
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 4, incarnation=1)
+    await restore_disk(server, saved)
+    await bench.publish(stream, [b"third"] * 5)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "is forked" in running.status(stream)["why"]
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        await bench.archived_to(stream, 15, incarnation=2)
+    assert bench.chains.read_stream(bench.chain(stream, 2)).previous == {0: 4}  # type: ignore[union-attr]
+    await exact(bench, stream, 2, 11)
+
+
+# E-IDENTITY
+
+
+async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_word(bench: Bench) -> None:
+    """All archived messages are gone from it, and `created` differs."""
+    stream = await bench.make_stream(unique("T"))
+    await archive(bench, stream, [b"x"] * 10)
+    drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
+    bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+    await bench.publish(stream, [b"later"] * 5)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "is unknown" in running.status(stream)["why"]
+        hint = running.status(stream)["hint"]
+        assert "--same |" in hint
+        assert "--new-incarnation --from 11" in hint
+        await paste(bench, hint, {"stream": stream}, wanted="--same")
+        await bench.archived_to(stream, 15)
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 20)
+    assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+    bench.check(stream)
+    assert [m.sequence for m in bench.messages(stream)] == list(range(1, 21))
+
+
+async def test_what_was_accepted_does_not_hide_that_the_stream_is_made_anew_later(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await archive(bench, stream, [b"x"] * 10)
+    drifted = StreamDocument({}, "2001-01-01T00:00:00Z").to_json()
+    bench.objects.put(bench.chains.layout.stream_document(bench.chain(stream)), drifted)
+    await bench.client.api(f"STREAM.PURGE.{stream}")
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        await paste(bench, running.status(stream)["hint"], {"stream": stream}, wanted="--same")
+        await soon(lambda: running.state(stream) == "reading")
+        await bench.delete_stream(stream)
+        await bench.make_stream(stream)
+        await bench.publish(stream, [b"second"] * 30)
+        await bench.archived_to(stream, 30, incarnation=1)
+    await exact(bench, stream, 1, 1)
+    assert len(bench.messages(stream)) == 10
+
+
+async def test_the_same_is_refused_where_messages_would_be_lost(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    """The stream lost everything: what it stores next has sequences that are archived already."""
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    saved = await save_disk(server, tmp_path)
+    await archive(bench, stream, [b"first"] * 5)
+    await restore_disk(server, saved)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        hint = running.status(stream)["hint"]
+        assert "--same is not possible: the archive ends at 5, the stream at 0" in hint
+        config = str(configuration(bench, {"stream": stream}))
+        refused = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
+        assert (refused.code, "would be lost" in refused.err) == (2, True)
+        await paste(bench, hint, {"stream": stream})
+        await bench.publish(stream, [b"second"] * 3)
+        await bench.archived_to(stream, 3, incarnation=1)
+    await exact(bench, stream, 1, 1)
+    assert [m.payload for m in bench.messages(stream)] == [b"first"] * 5
+
+
+# E-RECREATED, E-MINT-INTERVAL
+
+
+async def test_a_feed_that_halts_goes_on_from_the_stream_s_first(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "on_recreated": "halt"}
+    await archive(bench, stream, [b"first"] * 10)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    await bench.publish(stream, [b"second"] * 20)
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 6})
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        hint = running.status(stream)["hint"]
+        assert "--new-incarnation --from 6" in hint
+        await paste(bench, hint, feed)
+        await bench.archived_to(stream, 20, incarnation=1)
+    await exact(bench, stream, 1, 6)
+    assert bench.ledger(stream, 1) == {}
+
+
+async def test_a_stream_made_anew_twice_within_an_hour_need_not_wait(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await archive(bench, stream, [b"first"] * 10)
+    async with bench.egress({"stream": stream}) as running:
+        for number, count in ((1, 5), (2, 6)):
+            await bench.delete_stream(stream)
+            await bench.make_stream(stream)
+            await bench.publish(stream, [b"again"] * count)
+            if number == 1:
+                await bench.archived_to(stream, count, incarnation=1)
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "made anew twice within an hour" in running.status(stream)["why"]
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        await bench.archived_to(stream, 6, incarnation=2)
+    await exact(bench, stream, 2, 1)
+
+
+# Partitions
+
+
+async def test_one_partition_that_cannot_go_on_ends_the_incarnation_of_all_exactly(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    """Partition 1 had not read what was set back, so it read on; each begins where its own end is."""
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    parts, feed = Partitioned(bench, stream, 2), feed_of(stream, 2)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "x")
+    async with bench.egress(feed):
+        await parts.archived_to(20)
+    saved = await save_disk(server, tmp_path)
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "lost")
+    async with parts.away(1):
+        running = bench.start(bench.settings(feed))
+        await soon(lambda: parts.end(0) == 40)
+        await running.drain()
+    await restore_disk(server, saved)
+    await publish_over(bench, stream, ["0.a", "1.a"], 30, "other")
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "stopped" and parts.end(1) == 50)
+        hint = running.status(stream)["hint"]
+        assert "--from" not in hint.split(" with ")[0]
+        await paste(bench, hint, feed)
+        await publish_over(bench, stream, ["0.a", "1.a"], 10, "after")
+        await parts.archived_to(60, 1)
+    first = bench.chains.read_chain(parts.chain(0, 1)).first  # type: ignore[union-attr]
+    assert parts.previous(1) == {0: 40, 1: parts.end(1)}
+    parts.check(0)
+    parts.check(1)
+    source: list[Message] = []
+    await read_stream(bench.client, stream, source.append)
+    zero, one = f"{stream}.0.a".encode(), f"{stream}.1.a".encode()
+    both = parts.messages(0) + parts.messages(1)
+    assert [m for m in parts.messages(1) if m.subject == zero] == [
+        m for m in source if m.subject == zero and m.sequence >= first
+    ]
+    assert [m for m in both if m.subject == one] == [m for m in source if m.subject == one]
+    payloads = [m.payload for m in both if m.subject == zero and not m.payload.startswith(b"lost")]
+    assert payloads == [m.payload for m in source if m.subject == zero]
+
+
+async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    parts, feed = Partitioned(bench, stream, 3), feed_of(stream, 3, on_recreated="halt")
+    await publish_over(bench, stream, ["0.a", "1.a"], 20, "first")
+    async with bench.egress(feed):
+        await parts.archived_to(20)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 30, "second")
+    async with bench.egress(feed) as running:
+        await soon(lambda: all(running.state(stream + s) == "stopped" for s in ("", "/1", "/2")))
+        await paste(bench, running.status(stream)["hint"], feed)
+        await parts.archived_to(30, 1)
+    assert parts.previous(1) == {0: 20, 1: 20, 2: 20}
+    await parts.same(stream, 1)
+
+
+# Nothing to decide
+
+
+async def test_a_feed_that_nothing_stops_is_left_alone(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await archive(bench, stream, [b"x"] * 10)
+    config = str(configuration(bench, {"stream": stream}))
+    resolve = ("egress", "resolve", "-c", config, stream)
+    shown, new, same, believed, none = await asyncio.gather(
+        floe(*resolve, "--json"),
+        floe(*resolve, "--new-incarnation", "--yes"),
+        floe(*resolve, "--same", "--yes"),
+        floe(*resolve, "--believe-listing", "--yes"),
+        floe("egress", "resolve", "-c", config, "OTHER"),
+    )
+    assert shown.code == 0
+    assert [(each["code"], each["verdict"], each["choices"]) for each in shown.json()] == [("", "same", [])]
+    assert [each.code for each in (new, same, believed, none)] == [2, 2, 2, 2]
+    assert "nothing stops this feed" in new.err
+    assert f"expected one of {stream}" in none.err

@@ -1,0 +1,578 @@
+"""Interest and work-queue streams: what is archived leaves the stream, and nothing leaves it before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import Unavailable
+from common.jetstream.streams import consumer_info, consumer_names, create_consumer, stream_info
+from common.service.metrics import REGISTRY
+from common.settings.egress import FeedSettings
+from egress.acknowledging import Acknowledging
+from egress.consumers import Wanted, take
+from egress.initialise import initialise
+from egress.slices import Slice, slices
+from infra.local.nats import NatsServer
+from tests.egress_bench import SITE, Bench, connected
+from tests.faulty_store import FaultyStore, raising
+from tests.scenarios.processes import run_floe
+from tests.support import soon, unique
+from tests.tcp_proxy import TcpProxy
+
+KINDS = ["workqueue", "interest"]
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def make(bench: Bench, retention: str, **config: Any) -> str:
+    return await bench.make_stream(unique("T"), retention=retention, **config)
+
+
+async def held(bench: Bench, stream: str) -> int:
+    """How many messages the stream holds."""
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    return info.messages
+
+
+async def emptied(bench: Bench, stream: str) -> None:
+    async def is_empty() -> bool:
+        return await held(bench, stream) == 0
+
+    await soon(is_empty)
+
+
+async def reads(bench: Bench, running: Any, *feeds: str) -> None:
+    await soon(lambda: all(running.state(feed) == "reading" for feed in feeds))
+
+
+async def durables(bench: Bench, stream: str) -> list[str]:
+    return [name for name in await consumer_names(bench.client, stream) if name.startswith("floe_")]
+
+
+def lapses(feed: str) -> float:
+    labels = {"site": SITE, "feed": feed, "partition": "0"}
+    return REGISTRY.get_sample_value("floe_egress_interest_lapsed_total", labels) or 0.0
+
+
+def failing(objects: FaultyStore, *verbs: str) -> None:
+    for verb in verbs:
+        objects.on(verb, raising(Unavailable("the store is down")))
+
+
+def healed(objects: FaultyStore, *verbs: str) -> None:
+    for verb in verbs:
+        objects.on(verb, lambda real, *args, **kwargs: real(*args, **kwargs))
+
+
+def payloads(bench: Bench, feed: str, incarnation: int = 0) -> list[bytes]:
+    return [message.payload for message in bench.messages(feed, incarnation)]
+
+
+def numbered(count: int, first: int = 0) -> list[bytes]:
+    return [b"%d" % number for number in range(first, first + count)]
+
+
+@pytest.mark.parametrize("retention", KINDS)
+async def test_what_is_archived_is_acknowledged_and_leaves_the_stream(bench: Bench, retention: str) -> None:
+    stream = await make(bench, retention)
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 700}}) as running:
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(2_500))
+        await bench.archived_to(stream, 2_500)
+        await emptied(bench, stream)
+        (name,) = await durables(bench, stream)
+        info = await consumer_info(bench.client, stream, name)
+        assert info is not None
+        assert (info.ack_floor, info.ack_pending) == (2_500, 0)
+        assert info.config["ack_policy"] == {"workqueue": "explicit", "interest": "all"}[retention]
+        assert info.config["max_ack_pending"] == info.config["max_deliver"] == -1
+        assert "inactive_threshold" not in info.config
+    assert payloads(bench, stream) == numbered(2_500)
+    bench.check(stream)
+    assert bench.ledger(stream) == {}
+    assert await durables(bench, stream) == [name], "it outlives a clean stop"
+
+
+@pytest.mark.parametrize("retention", KINDS)
+async def test_nothing_is_acknowledged_before_segment_tail_and_mark_are_written(
+    bench: Bench, retention: str
+) -> None:
+    """I4."""
+    stream, objects = await make(bench, retention), FaultyStore(bench.objects)
+    feed = {"stream": stream, "segment": {"max_messages": 50}}
+    async with bench.egress(feed) as running:
+        await reads(bench, running, stream)
+    for verbs in (("put_if_absent",), ("put",)):  # segments; tails
+        failing(objects, *verbs)
+        async with bench.egress(feed, objects=objects) as running:
+            await bench.publish(stream, numbered(100))
+            await soon(lambda: running.state(stream) == "waiting")
+            assert await held(bench, stream) == 100
+            healed(objects, *verbs)
+            await emptied(bench, stream)
+    assert payloads(bench, stream) == numbered(100) * 2
+    bench.check(stream)
+
+
+@pytest.mark.parametrize("retention", KINDS)
+async def test_acks_that_were_lost_are_sent_again_and_nothing_is_archived_twice(
+    bench: Bench, retention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F03: what comes again is recognised as archived, acknowledged, and makes no segment."""
+    stream = await make(bench, retention)
+
+    async def lost(self: Acknowledging, last: int) -> None:
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Acknowledging, "upto", lost)
+        async with bench.egress({"stream": stream}) as running:
+            await reads(bench, running, stream)
+            await bench.publish(stream, numbered(300))
+            await bench.archived_to(stream, 300)
+    before = bench.refs(stream)
+    assert await held(bench, stream) == 300
+    async with bench.egress({"stream": stream}) as running:
+        if retention == "workqueue" or bench.client.server_version >= (2, 11, 0):
+            await emptied(bench, stream)
+        else:  # an older server lets go of them with the next acknowledgement
+            await reads(bench, running, stream)
+        assert bench.refs(stream) == before
+        await bench.publish(stream, numbered(10, 300))
+        await bench.archived_to(stream, 310)
+        await emptied(bench, stream)
+    assert payloads(bench, stream) == numbered(310)
+    assert bench.ledger(stream) == {}
+    bench.check(stream)
+
+
+async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's count decides, not that they were sent."""
+    real, stream, dropped = Acknowledging._frames, await make(bench, "workqueue"), []
+
+    def losing(self: Acknowledging, stretch: range) -> bytes:
+        if len(stretch) > 10 and not dropped:
+            dropped.append(stretch)
+            return real(self, stretch[:5]) + real(self, stretch[8:])
+        return real(self, stretch)
+
+    monkeypatch.setattr(Acknowledging, "_frames", losing)
+    monkeypatch.setattr("egress.acknowledging.PATIENCE", 0.3)
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, numbered(200))
+        await bench.archived_to(stream, 200)
+        await emptied(bench, stream)
+    assert dropped
+    assert payloads(bench, stream) == numbered(200)
+
+
+@pytest.mark.parametrize("retention", KINDS)
+async def test_cut_connections_lose_nothing_and_archive_nothing_twice(
+    nats_server: NatsServer, bench: Bench, retention: str
+) -> None:
+    """Among what is cut off are acknowledgements."""
+    stream = await make(bench, retention)
+    async with TcpProxy(nats_server.port) as proxy:
+        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
+        async with far.egress({"stream": stream, "segment": {"max_messages": 150}}) as running:
+            await reads(bench, running, stream)
+            for round_ in range(10):
+                await bench.publish(stream, numbered(200, 200 * round_))
+                await asyncio.sleep(0.1)
+                proxy.cut_after("up", 3_000 * round_) if round_ % 2 else proxy.cut()
+            proxy.heal()
+            await bench.archived_to(stream, 2_000, seconds=30)
+            await emptied(bench, stream)
+    assert payloads(bench, stream) == numbered(2_000)
+    bench.check(stream)
+
+
+async def test_a_twin_of_a_work_queue_wastes_work_only(bench: Bench) -> None:
+    """I9: leases of their own, so that nothing keeps them from replacing each other's consumer."""
+    stream = await make(bench, "workqueue")
+    feed = {"stream": stream, "segment": {"max_messages": 70}}
+    twins = [bench.start(bench.settings(feed, lease_bucket=unique("L"))) for _ in range(2)]
+    for round_ in range(10):
+        await bench.publish(stream, numbered(100, 100 * round_))
+        await asyncio.sleep(0.1)
+    await bench.archived_to(stream, 1_000, seconds=30)
+    await emptied(bench, stream)
+    for twin in twins:
+        await twin.drain()
+    assert payloads(bench, stream) == numbered(1_000)
+    bench.check(stream)
+
+
+# Partitions of a work queue, as two feeds
+
+
+async def test_two_filters_share_a_work_queue_and_neither_calls_the_others_messages_gone(
+    bench: Bench,
+) -> None:
+    stream = await make(bench, "workqueue")
+    feeds = [{"name": unique("A"), "stream": stream, "filter_subject": f"{stream}.{x}"} for x in "ab"]
+    names = [feed["name"] for feed in feeds]
+    async with bench.egress(*feeds):
+        for round_ in range(5):
+            await bench.publish(stream, numbered(20, 20 * round_), subject="ab"[round_ % 2])
+            await bench.archived_to(names[round_ % 2], 20 * (round_ + 1))
+        await emptied(bench, stream)
+    for name, taken in zip(names, ([0, 2, 4], [1, 3]), strict=True):
+        assert payloads(bench, name) == [p for r in taken for p in numbered(20, 20 * r)]
+        assert "gone_before_read" not in bench.ledger(name)
+        bench.check(name, first=bench.chains.read_chain(bench.chain(name)).first)  # type: ignore[union-attr]
+
+
+async def test_a_filter_that_lags_behind_stops_nobody_else(bench: Bench) -> None:
+    """Older messages of another partition do not make the stream look like an old one."""
+    stream = await make(bench, "workqueue")
+    feed = {"name": unique("A"), "stream": stream, "filter_subject": f"{stream}.a"}
+    await bench.publish(stream, numbered(10), subject="b")
+    for round_ in range(2):
+        async with bench.egress(feed) as running:
+            await bench.publish(stream, numbered(10), subject="a")
+            await bench.archived_to(feed["name"], 10 * (round_ + 2))
+            await reads(bench, running, feed["name"])
+    assert await held(bench, stream) == 10
+    assert payloads(bench, feed["name"]) == numbered(10) * 2
+
+
+# What is sampled out or too old
+
+
+async def test_what_is_left_out_is_acknowledged_with_its_coverage(bench: Bench) -> None:
+    stream = await make(bench, "workqueue")
+    await bench.publish(stream, numbered(20))
+    await asyncio.sleep(1.2)
+    await bench.publish(stream, numbered(5, 20))
+    async with bench.egress({"stream": stream, "max_age": "1s"}):
+        await bench.archived_to(stream, 25)
+        await emptied(bench, stream)
+    assert payloads(bench, stream) == numbered(5, 20)
+    assert bench.ledger(stream) == {"too_old": 20}
+
+
+async def test_what_is_sampled_out_is_acknowledged_with_its_coverage(bench: Bench) -> None:
+    stream = await make(bench, "workqueue")
+    feed = {"stream": stream, "inspect_subject_token": -1, "inspect_duration": "1h"}
+    async with bench.egress(feed):
+        await bench.publish(stream, numbered(30), subject="a")
+        await bench.archived_to(stream, 30)
+        await emptied(bench, stream)
+    async with bench.egress(feed):
+        await bench.publish(stream, numbered(30), subject="b")
+        await bench.publish(stream, numbered(30), subject="a")
+        await bench.archived_to(stream, 90)
+        await emptied(bench, stream)
+    assert [message.sequence for message in bench.messages(stream)] == [1, 31]
+    assert bench.ledger(stream) == {"sampled_out": 88}
+
+
+# The source changes
+
+
+@pytest.mark.parametrize("subject", ["", "a"])
+async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(
+    bench: Bench, subject: str
+) -> None:
+    """It was archived and acknowledged once, whatever the stream still holds for others."""
+    stream = await make(bench, "workqueue")
+    chosen = {"filter_subject": f"{stream}.{subject}"} if subject else {}
+    feed = {"stream": stream, "segment": {"max_messages": 10}, **chosen}
+    if subject:
+        await bench.publish(stream, [b"of nobody"], subject="b")
+    before = await bench.last(stream)
+    async with bench.egress(feed):
+        await bench.publish(stream, numbered(30))
+        await bench.archived_to(stream, before + 30)
+    lost = next(ref for ref in bench.refs(stream) if before + 15 in ref.coverage)
+    bench.objects.delete(lost.key)
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.status(stream).get("lost") == len(lost.coverage))
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(10, 30))
+        await bench.archived_to(stream, before + 40)
+    assert not any(before + 15 in ref.coverage for ref in bench.refs(stream))
+    assert len(payloads(bench, stream)) == 40 - len(lost.coverage)
+
+
+async def test_a_durable_that_an_admin_removes_is_an_alarm_and_what_was_received_is_kept(
+    bench: Bench,
+) -> None:
+    """F29: the stream drops what only Floe wanted, so what is in memory is the last copy."""
+    stream = await make(bench, "interest")
+    feed = {"stream": stream, "segment": {"max_age": "1h"}}
+    async with bench.egress(feed) as running:
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(30))
+        (name,) = await durables(bench, stream)
+
+        async def is_delivered() -> bool:
+            info = await consumer_info(bench.client, stream, name)
+            return info is not None and info.ack_pending == 30
+
+        await soon(is_delivered)
+        await asyncio.sleep(0.1)
+        await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
+        await soon(lambda: lapses(stream) == 1)
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(10, 30))
+    assert payloads(bench, stream) == numbered(40)
+    bench.check(stream)
+
+
+async def test_what_is_published_without_a_durable_is_reported_as_gone(bench: Bench) -> None:
+    """F29: the loss window, where egress was down meanwhile."""
+    stream = await make(bench, "interest")
+    async with bench.egress({"stream": stream}) as running:
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(10))
+        await bench.archived_to(stream, 10)
+    (name,) = await durables(bench, stream)
+    await bench.client.api(f"CONSUMER.DELETE.{stream}.{name}")
+    await bench.publish(stream, numbered(5))
+    assert await held(bench, stream) == 0
+    async with bench.egress({"stream": stream}) as running:
+        await bench.archived_to(stream, 15)
+        assert lapses(stream) == 1
+        await bench.publish(stream, numbered(5, 10))
+        await bench.archived_to(stream, 20)
+    assert payloads(bench, stream) == numbered(15)
+    assert bench.ledger(stream) == {"gone_before_read": 5}
+    bench.check(stream)
+
+
+async def test_an_interest_stream_keeps_messages_for_a_stopped_egress(bench: Bench) -> None:
+    stream = await make(bench, "interest")
+    async with bench.egress({"stream": stream}) as running:
+        await reads(bench, running, stream)
+    await bench.publish(stream, numbered(50))
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 50)
+        await emptied(bench, stream)
+    assert payloads(bench, stream) == numbered(50)
+    assert lapses(stream) == 0
+
+
+async def test_other_consumers_of_an_interest_stream_get_their_messages(bench: Bench) -> None:
+    stream = await make(bench, "interest")
+    await create_consumer(bench.client, stream, {"durable_name": "other", "ack_policy": "explicit"})
+    async with bench.egress({"stream": stream}) as running:
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(50))
+        await bench.archived_to(stream, 50)
+        (name,) = await durables(bench, stream)
+
+        async def is_acknowledged() -> bool:
+            info = await consumer_info(bench.client, stream, name)
+            return info is not None and info.ack_floor == 50
+
+        await soon(is_acknowledged)
+        assert await held(bench, stream) == 50
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, numbered(10, 50))
+        await bench.archived_to(stream, 60)
+    assert payloads(bench, stream) == numbered(60)
+
+
+@pytest.mark.parametrize("retention", KINDS)
+async def test_a_purge_and_deleted_messages_are_recorded(bench: Bench, retention: str) -> None:
+    """F20, F21."""
+    stream = await make(bench, retention)
+    async with bench.egress({"stream": stream}) as running:
+        await reads(bench, running, stream)
+    await bench.publish(stream, numbered(100))
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 41})
+    for sequence in (50, 60, 61):
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 100)
+        await emptied(bench, stream)
+        await bench.client.api(f"STREAM.PURGE.{stream}")
+        await bench.publish(stream, numbered(10))
+        await bench.archived_to(stream, 110)
+        await emptied(bench, stream)
+    assert bench.ledger(stream) == {"gone_before_read": 40, "deleted": 3}
+    assert len(payloads(bench, stream)) == 67
+    bench.check(stream)
+
+
+@pytest.mark.parametrize("retention", KINDS)
+async def test_limits_that_outrun_egress_are_recorded(bench: Bench, retention: str) -> None:
+    """F22."""
+    stream = await make(bench, retention, max_msgs=100)
+    async with bench.egress({"stream": stream}) as running:
+        await reads(bench, running, stream)
+    await bench.publish(stream, numbered(300))
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 300)
+        await emptied(bench, stream)
+    assert payloads(bench, stream) == numbered(100, 200)
+    assert bench.ledger(stream) == {"gone_before_read": 200}
+
+
+@pytest.mark.parametrize("retention", KINDS)
+@pytest.mark.parametrize("running", [True, False])
+async def test_a_recreated_stream_is_the_next_incarnation(
+    bench: Bench, retention: str, running: bool
+) -> None:
+    stream = await make(bench, retention)
+    egress = bench.start(bench.settings({"stream": stream}))
+    await reads(bench, egress, stream)
+    await bench.publish(stream, numbered(100))
+    await bench.archived_to(stream, 100)
+    await emptied(bench, stream)
+    if not running:
+        await egress.drain()
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream, retention=retention)
+    await create_consumer(bench.client, stream, {"durable_name": "keeps", "ack_policy": "explicit"})
+    if retention == "workqueue":
+        await bench.client.api(f"CONSUMER.DELETE.{stream}.keeps")
+    await bench.publish(stream, numbered(50))
+    if not running:
+        egress = bench.start(bench.settings({"stream": stream}))
+    await bench.archived_to(stream, 50, incarnation=1)
+    await egress.drain()
+    assert payloads(bench, stream) == numbered(100)
+    assert payloads(bench, stream, 1) == numbered(50)
+
+
+# What is refused
+
+
+async def test_a_consumer_in_the_way_is_named_and_loses_nothing(bench: Bench) -> None:
+    stream = await make(bench, "workqueue")
+    await create_consumer(bench.client, stream, {"durable_name": "worker", "ack_policy": "explicit"})
+    await bench.publish(stream, numbered(5))
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "consumer worker" in running.status(stream)["why"]
+        assert await held(bench, stream) == 5
+        await bench.client.api(f"CONSUMER.DELETE.{stream}.worker")
+        await bench.archived_to(stream, 5)
+
+
+async def test_a_work_queue_is_not_begun_in_its_middle(bench: Bench) -> None:
+    stream = await make(bench, "workqueue")
+    await bench.publish(stream, numbered(5))
+    async with bench.egress({"stream": stream, "start_at_end": True}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "start_" in running.status(stream)["why"]
+    assert await held(bench, stream) == 5
+    assert bench.chains.read_chain(bench.chain(stream)) is None
+
+
+async def test_a_stream_that_drops_idle_durables_is_refused(bench: Bench) -> None:
+    stream = await make(bench, "interest", consumer_limits={"inactive_threshold": 60 * 10**9})
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "inactive_threshold" in running.status(stream)["why"]
+    assert await durables(bench, stream) == []
+
+
+# Other partitions
+
+
+@pytest.mark.parametrize("counts", [(1, 3), (3, 2)])
+async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_durable_yet(
+    bench: Bench, counts: tuple[int, int]
+) -> None:
+    """A former partition's durable goes only when each partition there is now has its own."""
+    stream, feed = await make(bench, "interest"), unique("F")
+
+    def parts(count: int) -> list[Slice]:
+        partitions = {"count": count, "subject": f"{stream}.{{partition}}.>"} if count > 1 else {}
+        settings = FeedSettings.model_validate({"name": feed, "stream": stream, "partitions": partitions})
+        return slices(SITE, settings)
+
+    for part in parts(counts[0]):
+        await take(bench.client, Wanted(part, "interest"))
+    for partition in range(counts[1]):
+        await bench.publish(stream, numbered(5), subject=f"{partition}.a")
+    for part in parts(counts[1]):
+        await take(bench.client, Wanted(part, "interest"))
+    assert await held(bench, stream) == 5 * counts[1]
+    names = await durables(bench, stream)
+    first, *_ = parts(counts[1])
+    assert sorted(first.partition_of(name) or 0 for name in names) == list(range(counts[1]))
+
+
+# `floe egress init`
+
+
+async def test_init_makes_what_is_missing_and_touches_nothing_that_is_there(bench: Bench) -> None:
+    stream, other = await make(bench, "interest"), await make(bench, "workqueue")
+    feeds = {"stream": stream}, {"stream": other, "filter_subject": f"{other}.a"}
+    settings = bench.settings(*feeds)
+    for expected in ("made", "there"):
+        done, problems = await initialise(bench.client, settings)
+        assert {each.result for each in done} == {expected}
+        assert len(done) == 4
+        assert problems == []
+    await bench.publish(stream, numbered(20))
+    assert await held(bench, stream) == 20
+    async with bench.egress(*feeds) as running:
+        await bench.archived_to(stream, 20)
+        await reads(bench, running, stream, other)
+        before = await durables(bench, stream) + await durables(bench, other)
+        await initialise(bench.client, settings)
+        assert before == await durables(bench, stream) + await durables(bench, other)
+        assert len(before) == 2
+    assert payloads(bench, stream) == numbered(20)
+    assert lapses(stream) == 0
+
+
+async def test_init_says_what_was_dropped_what_is_missing_and_what_is_stale(bench: Bench) -> None:
+    stream, missing = await make(bench, "interest"), unique("MISSING")
+    await bench.publish(stream, numbered(7))
+    gone = slices(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
+    await take(bench.client, Wanted(gone, "interest"))
+    done, problems = await initialise(bench.client, bench.settings({"stream": stream}, {"stream": missing}))
+    notes = {each.name: each.note for each in done if each.what == "durable"}
+    assert "messages 1..7 were dropped" in next(note for name, note in notes.items() if stream in name)
+    assert "of no configured slice" in next(note for name, note in notes.items() if "GONE" in name)
+    assert [problem.line() for problem in problems] == [
+        f"error[E-SOURCE-GONE]: stream {missing} does not exist; create it, then run this again"
+    ]
+
+
+async def test_init_is_a_command(bench: Bench, tmp_path: Path) -> None:
+    stream = await make(bench, "workqueue")
+    await create_consumer(bench.client, stream, {"durable_name": "worker", "ack_policy": "explicit"})
+    document = {
+        "site": SITE,
+        "nats": {"url": bench.url},
+        "store": bench.store_config,
+        "egress": {
+            "feeds": [{"stream": stream}],
+            "lease_bucket": bench.lease_bucket,
+            "state_bucket": bench.state_bucket,
+        },
+    }
+    config = tmp_path / "site.yaml"
+    config.write_text(yaml.safe_dump(document))
+    refused = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config))
+    assert refused.returncode == 1
+    assert refused.stderr.count("error[E-RETENTION]") == 1
+    assert "consumer worker" in refused.stderr
+    assert "refused" in refused.stdout
+    await bench.client.api(f"CONSUMER.DELETE.{stream}.worker")
+    made = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config), "--json")
+    assert made.returncode == 0
+    assert [each["result"] for each in json.loads(made.stdout)] == ["there", "there", "made"]

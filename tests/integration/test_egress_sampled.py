@@ -1,0 +1,309 @@
+"""A sampled feed over a real server: what it keeps, tells and knows again after a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import Unavailable
+from common.jetstream.headers import Provenance, escape
+from common.jetstream.lease import Lease, Leases
+from common.jetstream.streams import create_stream
+from common.segments.segment import Message
+from egress import metrics
+from egress.advisories.document import parse
+from infra.oracle_streams import read_stream
+from tests.egress_bench import SITE, Bench, connected
+from tests.faulty_store import FaultyStore
+from tests.support import soon, unique
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def make(bench: Bench, **more: Any) -> dict[str, Any]:
+    """A stream, a stream for reliable advisories whose duplicate window is no help, and a feed of both."""
+    name = await bench.make_stream(unique("T"))
+    config = {"name": f"{name}_ADV", "subjects": [f"{name}_ADV.>"], "storage": "memory"}
+    await create_stream(bench.client, {**config, "duplicate_window": 100_000_000})
+    return {
+        "stream": name,
+        "inspect_field": "id",
+        "inspect_duration": "60s",
+        "snapshot_interval": "1h",
+        "advisory": {"subject": f"{name}_ADV.%s.%v", "reliable": True},
+        **more,
+    }
+
+
+def documents(names: Iterable[str]) -> list[bytes]:
+    return [json.dumps({"id": name}).encode() for name in names]
+
+
+NODES = [f"n{number}" for number in range(10)]
+
+
+async def send(bench: Bench, feed: dict[str, Any], names: Iterable[str]) -> int:
+    """Publish a document of each; the last sequence."""
+    await bench.publish(feed["stream"], documents(names))
+    return await bench.last(feed["stream"])
+
+
+async def freeze(bench: Bench, feed: dict[str, Any]) -> None:
+    """Run egress until everything is archived, and drain it."""
+    async with bench.egress(feed):
+        await bench.archived_to(feed["stream"], await bench.last(feed["stream"]))
+
+
+def kept(bench: Bench, feed: dict[str, Any]) -> list[int]:
+    """The sequences of the rows; fails unless the archive accounts for all sequences."""
+    bench.check(feed["stream"])
+    return [message.sequence for message in bench.messages(feed["stream"])]
+
+
+async def told(bench: Bench, feed: dict[str, Any]) -> Counter[tuple[str, str]]:
+    """How often each event of each value is stored."""
+    stored: list[Message] = []
+    await read_stream(bench.client, f"{feed['stream']}_ADV", stored.append)
+    found = [parse(message.payload) for message in stored]
+    return Counter((document.event, document.value) for document in found if document is not None)
+
+
+def once(event: str, names: Iterable[str]) -> Counter[tuple[str, str]]:
+    return Counter((event, name) for name in names)
+
+
+def states(bench: Bench) -> list[Path]:
+    """The snapshots in the bucket, oldest position first."""
+    return sorted((bench.root / "bucket").rglob("state/*-*"))
+
+
+def rebuilt(feed: dict[str, Any], reason: str) -> float:
+    return metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, reason)._value.get()
+
+
+async def test_a_stretch_of_which_nothing_is_kept_becomes_an_empty_segment(bench: Bench) -> None:
+    feed = await make(bench)
+    async with bench.egress(feed):
+        await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
+        await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
+    assert kept(bench, feed) == list(range(1, 11))
+    last = bench.footers(feed["stream"])[-1]
+    assert (last.rows, last.ledger.to_json(), last.coverage.last) == (0, {"sampled_out": 10}, 20)
+    assert last.tip is not None
+    assert last.sampling is not None
+    assert last.sampling["inspect_field"] == "id"
+    assert last.sampling_digest
+
+
+async def test_after_a_clean_stop_nothing_is_read_again(bench: Bench) -> None:
+    feed = await make(bench)
+    await send(bench, feed, NODES)
+    await freeze(bench, feed)
+    assert states(bench)[-1].name.startswith(f"{11:020d}-")
+    await bench.client.api(f"STREAM.PURGE.{feed['stream']}")
+    await send(bench, feed, [*NODES, "another"])
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [*range(1, 11), 21]
+    assert rebuilt(feed, "source") == 0
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+
+
+async def test_after_a_crash_the_log_is_read_again_from_the_last_snapshot(bench: Bench) -> None:
+    feed = await make(bench)
+    running = bench.start(bench.settings(feed))
+    await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
+    await soon(lambda: _has_told(bench, feed, 10))
+    await running.crash()
+    assert [path.name[:20] for path in states(bench)] == [f"{1:020d}"]
+    await send(bench, feed, [*NODES, "another"])
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [*range(1, 11), 21]
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+
+
+async def _has_told(bench: Bench, feed: dict[str, Any], count: int) -> bool:
+    return await bench.last(f"{feed['stream']}_ADV") >= count
+
+
+async def test_what_was_read_and_never_put_is_not_told_twice(bench: Bench) -> None:
+    """The advisories of an open segment are sent at once; the crash takes the segment, not the advisories."""
+    feed = await make(bench, segment={"max_age": "1h"})
+    running = bench.start(bench.settings(feed))
+    await send(bench, feed, NODES)
+    await soon(lambda: _has_told(bench, feed, 10))
+    await running.crash()
+    assert bench.end(feed["stream"]) == 0
+    await asyncio.sleep(0.2)  # the duplicate window
+    await send(bench, feed, ["another"])
+    async with bench.egress(feed):
+        await soon(lambda: _has_told(bench, feed, 11))
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+
+
+async def test_other_settings_build_the_sampler_again_without_a_storm(bench: Bench) -> None:
+    feed = await make(bench)
+    await send(bench, feed, NODES)
+    await freeze(bench, feed)
+    feed["inspect_duration"] = "50s"
+    await send(bench, feed, [*NODES, "another"])
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [*range(1, 11), 21]
+    assert rebuilt(feed, "settings") == 1
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+    assert len({footer.sampling_digest for footer in bench.footers(feed["stream"])}) == 2
+
+
+async def test_a_source_that_has_moved_on_builds_it_again_without_a_storm(bench: Bench) -> None:
+    feed = await make(bench)
+    running = bench.start(bench.settings(feed))
+    await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
+    await soon(lambda: _has_told(bench, feed, 10))
+    await running.crash()
+    await bench.client.api(f"STREAM.PURGE.{feed['stream']}")
+    await send(bench, feed, [*NODES, "another"])
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [*range(1, 11), 21]
+    assert rebuilt(feed, "source") == 1
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+async def test_a_damaged_snapshot_gives_way_to_an_older_one_or_the_archive(
+    bench: Bench, all_of_them: bool
+) -> None:
+    feed = await make(bench)
+    await send(bench, feed, NODES)
+    await freeze(bench, feed)
+    damaged = [path for path in states(bench) if all_of_them or path.name.startswith(f"{11:020d}-")]
+    assert len(damaged) < len(states(bench)) or all_of_them
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    await send(bench, feed, [*NODES, "another"])
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [*range(1, 11), 21]
+    assert rebuilt(feed, "damaged") == all_of_them
+    assert await told(bench, feed) == once("new", [*NODES, "another"])
+
+
+async def test_silence_in_an_idle_stream_is_told_once_whatever_crashes(bench: Bench) -> None:
+    feed = await make(bench, inspect_duration="3s", warn_duration="1s")
+    await send(bench, feed, NODES)
+    for _ in range(2):
+        running = bench.start(bench.settings(feed))
+        await soon(lambda: _has_told(bench, feed, 20))
+        await running.crash()
+    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES)
+    async with bench.egress(feed):
+        await soon(lambda: _has_told(bench, feed, 30))
+    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
+
+
+async def test_silence_is_told_in_a_filtered_feed_though_its_stream_is_busy(bench: Bench) -> None:
+    feed = await make(bench, inspect_duration="3s", warn_duration="1s")
+    feed["filter_subject"] = f"{feed['stream']}.a"
+    await send(bench, feed, NODES)
+
+    async def others() -> None:
+        while True:
+            await bench.publish(feed["stream"], documents(NODES), subject="b")
+            await asyncio.sleep(0.02)
+
+    load = asyncio.create_task(others())
+    async with bench.egress(feed):
+        await soon(lambda: _has_told(bench, feed, 30), seconds=20)
+    load.cancel()
+    await asyncio.wait({load})
+    assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
+
+
+async def test_what_was_too_old_for_a_crashed_session_does_not_count_as_a_copy_later(bench: Bench) -> None:
+    """The first session leaves the oldest message out because of the newest one that the source held; a later
+    one must know that, or it takes the value for copied and the archive never holds it."""
+    feed = await make(bench, max_age="1s")
+    await send(bench, feed, ["a"])
+    await asyncio.sleep(1.3)
+    await send(bench, feed, ["b"])
+    running = bench.start(bench.settings(feed))
+    await bench.archived_to(feed["stream"], 2)
+    await running.crash()
+    await send(bench, feed, ["a", "b"])
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [2, 3]
+    assert bench.ledger(feed["stream"]) == {"sampled_out": 1, "too_old": 1}
+
+
+async def test_a_relay_leaves_out_what_came_from_this_site(bench: Bench) -> None:
+    feed = await make(bench, relay=True)
+    await bench.publish(feed["stream"], documents(["a"]), headers=_hop(SITE))
+    await bench.publish(feed["stream"], documents(["a"]), headers=_hop("elsewhere"))
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [2]
+    assert bench.ledger(feed["stream"]) == {"looped": 1}
+    whole = {"stream": feed["stream"], "name": unique("WHOLE"), "relay": True}
+    async with bench.egress(whole):
+        await bench.archived_to(whole["name"], 2)
+    assert bench.ledger(whole["name"]) == {"looped": 1}
+
+
+def _hop(site: str) -> bytes:
+    return escape(None, Provenance(site, "FEED", 0, 0, 7, 1))
+
+
+async def test_snapshots_that_cannot_be_written_hold_nothing_up(bench: Bench) -> None:
+    feed = await make(bench, snapshot_interval="1s")
+    await send(bench, feed, NODES)
+    await freeze(bench, feed)
+    before = len(states(bench))
+    failed = metrics.snapshots.labels(SITE, feed["stream"], "0", "failed")._value
+    objects = FaultyStore(bench.objects).on("put_if_absent", _no_snapshots)
+    async with bench.egress(feed, objects=objects):  # type: ignore[arg-type]
+        async with asyncio.timeout(10):
+            while not failed.get():
+                await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
+        await bench.archived_to(feed["stream"], await send(bench, feed, ["another"]))
+    assert len(states(bench)) == before
+    await freeze(bench, feed)
+    assert kept(bench, feed) == [*range(1, 11), await bench.last(feed["stream"])]
+
+
+def _no_snapshots(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+    if "/state/" in key:
+        raise Unavailable("the store takes no snapshots")
+    return real(key, *args, **kwargs)
+
+
+async def test_a_lease_to_be_given_back_goes_at_the_end_of_a_segment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases: list[Lease] = []
+    acquire = Leases.acquire
+
+    async def noted(self: Leases, key: str) -> Lease | None:
+        lease = await acquire(self, key)
+        leases.extend([lease] if lease else [])
+        return lease
+
+    monkeypatch.setattr(Leases, "acquire", noted)
+    feed = await make(bench, segment={"max_age": "1h", "max_messages": 15})
+    async with bench.egress(feed):
+        await send(bench, feed, NODES)
+        await soon(lambda: _has_told(bench, feed, 10))
+        leases[-1].give_back.set()
+        await asyncio.sleep(0.3)
+        assert bench.end(feed["stream"]) == 0
+        await send(bench, feed, [f"m{number}" for number in range(8)])
+        await bench.archived_to(feed["stream"], 18)
+        assert [str(footer.coverage) for footer in bench.footers(feed["stream"])] == ["1..15", "16..18"]
+        await soon(lambda: states(bench)[-1].name.startswith(f"{19:020d}-"))
+    assert kept(bench, feed) == list(range(1, 19))

@@ -1,0 +1,514 @@
+"""Members that share leases: one has all of them, several no more than their share, and none is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock, first_of
+from common.errors import Unavailable
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.lease import Lease, Leases, new_owner
+from common.service.monitor import Health
+from common.settings.nats import NatsSettings
+from egress.parts import Pace, Tuning
+from egress.sharing.shares import fair_share
+from egress.sharing.sharing import Sharing
+from egress.tasks import end
+from infra.local.nats import NatsServer
+from tests.egress_bench import QUICK, SITE, Bench, Running, connected
+from tests.faulty_store import FaultyStore
+from tests.support import seeded, soon, unique
+from tests.tcp_proxy import TcpProxy
+
+TTL = 1.5  # seconds
+SHARED = Tuning(QUICK.pulling, Pace(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
+
+
+class Told:
+    """What a seat told of its chain."""
+
+    def __init__(self) -> None:
+        self.state = ""
+
+    def standby(self, holder: str | None) -> None:
+        self.state = f"standby {holder}"
+
+    def waits(self, error: Exception) -> None:
+        self.state = "waits"
+
+
+@dataclass
+class Member:
+    """A member whose work is to do nothing, and to leave `linger` seconds after it should."""
+
+    sharing: Sharing
+    owner: str
+    keys: Sequence[str]
+    linger: float = 0.0
+    held: dict[str, Lease] = field(default_factory=dict)
+    told: dict[str, Told] = field(default_factory=dict)
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.told = {key: Told() for key in self.keys}
+        self._seats = [self.sharing.seat(key, self.told[key]) for key in self.keys]
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.sharing.run(self.stop))
+            for seat in self._seats:
+                tasks.create_task(self._work(seat))
+
+    async def _work(self, seat: Any) -> None:
+        while (lease := await seat.occupy(self.stop)) is not None:
+            self.held[seat.key] = lease
+            self.most = max(self.most, len(self.held))
+            keeping = asyncio.create_task(lease.keep())
+            try:
+                await first_of(self.stop.wait(), lease.give_back.wait(), lease.lost.wait())
+                await asyncio.sleep(self.linger)
+            finally:
+                await end(keeping)
+            lost = lease.lost.is_set()
+            del self.held[seat.key]
+            await lease.release()
+            seat.vacate(lost=lost)
+
+    async def leave(self) -> None:
+        """As SIGTERM does."""
+        self.stop.set()
+        await self.task
+
+    async def die(self) -> None:
+        """As SIGKILL does, if not quite."""
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+@dataclass
+class Circle:
+    """Members over one bucket."""
+
+    url: str
+    kv: KeyValue
+    keys: list[str]
+    site: str
+    user: str = ""
+    clients: list[FloeClient] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+
+    async def join(
+        self, url: str = "", *, siblings: int = 1, keys: Sequence[str] = (), **more: Any
+    ) -> Member:
+        settings = NatsSettings(url=url or self.url, user=self.user, password=self.user)
+        client = await connect(settings, name="member", ping_interval=1.0)
+        self.clients.append(client)
+        leases = Leases(
+            await KeyValue.open(client, self.kv.bucket, ttl=TTL), new_owner("m"), TTL, SystemClock()
+        )
+        keys = list(keys or self.keys)
+        clock, rng = SystemClock(), random.Random(1)
+        sharing = Sharing(leases, client, self.site, keys, clock, rng, Health(clock), siblings=siblings)
+        self.members.append(Member(sharing, leases.owner, keys, **more))
+        return self.members[-1]
+
+    def counts(self) -> list[int]:
+        return sorted(len(member.held) for member in self.members if not member.task.done())
+
+    async def owners(self) -> dict[str, str | None]:
+        try:
+            entries = [await self.kv.get(key) for key in self.keys]
+        except Unavailable:
+            return {}
+        return {key: e.value.decode() if e else None for key, e in zip(self.keys, entries, strict=True)}
+
+    async def is_fair(self) -> bool:
+        """Every lease is held, each by a member that lives, and nobody holds more than a fair share."""
+        alive = [member for member in self.members if not member.task.done()]
+        owners = await self.owners()
+        held = {key: member.owner for member in alive for key in member.held}
+        share = fair_share(len(self.keys), len(alive))
+        return owners == held and all(len(member.held) <= share for member in alive)
+
+
+def lease_keys(site: str, count: int) -> list[str]:
+    return [state_key("egress", site, "FEED", str(number)) for number in range(count)]
+
+
+@pytest.fixture
+async def circle(nats_url: str) -> AsyncIterator[Circle]:
+    client, site = await connected(nats_url), unique("s")
+    kv = await KeyValue.open(client, unique("L"), ttl=TTL)
+    circle = Circle(nats_url, kv, lease_keys(site, 4), site)
+    yield circle
+    for member in circle.members:
+        await member.die()
+    for each in (*circle.clients, client):
+        await each.aclose()
+
+
+# Shares
+
+
+async def test_a_single_member_takes_everything_at_once(circle: Circle) -> None:
+    circle.keys = lease_keys(circle.site, 60)
+    began = time.monotonic()
+    member = await circle.join()
+    await soon(lambda: len(member.held) == 60)
+    assert time.monotonic() - began < 1.0
+
+
+async def test_a_member_that_comes_later_gets_its_share_and_no_lease_stays_free(circle: Circle) -> None:
+    first = await circle.join()
+    await soon(lambda: len(first.held) == 4)
+    await circle.join()
+    await soon(lambda: circle.counts() == [2, 2], TTL)
+    await circle.join()
+    await soon(circle.is_fair, 2 * TTL)
+    assert circle.counts()[-1] <= 2
+    before = await circle.owners()
+    await asyncio.sleep(1.5 * TTL)
+    assert await circle.owners() == before, "who has no more than a share keeps what it has"
+
+
+async def test_members_that_come_together_never_take_more_than_their_share_for_long(circle: Circle) -> None:
+    circle.keys = lease_keys(circle.site, 20)
+    await asyncio.gather(*(circle.join() for _ in range(5)))
+    await soon(circle.is_fair, 3 * TTL)
+    assert circle.counts() == [4] * 5
+
+
+async def test_processes_of_one_host_wait_for_each_other_before_they_take(circle: Circle) -> None:
+    members = await asyncio.gather(*(circle.join(siblings=2) for _ in range(2)))
+    await soon(circle.is_fair, 2 * TTL)
+    assert [member.most for member in members] == [2, 2]
+
+
+async def test_a_sibling_that_never_comes_is_not_waited_for(circle: Circle) -> None:
+    member = await circle.join(siblings=2)
+    await soon(lambda: len(member.held) == 4, 6)
+
+
+async def test_members_with_another_configuration_leave_no_chain_alone(circle: Circle) -> None:
+    """A chain that only one of them knows would be above its share, if the other one counted."""
+    old = await circle.join(keys=circle.keys[:2])
+    await soon(lambda: len(old.held) == 2)
+    new = await circle.join()
+    await soon(lambda: len(new.held) == 2)
+    await asyncio.sleep(TTL)
+    assert (len(old.held), len(new.held)) == (2, 2)
+    await old.leave()
+    await soon(lambda: len(new.held) == 4, TTL)
+
+
+# Hand-over
+
+
+async def test_a_clean_stop_hands_over_at_once(circle: Circle) -> None:
+    first = await circle.join()
+    await soon(lambda: len(first.held) == 4)
+    second = await circle.join()
+    await soon(lambda: circle.counts() == [2, 2], TTL)
+    began = time.monotonic()
+    await first.leave()
+    await soon(lambda: len(second.held) == 4, TTL, every=0.002)
+    took = time.monotonic() - began
+    print(f"hand-over of 2 leases after a clean stop: {took * 1000:.0f} ms")
+    assert took < 0.2 * TTL, "polling alone would need a third of the lease's time"
+
+
+async def test_a_member_that_lets_a_segment_end_first_hands_over_when_it_has(circle: Circle) -> None:
+    slow = await circle.join(linger=0.8)
+    await soon(lambda: len(slow.held) == 4)
+    other = await circle.join()
+    await asyncio.sleep(0.5)
+    assert len(other.held) == 0
+    await soon(lambda: circle.counts() == [2, 2], TTL)
+    assert slow.most == 4
+
+
+async def test_a_killed_member_is_replaced_within_two_lease_times(circle: Circle) -> None:
+    first = await circle.join()
+    await soon(lambda: len(first.held) == 4)
+    second = await circle.join()
+    await soon(lambda: circle.counts() == [2, 2], TTL)
+    await first.die()
+    began = time.monotonic()
+    await soon(lambda: len(second.held) == 4, 2 * TTL)
+    print(f"take-over of 2 leases after a kill: {(time.monotonic() - began) / TTL:.2f} lease times")
+
+
+async def test_without_the_right_to_hear_it_is_polled(tmp_path: Path) -> None:
+    """`$KV.>` may be published to, not subscribed to."""
+    users = """authorization { users: [
+      {user: all, password: all},
+      {user: deaf, password: deaf, permissions: {publish: [">"], subscribe: {deny: ["$KV.>"]}}} ] }"""
+    with NatsServer(tmp_path / "nats", extra=users) as server:
+        client = await connect(NatsSettings(url=server.url, user="all", password="all"), name="test")
+        site, kv = unique("s"), await KeyValue.open(client, unique("L"), ttl=TTL)
+        circle = Circle(server.url, kv, lease_keys(site, 4), site, user="deaf")
+        first, second = await circle.join(), await circle.join()
+        await soon(circle.is_fair, 3 * TTL)
+        await first.leave()
+        await soon(lambda: len(second.held) == 4, TTL)
+        await second.leave()
+        for each in (*circle.clients, client):
+            await each.aclose()
+
+
+# Faults
+
+
+async def test_members_that_cannot_be_listed_change_nothing(
+    circle: Circle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await circle.join()
+    await soon(lambda: len(first.held) == 4)
+
+    async def nobody_answers(*_: object) -> list[str]:
+        raise Unavailable("no answer")
+
+    monkeypatch.setattr(Leases, "keys", nobody_answers)
+    second = await circle.join()
+    await soon(lambda: all(told.state == "waits" for told in second.told.values()))
+    await asyncio.sleep(TTL)
+    assert (len(first.held), len(second.held)) == (4, 0)
+    monkeypatch.undo()
+    await soon(circle.is_fair, 2 * TTL)
+
+
+async def test_a_deleted_bucket_is_made_again_and_shared_again(circle: Circle) -> None:
+    """F09."""
+    await circle.join()
+    await circle.join()
+    await soon(circle.is_fair, 2 * TTL)
+    await circle.clients[0].api(f"STREAM.DELETE.KV_{circle.kv.bucket}")
+    await soon(lambda: circle.counts() != [2, 2], 2 * TTL)
+    await soon(circle.is_fair, 4 * TTL)
+
+
+async def test_a_member_that_is_cut_off_loses_its_leases_and_comes_back_as_one_of_all(
+    nats_server: NatsServer, circle: Circle
+) -> None:
+    async with TcpProxy(nats_server.port) as proxy:
+        far = await circle.join(proxy.url)
+        near = await circle.join()
+        await soon(circle.is_fair, 2 * TTL)
+        proxy.blackhole()
+        await soon(lambda: len(near.held) == 4, 3 * TTL)
+        await soon(lambda: not far.held, TTL)
+        proxy.heal()
+        await soon(circle.is_fair, 6 * TTL)
+        await far.die()
+
+
+async def test_leases_taken_while_the_process_stops_are_given_back(circle: Circle) -> None:
+    for _ in range(8):
+        member = await circle.join()
+        await asyncio.sleep(random.uniform(0, 0.03))
+        await member.leave()
+        left = await circle.owners()
+        assert set(left.values()) == {None}
+    assert await circle.kv.keys() == []
+
+
+async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsServer, circle: Circle) -> None:
+    rng, until = seeded(), time.monotonic() + 8
+    circle.keys = lease_keys(circle.site, 7)
+    async with TcpProxy(nats_server.port) as proxy:
+        while time.monotonic() < until:
+            alive = [member for member in circle.members if not member.task.done()]
+            action = rng.choice(["join", "leave", "die", "cut", "wait"])
+            if action == "join" and len(alive) < 5:
+                await circle.join(rng.choice([circle.url, proxy.url]), linger=rng.choice([0, 0.2]))
+            elif action == "leave" and len(alive) > 1:
+                await rng.choice(alive).leave()
+            elif action == "die" and len(alive) > 1:
+                await rng.choice(alive).die()
+            elif action == "cut":
+                rng.choice([proxy.cut, proxy.blackhole])()
+                await asyncio.sleep(rng.uniform(0, TTL))
+                proxy.heal()
+            await asyncio.sleep(rng.uniform(0, 0.4))
+        if not circle.counts():
+            await circle.join()
+        await soon(circle.is_fair, 6 * TTL)
+        await asyncio.gather(*(member.die() for member in circle.members))
+
+
+# Whole egress
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+def states(running: Running, names: Sequence[str]) -> list[str]:
+    return [running.state(name) for name in names]
+
+
+async def held_by(bench: Bench, names: Sequence[str]) -> list[str]:
+    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    found = [await kv.get(state_key("egress", SITE, name, "0")) for name in names]
+    return [entry.value.decode() if entry else "" for entry in found]
+
+
+async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_it_stops(
+    bench: Bench,
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    names = [unique("F") for _ in range(4)]
+    feeds = [{"name": name, "stream": stream} for name in names]
+    first = bench.start(bench.settings(*feeds), SHARED)
+    await soon(lambda: states(first, names) == ["reading"] * 4)
+    await bench.publish(stream, [b"x"] * 50)
+    second = bench.start(bench.settings(*feeds), SHARED)
+    await soon(lambda: states(second, names).count("reading") == 2, 10)
+    await soon(lambda: states(first, names).count("standby") == 2, 10)
+    assert first.health.is_ready()
+    await bench.publish(stream, [b"y"] * 50)
+    for name in names:
+        await bench.archived_to(name, 100)
+    began = time.monotonic()
+    stopping = asyncio.create_task(second.drain())
+    await soon(lambda: states(first, names) == ["reading"] * 4, 10, every=0.005)
+    print(f"reading again {time.monotonic() - began:.2f} s after the other instance was told to stop")
+    await stopping
+    await bench.publish(stream, [b"z"] * 50)
+    for name in names:
+        await bench.archived_to(name, 150)
+    await first.drain()
+    for name in names:
+        await bench.same(name, stream)
+
+
+async def test_an_open_segment_does_not_keep_a_lease_for_ever(bench: Bench) -> None:
+    """Its segment is due in an hour, and another member waits."""
+    stream = await bench.make_stream(unique("T"))
+    names = [unique("F") for _ in range(2)]
+    feeds = [{"name": name, "stream": stream, "segment": {"max_age": "1h"}} for name in names]
+    first = bench.start(bench.settings(*feeds), SHARED)
+    await soon(lambda: states(first, names) == ["reading"] * 2)
+    await bench.publish(stream, [b"x"] * 50)
+    second = bench.start(bench.settings(*feeds), SHARED)
+    await soon(lambda: states(second, names).count("reading") == 1, 10)
+    moved = names[states(second, names).index("reading")]
+    assert bench.end(moved) == 50
+    await bench.publish(stream, [b"y"] * 50)
+    await second.drain()
+    await first.drain()
+    for name in names:
+        await bench.same(name, stream)
+
+
+async def test_a_stopped_chain_is_handed_over_without_waiting_to_be_examined(bench: Bench) -> None:
+    names = [unique("F") for _ in range(2)]
+    feeds = [{"name": name, "stream": unique("NONE")} for name in names]
+    first = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
+    await soon(lambda: states(first, names) == ["stopped"] * 2)
+    second = bench.start(bench.settings(*feeds), SHARED, reexamine=60.0)
+    await soon(lambda: states(second, names).count("stopped") == 1, 5)
+    await asyncio.gather(first.drain(), second.drain())
+
+
+async def test_shares_under_load_and_kills_lose_and_repeat_nothing(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    names = [unique("F") for _ in range(4)]
+    feeds = [{"name": name, "stream": stream} for name in names]
+    settings, rng = bench.settings(*feeds), seeded()
+    running = [bench.start(settings, SHARED) for _ in range(3)]
+    for _ in range(12):
+        await bench.publish(stream, [rng.randbytes(100) for _ in range(100)])
+        await asyncio.sleep(rng.uniform(0.1, 0.5))
+        index = rng.randrange(3)
+        action = rng.choice(["crash", "drain", "none"])
+        if action != "none":
+            with suppress(AssertionError):
+                await (running[index].crash() if action == "crash" else running[index].drain())
+            running[index] = bench.start(settings, SHARED)
+    for name in names:
+        await bench.archived_to(name, 1_200, seconds=30)
+
+    async def fair() -> bool:
+        owners = await held_by(bench, names)
+        return "" not in owners and max(map(owners.count, owners)) <= 2
+
+    await soon(fair, 10)
+    for each in running:
+        await each.drain()
+    for name in names:
+        await bench.same(name, stream)
+
+
+# A lease that ends in the wrong moment
+
+
+def slowly(seconds: float, begun: list[str]) -> Any:
+    """Puts that take so long; the keys of those that have begun."""
+
+    def fault(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if key.endswith(".parquet"):
+            begun.append(key)
+            time.sleep(seconds)
+        return real(key, *args, **kwargs)
+
+    return fault
+
+
+async def test_a_lease_that_ends_during_a_put_announces_nothing(bench: Bench) -> None:
+    """F05: the object may land; the tail and the mark are whoever's holds the lease."""
+    stream, begun = await bench.make_stream(unique("T")), []
+    objects = FaultyStore(bench.objects)
+    objects.on("put_if_absent", slowly(1.5, begun)).on("put", slowly(1.5, begun))
+    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=1.0)
+    key = state_key("egress", SITE, stream, "0")
+    running = bench.start(bench.settings({"stream": stream}, lease_ttl="1s"), SHARED, objects=objects)
+    await soon(lambda: running.state(stream) == "reading")
+    await bench.publish(stream, [b"x"] * 10)
+    await soon(lambda: begun)
+    while not bench.refs(stream):
+        await kv.put(key, b"somebody else")
+        await asyncio.sleep(0.2)
+    for _ in range(5):
+        await kv.put(key, b"somebody else")
+        await asyncio.sleep(0.2)
+    assert await bench.mark(stream) in (None, 0)
+    assert not bench.chains.read_tail(bench.chain(stream))
+    await soon(lambda: bench.chains.read_tail(bench.chain(stream)) == 10, 10)
+    await running.drain()
+    await bench.same(stream, stream)
+
+
+async def test_a_lease_is_not_handed_over_while_an_upload_is_under_way(bench: Bench) -> None:
+    stream, begun = await bench.make_stream(unique("T")), []
+    names = [unique("F") for _ in range(2)]
+    feeds = [{"name": name, "stream": stream} for name in names]
+    objects = FaultyStore(bench.objects)
+    objects.on("put_if_absent", slowly(2.0, begun)).on("put", slowly(2.0, begun))
+    first = bench.start(bench.settings(*feeds), SHARED, objects=objects)
+    await soon(lambda: states(first, names) == ["reading"] * 2)
+    await bench.publish(stream, [b"x"] * 10)
+    await soon(lambda: len(begun) == 2)
+    second = bench.start(bench.settings(*feeds), SHARED)
+    while not all(map(bench.end, names)):
+        assert len(set(await held_by(bench, names))) == 1
+        await asyncio.sleep(0.05)
+    await soon(lambda: states(second, names).count("reading") == 1, 10)
+    await asyncio.gather(first.drain(), second.drain())
+    for name in names:
+        await bench.same(name, stream)

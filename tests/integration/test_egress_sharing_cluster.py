@@ -1,0 +1,91 @@
+"""Shares over replicated buckets whose quorum is lost for longer than a lease lives (F12)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from common.errors import FloeError
+from common.jetstream.client import connect
+from common.jetstream.kv import KeyValue, state_key
+from common.settings.nats import NatsSettings
+from infra.acked import AckedPublisher
+from infra.local.nats import NatsCluster
+from tests.egress_bench import SITE, Bench, Running
+from tests.support import soon, unique
+
+TTL = 3.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NatsCluster]:
+    with NatsCluster(3) as running:
+        yield running
+
+
+@pytest.fixture
+async def bench(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connect(NatsSettings(url=cluster.urls), name="test")
+    yield Bench(cluster.urls, tmp_path, client)
+    await client.aclose()
+
+
+async def replicated(bench: Bench) -> str:
+    """A stream of three replicas."""
+    stream = unique("T")
+
+    async def made() -> bool:
+        with suppress(FloeError):
+            await bench.make_stream(stream, num_replicas=3, storage="file")
+            return True
+        return False
+
+    await soon(made, seconds=20)
+    return stream
+
+
+async def publish(bench: Bench, stream: str, count: int) -> None:
+    async with AckedPublisher(bench.client, window=64) as publisher:
+        for number in range(count):
+            await publisher.publish(f"{stream}.a".encode(), b"%d" % number, None)
+        await publisher.settle()
+
+
+def working(members: list[Running], names: list[str]) -> list[int]:
+    """How many feeds each member reads."""
+    return sorted([member.state(name) for name in names].count("reading") for member in members)
+
+
+async def owners(bench: Bench, names: list[str]) -> list[str]:
+    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=TTL)
+    entries = [await kv.get(state_key("egress", SITE, name, "0")) for name in names]
+    return [entry.value.decode() if entry else "" for entry in entries]
+
+
+async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_fair(
+    bench: Bench, cluster: NatsCluster
+) -> None:
+    stream, names = await replicated(bench), [unique("F") for _ in range(4)]
+    settings = bench.settings(*({"name": name, "stream": stream} for name in names), lease_ttl=f"{TTL:g}s")
+    members = [bench.start(settings) for _ in range(2)]
+    await publish(bench, stream, 100)
+    await soon(lambda: working(members, names) == [2, 2], seconds=40)
+    for server in cluster.servers[1:]:
+        server.pause()
+    await soon(lambda: working(members, names) == [0, 0], seconds=30)
+    for server in cluster.servers[1:]:
+        server.resume()
+    await asyncio.to_thread(cluster.wait_ready)
+    await soon(lambda: working(members, names) == [2, 2], seconds=60)
+    await publish(bench, stream, 100)
+    last = await bench.last(stream)
+    for name in names:
+        await bench.archived_to(name, last, seconds=30)
+    assert sorted(map((await owners(bench, names)).count, set(await owners(bench, names)))) == [2, 2]
+    await asyncio.gather(*(member.drain() for member in members))
+    for name in names:
+        await bench.same(name, stream)

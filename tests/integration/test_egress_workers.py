@@ -1,0 +1,280 @@
+"""`floe egress run --workers N`: several processes that look like one from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.jetstream.kv import KeyValue, state_key
+from infra.local.ports import free_port
+from tests.egress_bench import SITE, Bench, connected
+from tests.support import soon, unique
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+class Parent:
+    """A parent process and its monitor."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
+
+    def page(self, path: str) -> tuple[int, str]:
+        """Status and body; 0 where nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def workers(self) -> dict[str, Any]:
+        status, body = self.page("status")
+        return json.loads(body)["workers"] if status == 200 else {}
+
+    def pids(self) -> list[int]:
+        return [worker["pid"] for worker in self.workers().values()]
+
+    def held(self) -> list[int]:
+        return [
+            len(worker.get("parts", {}).get("egress sharing", {}).get("held", []))
+            for worker in self.workers().values()
+        ]
+
+    async def ask(self, path: str) -> tuple[int, str]:
+        return await asyncio.to_thread(self.page, path)
+
+    async def ready(self, seconds: float = 30) -> None:
+        async def is_ready() -> bool:
+            assert self.process.poll() is None, self.tail()
+            return (await self.ask("readyz"))[0] == 200
+
+        await soon(is_ready, seconds, every=0.2)
+
+    async def ended(self, seconds: float = 30) -> int:
+        return await asyncio.to_thread(self.process.wait, seconds)
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-20:])
+
+
+def config_of(bench: Bench, feeds: list[str], stream: str, port: int, **egress: Any) -> Path:
+    path = bench.root / "egress.yaml"
+    settings = {
+        "site": SITE,
+        "nats": {"url": bench.url},
+        "store": bench.store_config,
+        "egress": {
+            "monitor": {"listen": f"127.0.0.1:{port}"},
+            "lease_bucket": bench.lease_bucket,
+            "state_bucket": bench.state_bucket,
+            "lease_ttl": "2s",
+            "feeds": [{"name": name, "stream": stream, "segment": {"max_age": "1s"}} for name in feeds],
+            **egress,
+        },
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@contextmanager
+def parent(config: Path, port: int, *options: str) -> Iterator[Parent]:
+    log = config.parent / "parent.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "floe", "egress", "run", "-c", str(config), *options],
+            cwd=ROOT,
+            env=dict(os.environ),
+            stderr=out,
+        )
+    running = Parent(process, port, log)
+    try:
+        yield running
+    finally:
+        pids = running.pids() if process.poll() is None else []
+        process.kill()
+        process.wait()
+        for pid in pids:
+            if pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+async def feeds_of(bench: Bench, count: int = 4) -> tuple[str, list[str]]:
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"x"] * 30)
+    return stream, [unique("F") for _ in range(count)]
+
+
+async def leases_left(bench: Bench, names: list[str]) -> list[str]:
+    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=2.0)
+    keys = [state_key("egress", SITE, name, "0") for name in names]
+    return [key for key in keys if await kv.get(key) is not None]
+
+
+def archived(running: Parent) -> list[tuple[str, str]]:
+    """Worker and count of each feed that has archived anything."""
+    page = running.page("metrics")[1]
+    found = re.findall(r'^floe_egress_messages_total\{worker="(\d)".*\} (.*)$', page, re.MULTILINE)
+    return sorted(pair for pair in found if pair[1] != "0.0")
+
+
+async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench), free_port()
+    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
+        await running.ready()
+        for name in names:
+            await bench.archived_to(name, 30, seconds=20)
+        assert await asyncio.to_thread(running.held) == [2, 2]
+        await soon(lambda: archived(running) == [("0", "30.0")] * 2 + [("1", "30.0")] * 2, every=0.2)
+        status, page = await running.ask("metrics")
+        assert status == 200
+        assert page.count("# TYPE floe_egress_messages_total counter") == 1
+        assert 'floe_egress_worker_running{worker="1"} 1.0' in page
+        assert not re.search(r"^floe_egress_share\{site", page, re.MULTILINE), "the parent has no feeds"
+        assert (await running.ask("healthz"))[0] == 200
+        pids = await asyncio.to_thread(running.pids)
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0
+    assert all(map(is_gone, pids))
+    assert await leases_left(bench, names) == []
+    workers = {line.get("worker") for line in running.lines() if line["logger"] == "egress.putting"}
+    assert workers == {0, 1}
+
+
+async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_again(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench), free_port()
+    with parent(config_of(bench, names, stream, port), port, "--workers", "2") as running:
+        await running.ready()
+        before = await asyncio.to_thread(running.pids)
+        os.kill(before[1], signal.SIGKILL)
+        status, page = await running.ask("metrics")
+        assert status == 200
+        assert 'worker="1",' not in page
+        assert (await running.ask("readyz"))[0] == 503
+        assert (await running.ask("healthz"))[0] == 200
+        await soon(lambda: running.workers()["1"]["pid"] not in (0, before[1]), 10, every=0.2)
+        await running.ready()
+        await bench.publish(stream, [b"y"] * 30)
+        for name in names:
+            await bench.archived_to(name, 60, seconds=20)
+        page = (await running.ask("metrics"))[1]
+        assert 'floe_egress_worker_restarts_total{worker="1"} 1.0' in page
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == 0
+    for name in names:
+        await bench.same(name, stream)
+
+
+async def test_signals_to_the_whole_group_drain_and_do_not_kill(bench: Bench) -> None:
+    """As a supervisor sends them: to the parent and to every worker, while the parent passes its own on."""
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
+        await running.ready()
+        for pid in await asyncio.to_thread(running.pids):
+            os.kill(pid, signal.SIGTERM)
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0
+    assert await leases_left(bench, names) == []
+
+
+async def test_a_second_signal_kills_all_of_them(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
+        await running.ready()
+        pids = await asyncio.to_thread(running.pids)
+        os.kill(pids[0], signal.SIGSTOP)
+        running.process.send_signal(signal.SIGTERM)
+        await soon(lambda: is_gone(pids[1]), 20)
+        assert running.process.poll() is None, "a worker that hangs is waited for"
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended(5) == 143
+        await soon(lambda: all(map(is_gone, pids)), 5)
+
+
+async def test_workers_end_when_their_parent_was_killed(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
+        await running.ready()
+        pids = await asyncio.to_thread(running.pids)
+        running.process.kill()
+        await soon(lambda: all(map(is_gone, pids)), 20)
+    assert await leases_left(bench, names) == []
+
+
+async def test_a_worker_that_hangs_is_shown_as_such(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench, 2), free_port()
+    with parent(config_of(bench, names, stream, port, workers=2), port) as running:
+        await running.ready()
+        [pid, _] = await asyncio.to_thread(running.pids)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert await running.ask("healthz") == (503, "worker 0: no answer\n")
+        status, page = await running.ask("metrics")
+        assert time.monotonic() - began < 8
+        assert status == 200
+        assert 'worker="1",' in page
+        os.kill(pid, signal.SIGCONT)
+        await running.ready()
+
+
+async def test_what_a_restart_would_only_repeat_ends_all(bench: Bench) -> None:
+    stream, port = await bench.make_stream(unique("T")), free_port()
+    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=77.0)
+    assert kv.ttl == 77.0
+    with parent(config_of(bench, ["A"], stream, port, workers=3), port) as running:
+        assert await running.ended() == 78
+        assert "E-KV-TTL" in running.tail()
+
+
+async def test_the_parent_finds_a_wrong_configuration_before_it_starts_anything(bench: Bench) -> None:
+    port = free_port()
+    config = config_of(bench, [], "S", port, workers=2)
+    with parent(config, port) as running:
+        assert await running.ended() == 78
+        assert "expected at least one feed" in running.tail()
+
+
+async def test_one_worker_is_one_process(bench: Bench) -> None:
+    (stream, names), port = await feeds_of(bench, 1), free_port()
+    with parent(config_of(bench, names, stream, port, workers=1), port) as running:
+        await running.ready()
+        document = json.loads((await running.ask("status"))[1])
+        assert "workers" not in document
+        children = Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text()
+        assert children == ""
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0

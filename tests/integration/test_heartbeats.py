@@ -1,0 +1,212 @@
+"""Heartbeats: one leader, each subject at its interval, and a failure is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.headers import header, parse_block
+from common.jetstream.kv import KeyValue
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import get_message
+from common.settings.heartbeats import HeartbeatSettings
+from egress import heartbeats
+from egress.heartbeats import check_stored, header_block, heartbeat_key, next_due
+from infra.local.nats import NatsServer
+from tests.egress_bench import SITE, Bench, Running, connected
+from tests.support import soon, unique
+from tests.tcp_proxy import TcpProxy
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+def beating(stream: str, *names: str, interval: str = "1s", **more: Any) -> dict[str, Any]:
+    return {"interval": interval, "subjects": [{"subject": f"{stream}.{name}"} for name in names], **more}
+
+
+def leads(running: Running) -> bool:
+    return bool(running.health.status()["parts"].get("egress heartbeats", {}).get("leader"))
+
+
+def failures(running: Running) -> dict[str, str]:
+    return dict(running.health.status()["parts"].get("egress heartbeats", {}).get("failures", {}))
+
+
+async def test_each_subject_gets_its_headers_and_the_time_at_its_interval(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    settings = beating(stream, "quick", headers={"Region": "eu", "note": "naïve"})
+    settings["subjects"].append({"subject": f"{stream}.slow", "interval": "1h"})
+    async with bench.egress({"stream": stream}, heartbeats=settings):
+        await soon(lambda: reached(bench, stream, 5), 9)
+    found = [await get_message(bench.client, stream, n) for n in range(1, 6)]
+    messages = [message for message in found if message]
+    for message in messages:
+        assert abs(int(message.payload) - time.time()) < 15
+        assert header(message.headers, b"Floe-Subject") == message.subject
+        assert header(message.headers, b"Floe-Originator")
+        assert dict(parse_block(message.headers or b""))[b"note"] == "naïve".encode()
+    times = [m.timestamp_ns / 1e9 for m in messages if m.subject.endswith(b"quick")]
+    assert len(times) >= 4, "the slow one is published once"
+    assert all(0.7 < b - a < 1.5 for a, b in pairwise(times)), times
+
+
+async def reached(bench: Bench, stream: str, last: int) -> bool:
+    return await bench.last(stream) >= last
+
+
+async def test_one_of_three_members_leads_and_another_follows_at_once(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    settings = bench.settings({"stream": stream}, heartbeats=beating(stream, "a"), lease_ttl="9s")
+    members = [bench.start(settings) for _ in range(3)]
+    await soon(lambda: any(map(leads, members)))
+    await asyncio.sleep(0.5)
+    [leader] = [member for member in members if leads(member)]
+    members.remove(leader)
+    began = time.monotonic()
+    draining = asyncio.create_task(leader.drain())
+    await soon(lambda: any(map(leads, members)), 2.0, every=0.01)
+    print(f"the next leader after {time.monotonic() - began:.2f} s")
+    await draining
+    assert [*map(leads, members)].count(True) == 1
+    await asyncio.gather(*(member.drain() for member in members))
+    kv = await KeyValue.open(bench.client, bench.lease_bucket, ttl=9.0)
+    assert await kv.get(heartbeat_key(SITE)) is None
+
+
+async def test_a_leader_that_is_cut_off_is_replaced_and_there_is_one_again(
+    nats_server: NatsServer, bench: Bench
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    async with TcpProxy(nats_server.port) as proxy:
+        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
+        first = far.start(far.settings({"stream": stream}, heartbeats=beating(stream, "a")))
+        await soon(lambda: leads(first))
+        second = bench.start(bench.settings({"stream": stream}, heartbeats=beating(stream, "a")))
+        await asyncio.sleep(0.3)
+        assert not leads(second)
+        proxy.blackhole()
+        await soon(lambda: leads(second), 6)
+        await soon(lambda: not leads(first), 3)
+        proxy.heal()
+        before = await bench.last(stream)
+        await soon(lambda: reached(bench, stream, before + 2), 5)
+        assert not leads(first)
+        await second.drain()
+        await soon(lambda: leads(first), 20)
+        await first.drain()
+
+
+async def test_a_failure_is_told_once_and_its_end_too(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    stream, missing = await bench.make_stream(unique("T")), unique("M")
+    caplog.set_level(logging.INFO, logger="egress.heartbeats")
+    told = lambda action: sum(action in str(r.msg) for r in caplog.records)  # noqa: E731
+    async with bench.egress({"stream": stream}, heartbeats=beating(missing, "a")) as running:
+        await soon(lambda: failures(running) == {f"{missing}.a": "E-NO-RESPONDERS"})
+        await asyncio.sleep(2.2)
+        assert told("heartbeat_failed") == 1
+        assert running.health.is_ready(), "a heartbeat that fails is no reason to restart egress"
+        await bench.make_stream(missing)
+        await soon(lambda: failures(running) == {})
+        assert told("heartbeat_stored") == 1
+
+
+async def test_a_stream_that_refuses_and_a_server_that_is_silent_count_as_failures(
+    nats_server: NatsServer, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "ACK_TIMEOUT", 0.5)
+    stream = await bench.make_stream(unique("T"))
+    full = await bench.make_stream(unique("T"), max_msgs=1, discard="new")
+    async with TcpProxy(nats_server.port) as proxy:
+        far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
+        async with far.egress({"stream": stream}, heartbeats=beating(full, "a"), lease_ttl="10s") as running:
+            await soon(lambda: failures(running).get(f"{full}.a", "").startswith("E-JS-"))
+            proxy.blackhole("down")
+            await soon(lambda: failures(running).get(f"{full}.a") in ("E-UNKNOWN", "E-UNAVAILABLE"))
+            proxy.heal()
+            await soon(lambda: failures(running).get(f"{full}.a", "").startswith("E-JS-"))
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"a b": "x"},
+        {"a:b": "x"},
+        {"": "x"},
+        {"a\r\nNats-Rollup": "all"},
+        {"a": "x\r\nNats-Rollup: all"},
+        {"a": "x\ny"},
+        {"a": "x\x00"},
+        {"Nats-Rollup": "all"},
+        {"nats-msg-id": "1"},
+        {"Floe-Source": "s f 0000 0 1 1"},
+        {"ä": "x"},
+        {"a": "x" * 5000},
+    ],
+)
+def test_headers_that_would_act_or_break_the_line_are_refused(headers: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="expected"):
+        HeartbeatSettings.model_validate({"headers": headers})
+
+
+def test_a_subject_stands_once_and_is_no_pattern() -> None:
+    with pytest.raises(ValidationError, match="expected each subject once, found a again"):
+        HeartbeatSettings.model_validate({"subjects": [{"subject": "a"}, {"subject": "a"}]})
+    with pytest.raises(ValidationError, match="wildcards"):
+        HeartbeatSettings.model_validate({"subjects": [{"subject": "a.>"}]})
+
+
+# Pure
+
+
+@given(st.floats(0, 1e6), st.floats(1, 1e5), st.floats(0, 1e6))
+def test_the_next_turn_is_in_the_future_and_less_than_an_interval_away(
+    due: float, interval: float, late: float
+) -> None:
+    now = due + late
+    following = next_due(due, interval, now)
+    assert now <= following + 1e-6
+    assert following - now <= interval + 1e-6
+
+
+def test_headers_stand_in_order_with_the_own_ones_last() -> None:
+    assert header_block({"A": "1"}, "host", "x.y") == (
+        b"NATS/1.0\r\nA: 1\r\nFloe-Originator: host\r\nFloe-Subject: x.y\r\n\r\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", OutcomeUnknown),
+        (b"[]", OutcomeUnknown),
+        (b"{}", OutcomeUnknown),
+        (b'{"stream":"S"}', OutcomeUnknown),
+        (b"[" * 100_000, OutcomeUnknown),
+        (b'{"error":{"code":503,"err_code":10077,"description":"full"}}', ApiError),
+        (b'{"error":{"code":503,"err_code":10008}}', Unavailable),
+        (b'{"error":"x"}', ApiError),
+    ],
+)
+def test_what_is_no_acknowledgement_is_an_error(answer: bytes, error: type[Exception]) -> None:
+    check_stored(b'{"stream":"S","seq":7}', "a")
+    with pytest.raises(error):
+        check_stored(answer, "a")

@@ -1,0 +1,195 @@
+"""Messages that pass several sites: each leaves its hop, and none comes round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import Provenance, build_block, escape, hops, restore
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.streams import ask, create_stream, stored_message, stream_info
+from common.segments.documents import ChainDocument, StreamDocument
+from common.segments.segment import Ledger, Message
+from common.sequences import SequenceRange
+from infra.local.nats import NatsServer
+from ingress.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.state import StateStore
+from tests.egress_bench import Bench, connected
+from tests.ingress_world import Archive, Centre
+from tests.segment_files import message
+from tests.support import soon, unique
+
+pytestmark = pytest.mark.servers
+
+
+class World:
+    """One server and one bucket, with sites that freeze and melt."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.client: FloeClient = bench.client
+
+    @asynccontextmanager
+    async def egress(self, site: str, *feeds: dict[str, Any]) -> AsyncIterator[None]:
+        bench = replace(self.bench, lease_bucket=unique("L"), state_bucket=unique("S"))
+        running = bench.start(bench.settings(*feeds).model_copy(update={"site": site}))
+        try:
+            yield
+            await running.drain()
+        finally:
+            await running.crash()
+
+    def centre(self, stream: str, *sources: dict[str, Any]) -> Centre:
+        archive = Archive(self.bench.root / "bucket")
+        create = {"subjects": [f"{stream}.>"]}
+        return Centre(
+            self.bench.root, archive, self.bench.url, stream=stream, create=create, sources=list(sources)
+        )
+
+    async def holds(self, stream: str, count: int) -> list[Message]:
+        """What the stream holds once it holds `count` messages."""
+
+        async def enough() -> bool:
+            info = await stream_info(self.client, stream)
+            return info is not None and info.messages >= count
+
+        await soon(enough, seconds=30)
+        return await self.messages(stream)
+
+    async def messages(self, stream: str) -> list[Message]:
+        info = await stream_info(self.client, stream)
+        assert info is not None
+        return [
+            stored_message(await ask(self.client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+            for sequence in range(info.first_sequence, info.last_sequence + 1)
+        ]
+
+    def ledger(self, site: str, feed: str) -> dict[str, int]:
+        store, total = self.bench.store, Ledger()
+        for ref in store.list(Chain(site, feed)):
+            total = total.plus(store.footer(ref).ledger)
+        return total.to_json()
+
+
+@pytest.fixture
+async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
+    client = await connected(nats_server.url)
+    yield World(Bench(nats_server.url, tmp_path, client))
+    await client.aclose()
+
+
+HEADERS = [
+    None,
+    build_block([b"A: 1", b"a:  2 ", b"A: 1"]),
+    build_block([b"Nats-Msg-Id: %d", b"Nats-Schedule-Ttl: 1s"]),
+    build_block([b"Floe-Source: region FLEET 0000 0 7 1700000000000000001"]),
+    b"NATS/1.0\r\n\r\n",
+]
+
+
+async def test_each_site_leaves_its_hop_and_the_message_comes_back_as_it_was(world: World) -> None:
+    nodes, fleet, all_ = unique("NODES"), unique("FLEET"), unique("ALL")
+    await world.bench.make_stream(nodes)
+    for number, block in enumerate(HEADERS * 4):
+        await world.bench.publish(
+            nodes, [b"%d" % number], headers=block and block.replace(b"%d", b"%d" % number)
+        )
+    published = await world.messages(nodes)
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(world.egress("city", {"stream": nodes}))
+        region = world.centre(fleet, {"site": "city", "feed": nodes, "subject_prefix": fleet})
+        await stack.enter_async_context(region.running())
+        await world.holds(fleet, len(published))
+        await stack.enter_async_context(world.egress("region", {"stream": fleet, "relay": True}))
+        centre = world.centre(all_, {"site": "region", "feed": fleet, "subject_prefix": all_})
+        await stack.enter_async_context(centre.running())
+        found = await world.holds(all_, len(published))
+
+    assert len(found) == len(published)
+    for at_region, (each, original) in enumerate(zip(found, published, strict=True), 1):
+        newest, oldest = hops(each.headers)
+        assert (newest.site, newest.feed, newest.sequence) == ("region", fleet, at_region)
+        assert oldest == Provenance("city", nodes, 0, 0, original.sequence, original.timestamp_ns)
+        assert restore(each.headers)[1] == original.headers
+        assert (each.payload, each.subject) == (original.payload, f"{all_}.{fleet}.{nodes}.a".encode())
+
+
+async def test_two_sites_that_copy_each_other_carry_each_message_once(world: World) -> None:
+    ours, theirs = unique("NODES_A"), unique("NODES_B")
+    all_a, all_b = unique("ALL_A"), unique("ALL_B")
+    for stream in (ours, theirs):
+        await world.bench.make_stream(stream)
+        await world.bench.publish(stream, (b"%s %d" % (stream.encode(), n) for n in range(50)))
+    # Either side copies all that the other has, what it got from here included.
+    at_a = world.centre(all_a, {"site": "b", "feed": [theirs, all_b], "subject_prefix": all_a})
+    at_b = world.centre(all_b, {"site": "a", "feed": [ours, all_a], "subject_prefix": all_b})
+
+    async with AsyncExitStack() as stack:
+        for centre in (at_a, at_b):
+            await stack.enter_async_context(centre.running())
+        for stream in (all_a, all_b):
+            await soon(lambda: stream_info(world.client, stream), seconds=20)  # noqa: B023
+        for site, feed, relay in (("a", ours, all_a), ("b", theirs, all_b)):
+            egress = world.egress(site, {"stream": feed}, {"stream": relay, "relay": True})
+            await stack.enter_async_context(egress)
+        # A's own 50, once, by B; B's own 50, once. The same at B.
+        for stream in (all_a, all_b):
+            await world.holds(stream, 100)
+        await asyncio.sleep(3)  # several rounds of polling in which they could come round
+        found = {stream: await world.messages(stream) for stream in (all_a, all_b)}
+
+    for stream, messages in found.items():
+        payloads = [message.payload for message in messages]
+        assert len(payloads) == len(set(payloads)) == 100, stream
+    assert world.ledger("a", all_a)["looped"] == 50
+    assert world.ledger("b", all_b)["looped"] == 50
+    trails = {tuple(hop.site for hop in hops(message.headers)) for message in found[all_a]}
+    assert trails == {("b",), ("b", "a")}
+
+
+async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: World) -> None:
+    """What is published a second time must be the very same bytes: `chain.json` is asked again."""
+    archive, target = Archive(world.bench.root / "bucket"), unique("T")
+    chain, origin = Chain("region", unique("FLEET")), Provenance("city", "NODES", 0, 0, 9, 9)
+    archive.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0"))
+    archive.documents.create_chain(chain, ChainDocument((), 1, 1, relay=True))
+    block = escape(build_block([b"A: 1"]), origin)
+    ref = archive.put([message(n, b"x", headers=block) for n in range(1, 6)], chain=chain)
+    centre = world.centre(target, {"site": "region", "feed": chain.feed, "subject_prefix": target})
+    await create_stream(world.client, {"name": target, "subjects": [f"{target}.>"], "allow_atomic": True})
+    info = await stream_info(world.client, target)
+    assert info is not None
+    bucket = await KeyValue.open(world.client, centre.state_bucket)
+    piece = Piece(ref.segment, SequenceRange(1, 5), 5)
+    state = TargetState(Checkpoint(0, info.created), Intent(0, (piece,)))
+    assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)
+
+    async with centre.running():
+        found = await world.holds(target, 5)
+
+    assert [[hop.site for hop in hops(each.headers)] for each in found] == [["region", "city"]] * 5
+
+
+async def test_a_forged_hop_hides_nothing(world: World) -> None:
+    """On a feed that is no relay it is text, even if it names this very site."""
+    nodes, target = unique("NODES"), unique("T")
+    await world.bench.make_stream(nodes)
+    forged = build_block([Provenance("city", nodes, 0, 0, 1, 1).line(), b"A: 1"])
+    await world.bench.publish(nodes, [b"forged"], headers=forged)
+    async with world.egress("city", {"stream": nodes}):
+        centre = world.centre(target, {"site": "city", "feed": nodes, "subject_prefix": target})
+        async with centre.running():
+            [found] = await world.holds(target, 1)
+
+    assert world.ledger("city", nodes) == {}
+    assert len(hops(found.headers)) == 1
+    assert restore(found.headers)[1] == forged

@@ -1,0 +1,465 @@
+"""Where a sampler goes on after a stop, and that it is as if there had been none; or that it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.errors import Refused, Unavailable
+from common.segments.segment import Message
+from common.sequences import SequenceRange
+from egress import metrics
+from egress.advisories.event import Advisory, Event
+from egress.sampling import rebuild
+from egress.sampling.fold import Sampler
+from tests.faulty_store import FaultyStore, raising
+from tests.sampling_archive import (
+    CHAIN,
+    FEED,
+    SECOND,
+    SITE,
+    START_NS,
+    SampledArchive,
+    facts,
+    fold,
+    sent,
+)
+
+PENDING = (Advisory(Event.NEW, "one", 1, 1),)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> SampledArchive:
+    found = SampledArchive(tmp_path)
+    found.begin()
+    return found
+
+
+def rebuilt(reason: str, partition: int = 0) -> float:
+    return metrics.sampler_rebuilt.labels(SITE, FEED, partition, reason)._value.get()
+
+
+def busy_log(length: int = 600, nodes: int = 12, seed: int = 3) -> list[Message]:
+    """A message a second; some nodes are silent for long."""
+    chance = random.Random(seed)
+    rests = {f"n{n}" for n in range(0, nodes, 3)}
+    found = []
+    for sequence in range(1, length + 1):
+        node = f"n{chance.randrange(nodes)}"
+        if node in rests and 200 < sequence < 450:
+            node = "n1"
+        found.append(sent(sequence, node, sequence, chance.choice([5, 5, 5, 9])))
+    return found
+
+
+def whole(site: SampledArchive, log: list[Message], last: int) -> Sampler:
+    """A sampler that has folded the log up to `last` without a stop."""
+    sampler = Sampler(site.sampling)
+    fold(sampler, [m for m in log if m.sequence <= last])
+    return sampler
+
+
+async def follow(site: SampledArchive, log: list[Message], place: int, source: int = 1) -> Sampler:
+    """Resume and read again up to `place`."""
+    found = await site.resume(place, source)
+    fold(found.sampler, [m for m in log if found.read_from <= m.sequence < place])
+    return found.sampler
+
+
+# Genesis
+
+
+async def test_a_new_chain_begins_with_an_empty_snapshot_at_its_first_sequence(site: SampledArchive) -> None:
+    found = await site.resume(7, 7, first=7)
+    assert (found.read_from, found.newest_ns, found.rebuilt, found.outbox) == (7, 0, False, ())
+    [ref] = site.snapshots().list()
+    assert ref.position == 7
+    assert facts(found.sampler) == {}
+
+
+async def test_a_crash_behind_the_first_segment_goes_back_to_the_beginning(site: SampledArchive) -> None:
+    log = busy_log()
+    await site.resume(1)
+    site.archive(log, [100])
+    found = await site.resume(101)
+    assert (found.read_from, found.rebuilt) == (1, False)
+    assert found.taken == site.snapshots().list()[0].key
+    assert facts(await follow(site, log, 101)) == facts(whole(site, log, 100))
+
+
+async def test_the_genesis_is_written_again_where_it_was_damaged(
+    site: SampledArchive, tmp_path: Path
+) -> None:
+    await site.resume(1)
+    [ref] = site.snapshots().list()
+    path = tmp_path / "store" / ref.key
+    path.write_bytes(b"x" * ref.size)
+    found = await site.resume(1)
+    assert not found.rebuilt
+    assert site.snapshots().read(site.snapshots().list()[0]).position == 1
+
+
+async def test_settings_that_changed_before_the_first_segment_begin_anew(site: SampledArchive) -> None:
+    await site.resume(1)
+    site.set(inspect_duration="50s")
+    found = await site.resume(1)
+    assert not found.rebuilt
+    assert len(site.snapshots().list()) == 2
+
+
+async def test_a_stream_that_was_made_again_begins_with_nothing(site: SampledArchive) -> None:
+    log = busy_log()
+    site.archive(log, [100])
+    chain = CHAIN.next_incarnation()
+    site.begin(chain, "2026-11-21T00:00:00Z", {0: 100})
+    found = await site.resume(1, chain=chain)
+    assert (found.rebuilt, facts(found.sampler)) == (False, {})
+
+
+# Followed
+
+
+@pytest.mark.parametrize("place", [101, 150, 301, 302, 601])
+async def test_the_newest_snapshot_below_the_position_is_followed(site: SampledArchive, place: int) -> None:
+    log = busy_log()
+    site.archive(log, [100, 300, 600])
+    for position in (1, 101, 200, 301):
+        site.save(whole(site, log, position - 1), position)
+    found = await site.resume(place)
+    assert not found.rebuilt
+    assert found.read_from == max(p for p in (1, 101, 200, 301) if p <= place)
+    assert facts(await follow(site, log, place)) == facts(whole(site, log, place - 1))
+
+
+async def test_what_is_followed_keeps_its_outbox_and_the_newest_time(site: SampledArchive) -> None:
+    log = busy_log()
+    site.archive(log, [100])
+    site.save(whole(site, log, 100), 101, outbox=PENDING, newest_ns=START_NS + 999 * SECOND)
+    found = await site.resume(101)
+    assert (found.outbox, found.newest_ns) == (PENDING, START_NS + 999 * SECOND)
+
+
+async def test_of_two_at_one_position_the_one_that_knows_more_is_taken(site: SampledArchive) -> None:
+    """They may bear the same second of the store's clock."""
+    log = busy_log()
+    site.archive(log, [100])
+    for newest in (200, 900, 500):
+        site.save(whole(site, log, 100), 101, newest_ns=START_NS + newest * SECOND)
+    assert (await site.resume(101)).newest_ns == START_NS + 900 * SECOND
+
+
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
+async def test_a_queue_that_has_dropped_what_is_archived_is_followed_from_the_very_position(
+    site: SampledArchive, retention: str
+) -> None:
+    log = busy_log()
+    site.archive(log, [100])
+    site.save(whole(site, log, 100), 101)
+    found = await site.resume(101, 105, retention=retention)  # up to 104 were another partition's
+    assert (found.rebuilt, found.read_from) == (False, 101)
+    site.archive(log, [120], first=101)
+    # One message of others is still held from before; what was archived is gone from behind it all the same.
+    assert (await site.resume(121, 7, retention=retention)).rebuilt
+
+
+async def test_what_expired_behind_the_very_position_makes_nobody_silent(site: SampledArchive) -> None:
+    log = busy_log()
+    site.archive(log, [100])
+    site.save(whole(site, log, 100), 101)
+    before = rebuilt("source")
+    found = await site.resume(101, 400, source_time_ns=START_NS + 400 * SECOND)
+    assert (found.rebuilt, rebuilt("source")) == (True, before + 1)
+    assert facts(found.sampler).keys() == facts(whole(site, log, 100)).keys()
+    assert found.sampler.advance(START_NS + 400 * SECOND) == []
+
+
+async def test_a_damaged_snapshot_is_left_for_the_next_older_one(
+    site: SampledArchive, tmp_path: Path
+) -> None:
+    log = busy_log()
+    site.archive(log, [300])
+    older, newer = site.save(whole(site, log, 99), 100), site.save(whole(site, log, 199), 200)
+    path = tmp_path / "store" / newer.key
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    found = await site.resume(301)
+    assert (found.taken, found.rebuilt) == (older.key, False)
+    assert facts(await follow(site, log, 301)) == facts(whole(site, log, 300))
+
+
+async def test_an_object_without_metadata_is_still_found(site: SampledArchive) -> None:
+    """As in a bucket that was copied by a tool that drops them."""
+    log = busy_log()
+    site.archive(log, [300])
+    ref = site.save(whole(site, log, 99), 100)
+    raw = site.objects.get(ref.key)
+    assert raw is not None
+    site.objects.delete(ref.key)
+    site.objects.put(ref.key, raw)
+    assert (await site.resume(301)).taken == ref.key
+
+
+# Rebuilt
+
+
+async def test_changed_settings_build_it_again_once(
+    site: SampledArchive, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = busy_log()
+    site.archive(log, [300])
+    site.save(whole(site, log, 300), 301, outbox=PENDING)
+    site.set(inspect_duration="50s")
+    before = rebuilt("settings")
+    found = await site.resume(301)
+    assert (found.rebuilt, found.read_from, found.taken, found.outbox) == (True, 301, "", PENDING)
+    assert rebuilt("settings") == before + 1
+    [line] = [r for r in caplog.records if "E-SAMPLER-REBUILT" in r.getMessage()]
+    assert line.levelno == logging.WARNING
+    again = await site.resume(301)
+    assert (again.rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
+    assert rebuilt("settings") == before + 1
+
+
+async def test_a_snapshot_of_other_settings_is_not_even_read(site: SampledArchive) -> None:
+    log = busy_log()
+    site.archive(log, [300])
+    site.save(whole(site, log, 300), 301)
+    site.set(size_trigger="1K")
+    faulty = FaultyStore(site.objects)
+    await site.resume(301, objects=faulty)
+    assert (
+        len([key for verb, key in faulty.keys if verb == "get" and "/state/" in key]) == 1
+    )  # for its outbox
+
+
+async def test_a_whole_feed_that_becomes_sampled_knows_what_it_has_archived(site: SampledArchive) -> None:
+    log = busy_log()
+    site.put(log[:300], SequenceRange(1, 300), digest="")
+    before = rebuilt("settings")
+    found = await site.resume(301)
+    assert rebuilt("settings") == before + 1
+    last = {
+        m.subject.decode().split(".")[1]: m
+        for m in log[:300]
+        if m.timestamp_ns > log[299].timestamp_ns - 100 * SECOND
+    }
+    assert facts(found.sampler).keys() >= last.keys()
+
+
+async def test_only_damaged_snapshots_build_it_again(site: SampledArchive, tmp_path: Path) -> None:
+    log = busy_log()
+    sampler = site.archive(log, [300])
+    for position in (1, 301):
+        ref = site.save(sampler, position)
+        (tmp_path / "store" / ref.key).write_bytes(b"x" * ref.size)
+    before = rebuilt("damaged")
+    assert (await site.resume(301)).rebuilt
+    assert rebuilt("damaged") == before + 1
+
+
+async def test_snapshots_that_vanished_count_as_damaged(site: SampledArchive) -> None:
+    site.archive(busy_log(), [300])
+    before = rebuilt("damaged")
+    assert (await site.resume(301)).rebuilt
+    assert rebuilt("damaged") == before + 1
+
+
+async def test_a_source_that_expired_behind_it_builds_upon_the_snapshot(site: SampledArchive) -> None:
+    log = busy_log()
+    site.archive(log, [100, 300])
+    site.save(whole(site, log, 250), 251, outbox=PENDING)
+    before = rebuilt("source")
+    found = await site.resume(301, 260)
+    assert (found.rebuilt, found.outbox, found.read_from) == (True, PENDING, 301)
+    assert rebuilt("source") == before + 1
+    known, exact = facts(found.sampler), facts(whole(site, log, 300))
+    assert known.keys() == exact.keys()  # also those that only the snapshot knew
+    assert {value: due for value, (_, due, _) in known.items()} == {
+        v: due for v, (_, due, _) in exact.items()
+    }
+
+
+async def test_nobody_is_told_of_silence_right_after_a_rebuild(site: SampledArchive) -> None:
+    log = busy_log()
+    site.archive(log, [600])
+    found = await site.resume(601, 9000, source_time_ns=START_NS + 10**6 * SECOND)
+    assert found.rebuilt
+    assert found.newest_ns == log[-1].timestamp_ns
+    assert facts(found.sampler)
+    next_ns = START_NS + 10**6 * SECOND
+    assert found.sampler.advance(next_ns) == []
+    told = found.sampler.advance(next_ns + 51 * SECOND)  # silent since then is silent
+    assert {a.event for a in told} == {Event.TIMEOUT}
+    assert {a.value for a in told} == facts(found.sampler).keys()
+
+
+async def test_a_feed_without_advisories_makes_none(tmp_path: Path) -> None:
+    site = SampledArchive(tmp_path, advisory={})
+    found = await site.resume(1)
+    log = busy_log()
+    fold(found.sampler, log)
+    assert found.sampler.advance(START_NS + 10**6 * SECOND) == []
+
+
+async def test_a_damaged_segment_is_read_around(site: SampledArchive, tmp_path: Path) -> None:
+    log = busy_log()
+    site.archive(log, [500, 550, 600])
+    damaged = site.store.list(CHAIN)[1]
+    (tmp_path / "store" / damaged.key).write_bytes(b"x" * damaged.size)
+    found = await site.resume(601)
+    assert found.rebuilt
+    assert facts(found.sampler)
+
+
+async def test_where_a_merged_segment_is_damaged_its_inputs_are_read(
+    site: SampledArchive, tmp_path: Path
+) -> None:
+    log = busy_log(300)
+    sampler = site.archive(log, [100, 200, 300])
+    rows = fold(Sampler(site.sampling), log)
+    merged = site.put(rows, SequenceRange(1, 300), level=1, examined=log[-1])
+    good = await site.resume(301)
+    for ref in site.snapshots().list():
+        site.objects.delete(ref.key)
+    (tmp_path / "store" / merged.key).write_bytes(b"x" * merged.size)
+    found = await site.resume(301)
+    assert (found.rebuilt, facts(found.sampler)) == (True, facts(good.sampler))
+    assert facts(found.sampler).keys() <= facts(sampler).keys()
+
+
+async def test_merged_segments_are_read_once_and_only_as_far_as_needed(
+    site: SampledArchive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = busy_log(3000)
+    rows = fold(Sampler(site.sampling), log)
+    site.put(rows, SequenceRange(1, 3000), level=1, group_bytes=800, examined=log[-1])
+    for first in (1, 1001, 2001):
+        part = [m for m in rows if first <= m.sequence < first + 1000]
+        site.put(part, SequenceRange(first, first + 999), examined=log[first + 998])
+    counted = []
+    original = rebuild.Rebuilding._count
+
+    def count(self, rows: int, sequence: int, chain: Chain) -> None:  # type: ignore[no-untyped-def]
+        counted.append(rows)
+        original(self, rows, sequence, chain)
+
+    monkeypatch.setattr(rebuild.Rebuilding, "_count", count)
+    found = await site.resume(3001)
+    assert found.rebuilt
+    young = [m for m in rows if m.timestamp_ns >= log[-1].timestamp_ns - 100 * SECOND]
+    assert sum(counted) == len(young)
+    assert facts(found.sampler).keys() == {m.subject.decode().split(".")[1] for m in young}
+
+
+# Other partitions of the same stream before
+
+
+async def test_rows_of_the_partitions_before_count_by_the_new_filter(site: SampledArchive) -> None:
+    log = busy_log(400)
+    even = [m for m in log if int(m.subject[7:]) % 2 == 0]
+    odd = [m for m in log if m not in even]
+    for partition, part in enumerate((even, odd)):
+        chain = Chain(SITE, FEED, 0, partition)
+        site.put(part, SequenceRange(1, 400), chain=chain, examined=part[-1])
+    now = Chain(SITE, FEED, 1, 0)
+    site.begin(now, previous={0: 400, 1: 400})
+    site.part = type(site.part)(SITE, site.part.settings, 0, "nodes.n1")
+    found = await site.resume(401, 1, chain=now, first=401)
+    assert (found.rebuilt, facts(found.sampler).keys()) == (True, {"n1"})
+    [ref] = site.snapshots(now).list()
+    assert ref.position == 401
+    again = await site.resume(401, 1, chain=now, first=401)
+    assert (again.rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
+
+
+async def test_rows_of_several_partitions_are_learned_in_the_order_of_the_stream(
+    site: SampledArchive,
+) -> None:
+    """A value may stand in more than one; the last message counts, in whichever it is."""
+    log = busy_log(300)
+    for partition in (0, 1):
+        part = [m for m in log if m.sequence % 2 == partition]
+        site.put(part, SequenceRange(1, 300), chain=Chain(SITE, FEED, 0, partition), examined=part[-1])
+    now = Chain(SITE, FEED, 1, 0)
+    site.begin(now, previous={0: 300, 1: 300})
+    found = await site.resume(301, 1, chain=now, first=301)
+    last = {m.subject.decode().split(".")[1]: m for m in log}
+    known = {k.value: k for k in found.sampler.freeze().known()}
+    young = {n for n, m in last.items() if m.timestamp_ns >= log[-1].timestamp_ns - 100 * SECOND}
+    assert known.keys() == young
+    assert {n: known[n].copied_ns for n in young} == {n: last[n].timestamp_ns for n in young}
+
+
+async def test_what_is_yet_to_be_read_is_not_learned_from_partitions_that_came_further(
+    site: SampledArchive,
+) -> None:
+    log = [sent(n, f"n{n}", n) for n in range(1, 61)]
+    site.put(log[:50], SequenceRange(1, 50), chain=Chain(SITE, FEED, 0, 0))
+    site.put([], SequenceRange(1, 40), chain=Chain(SITE, FEED, 0, 1), examined=log[39])
+    now = Chain(SITE, FEED, 1, 0)
+    site.begin(now, previous={0: 50, 1: 40})
+    found = await site.resume(41, 1, chain=now, first=41)
+    assert facts(found.sampler).keys() == {f"n{n}" for n in range(1, 41)}
+
+
+# Faults
+
+
+@pytest.mark.parametrize("verb", ["put_if_absent", "head", "list"])
+@pytest.mark.parametrize("error", [Unavailable("503"), Refused("403")])
+async def test_a_store_that_fails_ends_it_and_the_next_time_goes_on(
+    site: SampledArchive, verb: str, error: Exception
+) -> None:
+    faulty = FaultyStore(site.objects).on(verb, raising(error), nth=1)
+    with pytest.raises(type(error)):
+        await site.resume(1, objects=faulty)
+    found = await site.resume(1)
+    assert (found.read_from, found.rebuilt) == (1, False)
+    assert len(site.snapshots().list()) == 1
+
+
+async def test_a_crash_between_put_and_read_back_leaves_one_good_snapshot(site: SampledArchive) -> None:
+    faulty = FaultyStore(site.objects).on("put_if_absent", raising(KeyboardInterrupt(), after=True))
+    with pytest.raises(KeyboardInterrupt):
+        site.snapshots(objects=faulty).write(5, b"bytes")
+    assert [ref.position for ref in site.snapshots().list()] == [5]
+    assert site.snapshots().write(5, b"bytes").key == site.snapshots().list()[0].key
+
+
+async def test_a_cancelled_rebuild_ends_its_thread(
+    site: SampledArchive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = busy_log()
+    site.put(log[:300], SequenceRange(1, 300), digest="")
+    reached, ended = asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+    original = rebuild.Rebuilding._read
+
+    def read(self, source, within):  # type: ignore[no-untyped-def]
+        loop.call_soon_threadsafe(reached.set)
+        assert self._abandoned.wait(10)
+        try:
+            yield from original(self, source, within)
+        except rebuild.AbandonedError:
+            ended.append(True)
+            raise
+
+    monkeypatch.setattr(rebuild.Rebuilding, "_read", read)
+    task = asyncio.create_task(site.resume(301))
+    await reached.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+
+
+async def test_a_feed_that_is_not_sampled_has_nothing_to_resume(site: SampledArchive) -> None:
+    site.set(inspect_subject_token=0, inspect_duration="0s", advisory={})
+    with pytest.raises(ValueError, match="expected one that is sampled"):
+        await site.resume(1)

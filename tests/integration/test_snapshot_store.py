@@ -1,0 +1,323 @@
+"""Snapshots in a store: put and read back, listed, and never believed further than their name proves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
+from common.objects.checksums import ChecksumMismatch
+from common.objects.port import ObjectStore
+from common.objects.s3 import S3Objects
+from common.objects.s3_options import S3Options
+from common.segments.layout import StateName
+from common.segments.snapshots import SnapshotRef, sampling_of
+from egress.advisories.event import Advisory, Event
+from egress.sampling.fold import Sampler
+from egress.sampling.snapshot import Snapshot, encode
+from tests.faulty_store import FaultyStore, answering, raising
+from tests.http_proxy import Fault, FaultProxy, flip_bit, html, refuse, say
+from tests.sampling_archive import CHAIN, SampledArchive, facts, fold, sent
+from tests.support import SharedS3
+
+
+@pytest.fixture(params=["local", "s3"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> SampledArchive:
+    if request.param == "local":
+        return SampledArchive(tmp_path)
+    s3: SharedS3 = request.getfixturevalue("s3")
+    return SampledArchive(tmp_path, open_s3(s3, s3.endpoint_url, s3.new_bucket()))
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> SampledArchive:
+    return SampledArchive(tmp_path)
+
+
+def open_s3(s3: SharedS3, url: str, bucket: str) -> S3Objects:
+    return S3Objects(
+        bucket,
+        endpoint_url=url,
+        access_key_id=s3.access_key,
+        secret_access_key=s3.secret_key,
+        options=S3Options(attempts=2, read_timeout=2),
+        clock=ManualClock(),
+    )
+
+
+def sampler_of(site: SampledArchive, values: int = 100) -> Sampler:
+    sampler = Sampler(site.sampling)
+    fold(sampler, [sent(n, f"n{n}", n / 10, n) for n in range(1, values + 1)])
+    return sampler
+
+
+def bytes_of(site: SampledArchive, position: int = 101, chain: Chain = CHAIN) -> bytes:
+    return b"".join(encode(Snapshot(chain, position, site.sampling.digest, 7, sampler_of(site).freeze(), ())))
+
+
+def ref_of(site: SampledArchive, raw: bytes, position: int = 101) -> SnapshotRef:
+    """What `raw` would be listed as."""
+    name = StateName(CHAIN, position, hashlib.sha256(raw).hexdigest()[:16])
+    return SnapshotRef(name, site.layout.state(name), len(raw), 0.0)
+
+
+# On real stores
+
+
+def test_a_snapshot_comes_back_as_it_was(site: SampledArchive) -> None:
+    sampler = sampler_of(site)
+    outbox = (Advisory(Event.RECOVER, "n1", 5, 9),)
+    written = site.save(sampler, 101, outbox=outbox)
+    [listed] = site.snapshots().list()
+    assert (listed.key, listed.size, listed.position) == (written.key, written.size, 101)
+    found = site.snapshots().read(listed)
+    assert (found.chain, found.position, found.outbox) == (CHAIN, 101, outbox)
+    assert found.sampling_digest == site.sampling.digest
+    assert facts(Sampler(site.sampling, found.state)) == facts(sampler)
+    info = site.objects.head(written.key)
+    assert info is not None
+    assert sampling_of(info.metadata) == site.sampling.digest == site.snapshots().label(listed)
+    assert sum(len(k) + len(v) for k, v in info.metadata.items()) < 1024
+
+
+def test_the_same_bytes_again_are_fine_and_one_object(site: SampledArchive) -> None:
+    raw = bytes_of(site)
+    first, second = site.snapshots().write(101, raw), site.snapshots().write(101, raw)
+    assert first.key == second.key
+    assert len(site.snapshots().list()) == 1
+
+
+def test_the_newest_is_listed_first_and_what_is_foreign_not_at_all(site: SampledArchive) -> None:
+    for position in (5, 500, 50):
+        site.save(sampler_of(site), position)
+    site.save(sampler_of(site), 900, chain=Chain("us-east", "NODES", 0, 1))
+    prefix = site.layout.states_prefix(CHAIN)
+    for name in ("notes.txt", "0" * 20 + "-" + "0" * 16, f"{'9' * 20}-{'0' * 16}", "backup/" + "0" * 37):
+        site.objects.put(prefix + name, b"mine")
+    assert [ref.position for ref in site.snapshots().list()] == [500, 50, 5]
+
+
+def test_a_file_is_put_as_well_as_bytes(site: SampledArchive, tmp_path: Path) -> None:
+    path = tmp_path / "spooled"
+    path.write_bytes(bytes_of(site))
+    site.snapshots().write(101, path)
+    assert path.exists()
+    assert site.snapshots().read(site.snapshots().list()[0]).position == 101
+
+
+# What is not what its name says
+
+
+def test_one_that_is_gone_since_it_was_listed_is_told_by_its_key(local: SampledArchive) -> None:
+    ref = local.save(sampler_of(local), 101)
+    local.objects.delete(ref.key)
+    with pytest.raises(DataError, match="not in the store any more") as caught:
+        local.snapshots().read(ref)
+    assert caught.value.code == "E-SNAPSHOT"
+    assert ref.key in str(caught.value)
+    assert local.snapshots().label(ref) == ""
+
+
+@pytest.mark.parametrize("change", ["shorter", "longer", "flipped", "empty"])
+def test_other_bytes_than_the_name_promises_are_refused(local: SampledArchive, change: str) -> None:
+    ref = local.save(sampler_of(local), 101)
+    raw = local.objects.get(ref.key) or b""
+    middle = len(raw) // 2
+    flipped = raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
+    changed = {"shorter": raw[:-1], "longer": raw + b"x", "flipped": flipped, "empty": b""}[change]
+    local.objects.put(ref.key, changed)
+    with pytest.raises(DataError, match="expected") as caught:
+        local.snapshots().read(local.snapshots().list()[0])
+    assert caught.value.code == "E-SNAPSHOT"
+
+
+@pytest.mark.parametrize("raw", [b"", b"not a snapshot", b"\x00" * 1000, b'{"position": 101}'])
+def test_bytes_that_keep_their_name_and_are_no_snapshot_are_refused(
+    local: SampledArchive, raw: bytes
+) -> None:
+    local.snapshots().write(101, raw)
+    with pytest.raises(DataError) as caught:
+        local.snapshots().read(local.snapshots().list()[0])
+    assert caught.value.code == "E-SNAPSHOT"
+
+
+@pytest.mark.parametrize(
+    ("position", "chain"), [(102, CHAIN), (101, Chain("us-west", "NODES")), (101, CHAIN.next_incarnation())]
+)
+def test_a_good_snapshot_of_something_else_is_refused(
+    local: SampledArchive, position: int, chain: Chain
+) -> None:
+    """Somebody copied it here."""
+    local.snapshots().write(101, bytes_of(local, position, chain))
+    with pytest.raises(DataError, match="as in the key"):
+        local.snapshots().read(local.snapshots().list()[0])
+
+
+def test_a_huge_object_is_not_fetched(local: SampledArchive) -> None:
+    ref = ref_of(local, b"x")
+    faulty = FaultyStore(local.objects)
+    huge = SnapshotRef(ref.state, ref.key, (1 << 30) + 1, 0.0)
+    with pytest.raises(DataError, match="at most"):
+        local.snapshots(objects=faulty).read(huge)
+    assert faulty.calls["get"] == 0
+
+
+def test_what_a_line_damaged_is_fetched_again(local: SampledArchive) -> None:
+    ref = local.save(sampler_of(local), 101)
+    faulty = FaultyStore(local.objects).on("get", answering(b"x" * ref.size), nth=1)
+    assert local.snapshots(objects=faulty).read(ref).position == 101
+
+
+# Put and read back
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        raising(OutcomeUnknown("answer lost"), after=True),
+        raising(OutcomeUnknown("answer lost")),
+        raising(ChecksumMismatch("damaged on its way")),
+        answering(True),  # accepted, and not kept
+        answering(False),
+    ],
+)
+def test_a_put_in_doubt_is_settled_by_reading_and_repeated(local: SampledArchive, fault: object) -> None:
+    faulty = FaultyStore(local.objects).on("put_if_absent", fault, nth=1)  # type: ignore[arg-type]
+    raw = bytes_of(local)
+    ref = local.snapshots(objects=faulty).write(101, raw)
+    assert local.objects.get(ref.key) == raw
+
+
+def test_damaged_bytes_under_the_name_are_put_right(local: SampledArchive) -> None:
+    raw = bytes_of(local)
+    ref = ref_of(local, raw)
+    local.objects.put(ref.key, b"x" * len(raw))
+    local.snapshots().write(101, raw)
+    assert local.objects.get(ref.key) == raw
+
+
+def test_a_store_that_keeps_nothing_is_told(local: SampledArchive) -> None:
+    faulty = FaultyStore(local.objects).on("put_if_absent", answering(True)).on("put", answering(None))
+    with pytest.raises(Unavailable, match="never read back") as caught:
+        local.snapshots(objects=faulty).write(101, b"bytes")
+    assert caught.value.code == "E-READ-BACK"
+
+
+def test_a_store_that_takes_any_checksum_is_read_back_whole(local: SampledArchive) -> None:
+    """Its own checksum proves nothing, and here it lies."""
+    damaged = b"DAMAGED" + bytes_of(local)[7:]
+    raw = bytes_of(local)
+
+    def put(real, key, body, **kwargs):  # type: ignore[no-untyped-def]
+        kwargs.pop("sha256", None)
+        return real(key, damaged if "/state/" in key else body, **kwargs)
+
+    def head(real, key):  # type: ignore[no-untyped-def]
+        info = real(key)
+        return info and type(info)(
+            key, info.size, info.modified, info.etag, hashlib.sha256(raw).hexdigest(), info.metadata
+        )
+
+    faulty = FaultyStore(local.objects).on("put_if_absent", put, nth=1).on("head", head)
+    faulty.on("put", lambda real, key, body, **kwargs: real(key, body))
+    local.snapshots(objects=faulty).write(101, raw)
+    assert local.objects.get(ref_of(local, raw).key) == raw
+
+
+@pytest.mark.parametrize("verb", ["list", "get", "put_if_absent", "head"])
+def test_a_refusal_is_never_taken_for_something_that_is_not_there(local: SampledArchive, verb: str) -> None:
+    ref = local.save(sampler_of(local), 101)
+    faulty: ObjectStore = FaultyStore(local.objects).on(verb, raising(Refused("403")))  # type: ignore[assignment]
+    snapshots = local.snapshots(objects=faulty)
+    calls = {
+        "list": snapshots.list,
+        "get": lambda: snapshots.read(ref),
+        "put_if_absent": lambda: snapshots.write(5, b"new"),
+        "head": lambda: snapshots.label(ref),
+    }
+    with pytest.raises(Refused):
+        calls[verb]()
+
+
+# F38, F41: what a proxy or a policy answers for `state/`
+
+
+@pytest.fixture
+def proxied(
+    s3: SharedS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[SampledArchive, FaultProxy]]:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
+    with FaultProxy(s3.endpoint_url) as proxy:
+        yield SampledArchive(tmp_path, open_s3(s3, proxy.url, s3.new_bucket())), proxy
+
+
+Proxied = tuple[SampledArchive, FaultProxy]
+
+
+def of_states(fault: Fault) -> Fault:
+    """`fault`, for listings of snapshots only."""
+    return lambda exchange: fault(exchange) if "state" in exchange.target else exchange.forward()
+
+
+NOT_LISTINGS = {
+    "html": (html(), Unavailable),
+    "nothing": (say(200, b"", "application/xml"), Unavailable),
+    "an empty document": (say(200, b"<ListBucketResult/>", "application/xml"), Unavailable),
+    "403": (refuse(403, "AccessDenied"), Refused),
+    "404": (say(404, b"<html>no such page</html>"), Unavailable),
+    "503": (refuse(503, "SlowDown"), Unavailable),
+}
+
+
+@pytest.mark.parametrize(("fault", "kind"), NOT_LISTINGS.values(), ids=NOT_LISTINGS.keys())
+async def test_what_is_not_a_listing_never_begins_a_sampler_anew(
+    proxied: Proxied, fault: Fault, kind: type[Exception]
+) -> None:
+    site, proxy = proxied
+    ref = site.save(sampler_of(site), 101)
+    proxy.on("list", of_states(fault))
+    with pytest.raises(kind):
+        await site.resume(101)
+    proxy.clear()
+    assert [each.key for each in site.snapshots().list()] == [ref.key]
+    assert (await site.resume(101)).taken == ref.key
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [(refuse(403, "AccessDenied"), Refused), (say(404, b"<html>no such page</html>"), Unavailable)],
+    ids=["403", "404"],
+)
+async def test_a_refused_read_is_not_a_damaged_snapshot(
+    proxied: Proxied, fault: object, kind: type[Exception]
+) -> None:
+    site, proxy = proxied
+    ref = site.save(sampler_of(site), 101)
+    proxy.on("get", fault, key=r"/state/")  # type: ignore[arg-type]
+    with pytest.raises(kind):
+        await site.resume(101)
+    proxy.clear()
+    assert (await site.resume(101)).taken == ref.key
+
+
+async def test_a_page_in_the_place_of_a_snapshot_is_not_a_damaged_one(proxied: Proxied) -> None:
+    site, proxy = proxied
+    ref = site.save(sampler_of(site), 101)
+    page = b"<html>" + b"x" * (ref.size - 6)
+    proxy.on("get", say(200, page), key=r"/state/")
+    with pytest.raises(Unavailable):
+        await site.resume(101)
+    proxy.clear()
+    assert (await site.resume(101)).taken == ref.key
+
+
+async def test_a_flipped_bit_on_the_line_is_asked_for_again(proxied: Proxied) -> None:
+    site, proxy = proxied
+    ref = site.save(sampler_of(site), 101)
+    proxy.on("get", flip_bit(40), key=r"/state/", times=1)
+    assert (await site.resume(101)).taken == ref.key

@@ -1,0 +1,199 @@
+"""`floe state`: what operators see of a sampler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.segments.documents import ChainDocument
+from egress.sampling.cli import state
+from egress.sampling.fold import Sampler
+from infra.local.ports import free_port
+from tests.sampling_archive import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
+
+HEADER = ["chain", "seen", "copied", "size", "advised", "value"]
+
+
+class Site(SampledArchive):
+    """A store with a sampled chain, and the configuration of its site."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.config = folder / "site.yaml"
+        self.configure({"stream": FEED, "inspect_subject_token": 2, "inspect_duration": "100s"})
+        self.begin_chain(CHAIN)
+
+    def begin_chain(self, chain: Chain) -> None:
+        self.chains.create_chain(chain, ChainDocument((), 1, 1))
+
+    def configure(self, *feeds: dict[str, Any]) -> None:
+        document = {
+            "site": SITE,
+            "log": {"level": "error"},
+            "spool_dir": str(self.folder / "spool"),
+            "nats": {"url": "nats://127.0.0.1:1"},
+            "store": {"url": f"file://{self.folder}/store", "prefix": "data"},
+            "egress": {"feeds": list(feeds)},
+        }
+        self.config.write_text(yaml.safe_dump(document))
+        self.config.chmod(0o600)
+
+    def known(self, *nodes: tuple[str, float], position: int = 11, chain: Chain = CHAIN) -> Sampler:
+        """Save what is known when each node was seen so many seconds after the start."""
+        sampler = Sampler(self.sampling)
+        fold(sampler, [sent(n, node, seconds, n) for n, (node, seconds) in enumerate(nodes, 1)])
+        self.save(sampler, position, chain=chain)
+        return sampler
+
+    def state(self, *options: str, code: int = 0) -> Result:
+        found = CliRunner().invoke(state, ["-c", str(self.config), *options])
+        assert found.exit_code == code, found.output
+        return found
+
+    def values(self, *options: str, code: int = 0) -> list[str]:
+        return self.state("--values", *options, code=code).stdout.splitlines()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_values_stand_in_their_order_with_what_is_known_of_them(site: Site) -> None:
+    site.known(("b", 0), ("a", 1), ("b", 2))
+    lines = site.state().stdout.splitlines()
+    assert lines[0].split() == HEADER
+    assert [line.split() for line in lines[1:]] == [
+        [str(CHAIN), "2023-11-14T22:13:21Z", "2023-11-14T22:13:21Z", "2", "-", "a"],
+        [str(CHAIN), "2023-11-14T22:13:22Z", "2023-11-14T22:13:20Z", "3", "-", "b"],
+    ]
+
+
+def test_stderr_says_how_old_the_snapshot_is_and_what_it_holds(site: Site) -> None:
+    site.known(("b", 0), ("a", 1))
+    assert site.state("a").stderr == (f"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is 0 s old\n")
+
+
+def test_json_is_one_object_a_line(site: Site) -> None:
+    site.known(("b", 0), ("a", 60))
+    first, second = map(json.loads, site.state("--json").stdout.splitlines())
+    assert first["value"] == "a"
+    assert second.pop("due") > "2023-11-14T22:14"
+    assert second == {
+        "chain": str(CHAIN),
+        "value": "b",
+        "seen": "2023-11-14T22:13:20Z",
+        "copied": "2023-11-14T22:13:20Z",
+        "size": 1,
+        "advised": None,
+    }
+
+
+def test_a_value_is_looked_for_by_a_regular_expression(site: Site) -> None:
+    site.known(("web-1", 0), ("web-12", 0), ("db-1", 0))
+    assert site.values("web") == ["web-1", "web-12"]
+    assert site.values("1$") == ["db-1", "web-1"]
+    assert site.values("^nothing$") == []
+
+
+@pytest.mark.parametrize("pattern", ["(", "[", "*", "(?P<x>a)(?P<x>b)", "a{99999999999}"])
+def test_a_pattern_that_is_none_is_a_usage_error(site: Site, pattern: str) -> None:
+    assert "expected a regular expression" in site.state("--", pattern, code=2).stderr
+
+
+def test_silent_values_are_those_beyond_the_warning(site: Site) -> None:
+    sampler = site.known(("old", 0), ("young", 60))
+    assert site.values("--silent") == ["old"]
+    sampler.advance(sampler.watermark_ns)
+    site.save(sampler, 12)
+    [old] = map(json.loads, site.state("--silent", "--json").stdout.splitlines())
+    assert (old["value"], old["advised"]) == ("old", "timeout")
+
+
+def test_since_counts_from_now(site: Site) -> None:
+    site.known(("old", 0))
+    assert site.values("--since", "2h") == []
+    sampler = Sampler(site.sampling)
+    now = round(SystemClock().now() * SECOND)
+    message = sent(1, "young", 0)
+    message = type(message)(1, now - 60 * SECOND, message.subject, None, b"")
+    sampler.fold(columns_of([message]))
+    site.save(sampler, 12)
+    assert site.values("--since", "2h") == ["young"]
+    assert site.values("--since", "30s") == []
+
+
+def test_a_value_cannot_forge_a_line(site: Site) -> None:
+    site.known(("x\nforged\x1b[2J", 0))
+    assert site.values() == ["x\\nforged\\x1b[2J"]
+    assert len(site.state().stdout.splitlines()) == 2
+    assert json.loads(site.state("--json").stdout)["value"] == "x\nforged\x1b[2J"
+
+
+def test_the_newest_readable_snapshot_counts(site: Site) -> None:
+    site.known(("old", 0), position=5)
+    site.known(("new", 0), position=500)
+    assert site.values() == ["new"]
+    newest = site.snapshots().list()[0]
+    (site.folder / "store" / newest.key).write_bytes(b"x" * newest.size)
+    found = site.state("--values")
+    assert found.stdout == "old\n"
+    assert "error[E-SNAPSHOT]" in found.stderr
+
+
+def test_only_damaged_snapshots_are_an_error_and_other_chains_are_shown(site: Site) -> None:
+    other = Chain(SITE, "OTHER")
+    site.begin_chain(other)
+    feed = {"inspect_subject_token": 2, "inspect_duration": "100s"}
+    site.configure({"stream": FEED, **feed}, {"stream": "OTHER", **feed})
+    site.known(("damaged", 0))
+    site.known(("good", 0), chain=other)
+    [ref] = site.snapshots().list()
+    (site.folder / "store" / ref.key).write_bytes(b"x")
+    found = site.state("--values", code=3)
+    assert found.stdout == "good\n"
+    assert "error[E-SNAPSHOT]" in found.stderr
+    assert site.values("--feed", "OTHER") == ["good"]
+
+
+def test_the_newest_incarnation_is_shown_with_all_its_partitions(site: Site) -> None:
+    for partition in (0, 1):
+        site.begin_chain(Chain(SITE, FEED, 1, partition))
+    site.known(("before", 0))
+    site.known(("one", 0), chain=Chain(SITE, FEED, 1, 1))
+    found = site.state("--values")
+    assert found.stdout == "one\n"
+    assert f"{SITE}/{FEED}/0001/0: no snapshot yet" in found.stderr
+
+
+def test_a_feed_that_is_not_sampled_is_a_usage_error(site: Site) -> None:
+    assert "expected a sampled feed (NODES)" in site.state("--feed", "NOPE", code=2).stderr
+    site.configure({"stream": FEED})
+    found = site.state()
+    assert (found.stdout, found.stderr) == ("", "no feed is sampled\n")
+
+
+def test_a_store_that_is_away_is_for_later_and_a_wrong_configuration_is_told(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.01)
+    text = site.config.read_text()
+    away = f"{{url: 's3://bucket', endpoint_url: 'http://127.0.0.1:{free_port()}', "
+    away += "access_key_id: key, secret_access_key: secret}"
+    document = yaml.safe_load(text) | {"store": yaml.safe_load(away)}
+    site.config.write_text(yaml.safe_dump(document))
+    assert "error[E-" in site.state(code=75).stderr
+    site.config.write_text(text + "nonsense: 1\n")
+    assert "nonsense" in site.state(code=78).stderr
+
+
+def test_help_has_an_example() -> None:
+    assert "Example: floe state" in CliRunner().invoke(state, ["--help"]).output

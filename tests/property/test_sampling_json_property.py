@@ -1,0 +1,104 @@
+"""Keys of any document, against a reader of all of it; and that nothing but None comes of anything else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from egress.sampling.json_keys import JsonReader
+
+NAMES = st.sampled_from(["a", "b", "0", "1", "é", "", 'q"', "a.b"])
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+)
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map(tuple)
+
+
+class Members(list[tuple[str, Any]]):
+    """An object with its names as they come, repeats included."""
+
+
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.lists(st.tuples(NAMES, inner), max_size=4).map(Members)
+    ),
+    max_leaves=12,
+)
+
+
+def text(value: Any) -> str:
+    if isinstance(value, Members):
+        return "{" + ", ".join(f"{json.dumps(name)}:{text(inner)}" for name, inner in value) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(text, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def at(value: Any, path: tuple[str, ...]) -> Any:
+    """The value at a path; the last of one name counts."""
+    for name in path:
+        if isinstance(value, Members):
+            value = dict(value).get(name)
+        elif isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
+
+
+def expected(document: Any, path: tuple[str, ...]) -> str | None:
+    found = at(document, path)
+    if found is None or isinstance(found, list):
+        return None
+    return found or None if isinstance(found, str) else text(found)
+
+
+@given(st.lists(VALUES, max_size=5), PATHS, st.none() | PATHS)
+@settings(max_examples=250, deadline=None)
+def test_as_a_reader_of_the_whole_document(
+    documents: list[Any], key: tuple[str, ...], force: tuple[str, ...] | None
+) -> None:
+    payloads = [text(document).encode() for document in documents]
+    keys, forced = JsonReader(key, force).both(payloads)
+    assert keys == [expected(document, key) for document in documents]
+    assert forced == [force is not None and at(document, force) is True for document in documents]
+    assert JsonReader(key, None).keys(payloads) == keys
+
+
+@given(VALUES, PATHS, st.data())
+@settings(max_examples=250, deadline=None)
+def test_damage_gives_a_key_or_none_and_the_same_whatever_came_before(
+    document: Any, path: tuple[str, ...], data: st.DataObject
+) -> None:
+    raw = bytearray(text(document).encode())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    if data.draw(st.booleans()):
+        del raw[place:]
+    else:
+        raw[place] = data.draw(st.integers(0, 255))
+    fresh = JsonReader(path, None).keys([bytes(raw)])
+    turned = JsonReader(path, None)
+    turned.keys([b'{"a":1}', b'{"a":{"b":1}}', b'{"b":5}'])
+    assert turned.keys([bytes(raw)]) == fresh
+    assert JsonReader(path, path).keys([bytes(raw)]) == fresh
+    try:
+        json.loads(bytes(raw).decode())
+    except (ValueError, RecursionError):
+        return  # msgspec does not look at what is not UTF-8 where it skips
+    assert fresh[0] is None or isinstance(fresh[0], str)
+
+
+@given(st.binary(max_size=60), PATHS)
+@settings(max_examples=200, deadline=None)
+def test_any_bytes(payload: bytes, path: tuple[str, ...]) -> None:
+    keys, forced = JsonReader(path, ("a",)).both([payload, payload])
+    assert keys[0] == keys[1]
+    assert forced[0] == forced[1]

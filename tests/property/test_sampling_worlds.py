@@ -1,0 +1,249 @@
+"""The sampler in small worlds full of edges; the model lets time pass for every key at every message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from common.chain import Chain
+from egress.advisories.event import Advisory, Event
+from egress.sampling.fold import Sampler
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot, decode, encode
+from egress.sampling.spread import period_ns
+from egress.sampling.state import Known
+from tests.sampling_values import SECOND, START, sampling
+
+DURATION = 100 * SECOND
+WARN = 30 * SECOND
+TRIGGER = 10
+EDGES = [0, 1, WARN - 1, WARN, WARN + 1, DURATION - 1, DURATION, DURATION + 1, 3 * DURATION]
+
+
+@dataclass(frozen=True)
+class Sent:
+    key: str | None
+    time: int
+    size: int
+    forced: bool
+
+
+@dataclass
+class Model:
+    """The rules, as docs/sampling.md has them, for one key after the other."""
+
+    trigger: int
+    newest: int = 0
+    seen: dict[str, int] = field(default_factory=dict)
+    copied: dict[str, int] = field(default_factory=dict)
+    size: dict[str, int] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+    told: list[Advisory] = field(default_factory=list)
+
+    def passes(self, sent: Sent) -> bool:
+        if sent.time < self.newest - DURATION:
+            self.set_back(sent.time)
+        self.newest = max(self.newest, sent.time)
+        self.time_is(self.newest)
+        return sent.key is None or self.of_key(sent.key, self.newest, sent)
+
+    def set_back(self, to: int) -> None:
+        for key in self.seen:
+            if self.seen[key] > to:
+                self.seen[key] = to
+                self.warned.discard(key)
+            self.copied[key] = min(self.copied[key], to)
+        self.newest = to
+
+    def time_is(self, now: int) -> None:
+        for key, seen in list(self.seen.items()):
+            if now - seen > WARN and key not in self.warned:
+                self.warned.add(key)
+                self.told.append(Advisory(Event.TIMEOUT, key, seen, seen + WARN))
+            if now - seen >= DURATION:
+                self.told.append(Advisory(Event.EXPIRE, key, seen, seen + DURATION))
+                self.warned.remove(key)
+                for known in (self.seen, self.copied, self.size):
+                    del known[key]
+
+    def of_key(self, key: str, now: int, sent: Sent) -> bool:
+        if key not in self.seen:
+            self.told.append(Advisory(Event.NEW, key, now, now))
+            passes = True
+        else:
+            if key in self.warned:
+                self.warned.remove(key)
+                self.told.append(Advisory(Event.RECOVER, key, self.seen[key], now))
+            size = self.size[key]
+            passes = (
+                sent.forced
+                or now - self.copied[key] >= period_ns(key, DURATION)
+                or (self.trigger > 0 and abs(sent.size - size) >= self.trigger)
+                or (size == 0 and sent.size != 0)
+            )
+        self.seen[key], self.size[key] = now, sent.size
+        if passes:
+            self.copied[key] = now
+        return passes
+
+    def known(self) -> set[tuple[Any, ...]]:
+        return {(key, self.seen[key], self.copied[key], self.size[key]) for key in self.seen}
+
+
+def how(trigger: int) -> Sampling:
+    return sampling(inspect_duration=100.0, warn_duration=30.0, size_trigger=str(trigger))
+
+
+def known(sampler: Sampler) -> set[tuple[Any, ...]]:
+    return {(k.value, k.seen_ns, k.copied_ns, k.size) for k in sampler.freeze().known()}
+
+
+@st.composite
+def worlds(draw: st.DrawFn, backwards: bool = True) -> list[Sent]:
+    """Messages of a few keys, with pauses at the edges of every rule; the clock may run backwards."""
+    back = [-1, -SECOND, -DURATION, -DURATION - 1, -5 * DURATION] if backwards else []
+    pauses = st.one_of(st.sampled_from(EDGES), st.integers(0, 40 * SECOND), st.sampled_from(EDGES + back))
+    now, found = START, []
+    for _ in range(draw(st.integers(1, 40))):
+        now += draw(pauses)
+        key = draw(st.sampled_from(["a", "b", "c", "d", None]))
+        size = draw(st.sampled_from([0, 1, 9, 10, 11, 20, 21]))
+        found.append(Sent(key, now, size, draw(st.integers(0, 9)) == 0))
+    return found
+
+
+CUTS = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+
+
+def choose(sampler: Sampler, sent: list[Sent]) -> Any:
+    return sampler.choose(
+        [s.key for s in sent], [s.forced for s in sent], [s.time for s in sent], [s.size for s in sent]
+    )
+
+
+def batches(world: list[Sent], cuts: list[int]) -> list[list[Sent]]:
+    found, first = [], 0
+    while first < len(world):
+        count = cuts[len(found) % len(cuts)]
+        found.append(world[first : first + count])
+        first += count
+    return found
+
+
+@given(worlds(), CUTS, st.sampled_from([0, TRIGGER]), st.integers(0, 1 << 40))
+@settings(max_examples=300, deadline=None)
+def test_as_the_model(world: list[Sent], cuts: list[int], trigger: int, coins: int) -> None:
+    model, sampler = Model(trigger), Sampler(how(trigger))
+    expected = [model.passes(sent) for sent in world]
+    kept, told = bytearray(), []
+    for number, some in enumerate(batches(world, cuts)):
+        choices = choose(sampler, some)
+        kept += choices.kept
+        told += choices.advisories
+        coin = coins >> (2 * number) & 3
+        if coin & 1:
+            told += sampler.advance(sampler.watermark_ns, [1, 1 << 60][coin >> 1])
+        if coin == 2:
+            sampler = reborn(sampler, how(trigger))
+    told += sampler.advance(0)
+    event(f"kept {sum(kept) * 4 // len(kept)} quarters")
+    assert [*map(bool, kept)] == expected
+    assert Counter(told) == Counter(model.told)
+    assert known(sampler) == model.known()
+    assert sampler.watermark_ns == model.newest
+    # and when nothing comes any more
+    end = model.newest + 2 * DURATION
+    model.time_is(end)
+    told += sampler.advance(end)
+    assert Counter(told) == Counter(model.told)
+    assert sampler.values == 0
+
+
+def reborn(sampler: Sampler, sampled: Sampling, *, tracks: bool = True) -> Sampler:
+    before = Snapshot(Chain("s", "f"), 1, sampled.digest, 0, sampler.freeze())
+    return Sampler(sampled, decode(b"".join(encode(before))).state, tracks=tracks)
+
+
+@given(worlds(), CUTS, st.lists(st.tuples(st.integers(0, 3), st.integers(-500, 5000)), max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_nothing_but_the_log_changes_a_choice(
+    world: list[Sent], cuts: list[int], times: list[tuple[int, int]]
+) -> None:
+    # Given: what one fold of all messages leads to
+    plain = Sampler(how(TRIGGER))
+    expected = choose(plain, world).kept
+    # When: it is cut anywhere, with any idea of the time between, advisories or not, and new processes
+    sampler, kept = Sampler(how(TRIGGER)), bytearray()
+    for number, some in enumerate(batches(world, cuts)):
+        kept += choose(sampler, some).kept
+        if number < len(times):
+            what, seconds = times[number]
+            sampler.advance(some[-1].time + seconds * SECOND)
+            if what:
+                sampler = reborn(sampler, how(TRIGGER), tracks=what > 1)
+    # Then: the same messages are kept, and the same is known of what was copied
+    assert kept == expected
+    plain.advance(0)
+    sampler.advance(0)
+    assert known(sampler) == known(plain)
+
+
+@given(worlds(backwards=False), CUTS, st.data())
+@settings(max_examples=150, deadline=None)
+def test_reading_again_from_a_snapshot_finds_the_same(
+    world: list[Sent], cuts: list[int], data: st.DataObject
+) -> None:
+    """What a crash may do: go on from an older state, and fold again what was folded before."""
+    whole = Sampler(how(0))
+    kept, told, states = bytearray(), [], []
+    parts = batches(world, cuts)
+    for some in parts:
+        states.append((whole.freeze(), len(kept), len(told)))
+        choices = choose(whole, some)
+        kept += choices.kept
+        told += choices.advisories + whole.advance(whole.watermark_ns)
+    state, at, before = data.draw(st.sampled_from(states))
+    again = Sampler(how(0), state)
+    rest = choose(again, world[at:])
+    assert rest.kept == kept[at:]
+    assert Counter(rest.advisories + again.advance(0)) == Counter(told[before:])
+
+
+@given(worlds(), CUTS)
+@settings(max_examples=100, deadline=None)
+def test_without_advisories_the_same_is_kept(world: list[Sent], cuts: list[int]) -> None:
+    plain, silent = Sampler(how(TRIGGER)), Sampler(how(TRIGGER), tracks=False)
+    for some in batches(world, cuts):
+        expected, found = choose(plain, some), choose(silent, some)
+        assert found.kept == expected.kept
+        assert found.advisories == []
+        assert silent.advance(some[-1].time) == []
+        assert len(known(silent)) <= len(known(plain))
+
+
+@given(worlds(), worlds(backwards=False), CUTS)
+@settings(max_examples=100, deadline=None)
+def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], cuts: list[int]) -> None:
+    sampler = Sampler(how(0))
+    for some in batches(archived, cuts):
+        sampler.learn([s.key for s in some], [s.time for s in some], [s.size for s in some])
+    found: dict[str, Known] = {k.value: k for k in sampler.freeze().known()}
+    for entry in found.values():
+        last = [s for s in archived if s.key == entry.value][-1]
+        assert entry.size == last.size
+        assert entry.seen_ns == entry.copied_ns >= 0
+        assert entry.seen_ns <= sampler.watermark_ns
+    # settled, nobody is told about what is long over
+    at = sampler.watermark_ns
+    sampler.settle(at)
+    assert sampler.advance(at + WARN) == []
+    told = sampler.advance(at + DURATION)
+    assert Counter(a.event for a in told) == Counter(
+        {Event.TIMEOUT: len(found), Event.EXPIRE: len(found)} if found else {}
+    )
+    assert {a.seen_ns for a in told} <= {at}
+    assert len(choose(sampler, world).kept) == len(world)

@@ -1,0 +1,115 @@
+"""Which snapshots are tried, against brute force; and which may be pruned."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.chain import Chain
+from common.segments.layout import Layout, StateName
+from common.segments.snapshots import SnapshotRef, newest_first
+from compaction.snapshots import KEPT, outdated
+from egress.sampling.choose import may_be_of, reason, to_build_upon, to_follow
+
+CHAIN = Chain("us-east", "NODES")
+DIGESTS = st.sampled_from(["0" * 16, "1" * 16, "a" * 16])
+
+
+def ref(position: int, digest: str = "0" * 16, modified: float = 0.0) -> SnapshotRef:
+    name = StateName(CHAIN, position, digest)
+    return SnapshotRef(name, Layout().state(name), 100, modified)
+
+
+refs = st.lists(
+    st.builds(ref, st.integers(1, 12), DIGESTS, st.integers(0, 5).map(float)),
+    max_size=12,
+    unique_by=lambda r: r.key,
+)
+sequences = st.integers(1, 13)
+
+
+LAST = 14  # of the source
+
+
+def is_exact(snapshot: SnapshotRef, place_first: int, source_first: int) -> bool:
+    """Whether the sampler sees every sequence, below the position in the snapshot, then in the source."""
+    seen = [*range(1, snapshot.position), *range(max(source_first, snapshot.position), LAST + 1)]
+    return seen == list(range(1, LAST + 1)) and snapshot.position <= place_first
+
+
+@given(refs, sequences, sequences)
+def test_exactly_those_are_followed_that_lead_to_the_very_state(
+    snapshots: list[SnapshotRef], place_first: int, source_first: int
+) -> None:
+    found = to_follow(snapshots, place_first, source_first)
+    assert set(found) == {r for r in snapshots if is_exact(r, place_first, source_first)}
+
+
+@given(refs, sequences, sequences)
+def test_the_newest_comes_first_however_they_were_listed(
+    snapshots: list[SnapshotRef], place_first: int, source_first: int
+) -> None:
+    for found in (to_follow(snapshots, place_first, source_first), to_build_upon(snapshots, place_first)):
+        for before, after in pairwise(found):
+            assert (before.position, before.modified) >= (after.position, after.modified)
+        assert found == sorted(found, key=newest_first)
+
+
+@given(refs, sequences)
+def test_none_is_built_upon_that_knows_what_is_yet_to_be_read(
+    snapshots: list[SnapshotRef], place_first: int
+) -> None:
+    found = to_build_upon(snapshots, place_first)
+    assert set(found) == {r for r in snapshots if r.position <= place_first}
+
+
+def test_a_label_that_was_lost_hides_no_snapshot() -> None:
+    assert may_be_of("", "settings")
+    assert may_be_of("settings", "settings")
+    assert not may_be_of("other", "settings")
+
+
+def test_the_reason_of_a_rebuild() -> None:
+    assert reason(True, True, "now", "now") == "damaged"
+    assert reason(True, False, "now", "now") == "source"
+    assert reason(False, False, "now", "now") == "damaged"  # segments of these settings, and no snapshot
+    assert reason(False, False, "before", "now") == "settings"
+    assert reason(False, False, "", "now") == "settings"
+
+
+ages = st.integers(0, 20).map(float)
+
+
+@given(refs, ages, st.integers(0, 10).map(float))
+def test_pruning_keeps_the_newest_the_young_and_the_last_stored(
+    snapshots: list[SnapshotRef], now: float, grace: float
+) -> None:
+    going = outdated(snapshots, now, grace)
+    kept = [r for r in snapshots if r not in going]
+    newest = sorted(snapshots, key=newest_first)[:KEPT]
+    assert set(newest) <= set(kept)
+    assert all(now - r.modified > grace for r in going)
+    last = max((r.modified for r in snapshots), default=0.0)
+    assert {r for r in snapshots if r.modified == last} <= set(kept)
+    unneeded = [r for r in kept if r not in newest and r.modified != last and now - r.modified > grace]
+    assert unneeded == []
+
+
+@given(refs, st.integers(1, 12), st.floats(0, 5))
+def test_pruning_keeps_the_newest_one_of_the_present_settings(
+    snapshots: list[SnapshotRef], position: int, when: float
+) -> None:
+    """What was stored last was stored by the present settings, wherever in the chain it stands."""
+    last = max((r.modified for r in snapshots), default=0.0)
+    present = ref(position, "b" * 16, last + 1 + when)
+    assert present not in outdated([*snapshots, present], 10**6, 0.0)
+
+
+@given(refs)
+def test_pruning_goes_from_the_oldest_position_on_so_that_a_stop_leaves_the_better_ones(
+    snapshots: list[SnapshotRef],
+) -> None:
+    positions = [r.position for r in outdated(snapshots, 10**6, 0.0)]
+    assert positions == sorted(positions)

@@ -1,0 +1,184 @@
+"""The documents of advisories: what stream-replicator's readers expect, and ids that follow from content."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.settings.egress import FeedSettings
+from egress.advisories.document import SECOND, Document, Writer, event_id, inspect_field, ksuid, parse
+from egress.advisories.event import Advisory, Event
+
+CHAIN = Chain("US_EAST", "NODE_DATA")
+SEEN = 1_647_351_430 * SECOND
+# The example of stream-replicator's documentation.
+SR = b"""{
+  "protocol": "io.choria.sr.v2.age_advisory",
+  "event_id": "26QSY17sb9aJL6UPPG6MLOVjIrE",
+  "inspect_field": "sender",
+  "age": 3600,
+  "seen": 1647351430,
+  "replicator": "US-EAST",
+  "timestamp": 1647355030,
+  "event": "timeout",
+  "value": "some.host.example.net"
+}"""
+
+
+def advisory(
+    event: Event = Event.TIMEOUT,
+    value: str = "node1",
+    seen_ns: int = SEEN,
+    moment_ns: int = SEEN + 662 * SECOND,
+) -> Advisory:
+    return Advisory(event, value, seen_ns, moment_ns)
+
+
+def written(each: Advisory) -> dict[str, Any]:
+    return json.loads(Writer(CHAIN, "sender").document(each).to_json())  # type: ignore[no-any-return]
+
+
+# The published layout of KSUIDs: README of segmentio/ksuid, and its least and greatest values.
+@pytest.mark.parametrize(
+    ("seconds", "payload", "text"),
+    [
+        (1_507_608_047, "B5A1CD34B5F99D1154FB6853345C9735", "0ujtsYcgvSTl8PAuAdqWYSMnLOv"),
+        (1_400_000_000, "00" * 16, "0" * 27),
+        (1_400_000_000 + 2**32 - 1, "FF" * 16, "aWgEPTl1tmebfsQzFP4bxwgy80V"),
+    ],
+)
+def test_a_ksuid_is_what_its_authors_say(seconds: int, payload: str, text: str) -> None:
+    assert ksuid(seconds, bytes.fromhex(payload)) == text
+
+
+def test_a_ksuid_of_a_time_it_cannot_hold_is_cut_and_keeps_its_length() -> None:
+    assert ksuid(0, bytes(16)) == "0" * 27
+    assert ksuid(10**12, b"\xff" * 16) == "aWgEPTl1tmebfsQzFP4bxwgy80V"
+
+
+def test_a_document_has_the_keys_and_types_of_stream_replicator() -> None:
+    theirs, ours = json.loads(SR), written(advisory(value="some.host.example.net"))
+
+    assert list(ours) == list(theirs)
+    assert {key: type(value) for key, value in ours.items()} == {
+        key: type(value) for key, value in theirs.items()
+    }
+    assert ours | {"event_id": ""} == {
+        "protocol": "io.choria.sr.v2.age_advisory",
+        "event_id": "",
+        "inspect_field": "sender",
+        "age": 662,
+        "seen": 1_647_351_430,
+        "replicator": "US_EAST",
+        "timestamp": 1_647_352_092,
+        "event": "timeout",
+        "value": "some.host.example.net",
+    }
+
+
+@pytest.mark.parametrize(
+    ("gap_ns", "age"),
+    [
+        (0, 0),
+        (SECOND // 2 - 1, 0),
+        (SECOND // 2, 1),
+        (3 * SECOND // 2, 2),
+        (5 * SECOND // 2, 3),
+        (-SECOND, 0),
+    ],
+)
+def test_the_age_is_rounded_as_go_does_and_never_negative(gap_ns: int, age: int) -> None:
+    assert written(advisory(moment_ns=SEEN + gap_ns))["age"] == age
+
+
+def test_times_are_cut_to_seconds() -> None:
+    document = written(advisory(Event.NEW, seen_ns=SEEN + SECOND - 1, moment_ns=SEEN + SECOND - 1))
+
+    assert (document["seen"], document["timestamp"], document["age"]) == (1_647_351_430, 1_647_351_430, 0)
+
+
+def test_ids_sort_by_moment() -> None:
+    moments = [SEEN + n * SECOND for n in (0, 1, 59, 3600, 86_400, 10**8)]
+    ids = [event_id(CHAIN, advisory(moment_ns=moment)) for moment in moments]
+
+    assert ids == sorted(ids)
+    assert {len(each) for each in ids} == {27}
+
+
+def test_an_id_says_everything_about_its_advisory_and_nothing_else() -> None:
+    chains = [CHAIN, Chain("US_EAS", "TNODE_DATA"), CHAIN.next_incarnation(), Chain(*CHAIN_PARTS, 0, 1)]
+    variants = [
+        advisory(),
+        advisory(event=Event.EXPIRE),
+        advisory(value="node11"),
+        advisory(seen_ns=SEEN + 1),
+        advisory(moment_ns=SEEN + 662 * SECOND + 1),
+    ]
+    ids = [event_id(chain, each) for chain in chains for each in variants]
+
+    assert len(set(ids)) == len(ids)
+    assert event_id(Chain("US_EAST", "NODE_DATA"), advisory()) == ids[0]
+    assert ids[0] == "26QNx2nKoE3iRd6dKcLDD66eh5O"  # must never change: streams know it
+
+
+CHAIN_PARTS = ("US_EAST", "NODE_DATA")
+
+
+@pytest.mark.parametrize("value", ["ü☃", 'a"b\\c', "a\nb\x00", "\ud800", "x" * 1024])
+def test_any_value_is_json_and_comes_back(value: str) -> None:
+    raw = Writer(CHAIN, "sender").document(advisory(value=value)).to_json()
+    document = parse(raw)
+
+    assert b"\n" not in raw
+    assert document is not None
+    assert document.value == value.encode("utf-8", "backslashreplace").decode()
+
+
+def test_documents_of_stream_replicator_are_read() -> None:
+    found = parse(SR)
+    never_seen = parse(SR.replace(b"3600", b"-1").replace(b"1647351430", b"-62135596800"))
+    fractional = parse(SR.replace(b"3600", b"3600.5"))
+
+    assert isinstance(found, Document)
+    assert (found.event, found.age, found.replicator) == ("timeout", 3600, "US-EAST")
+    assert isinstance(never_seen, Document)
+    assert never_seen.seen == -62_135_596_800
+    assert isinstance(fractional, Document)
+    assert fractional.age == 3600.5
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        SR.replace(b"v2", b"v1"),
+        SR.replace(b"3600", b'"3600"'),
+        SR.replace(b"1647351430", b"1e400"),
+    ],
+    ids=repr,
+)
+def test_anything_else_is_no_advisory(payload: bytes) -> None:
+    assert parse(payload) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"inspect_field": "a.b"}, "a.b"),
+        ({"inspect_header": "X-Node"}, "X-Node"),
+        ({"inspect_subject_token": 2}, "subject.2"),
+        ({"inspect_subject_token": -1}, "subject"),
+    ],
+)
+def test_inspect_field_names_what_is_sampled_by(keys: dict[str, Any], name: str) -> None:
+    feed = FeedSettings.model_validate({"stream": "S", "inspect_duration": "1h", **keys})
+
+    assert inspect_field(feed) == name

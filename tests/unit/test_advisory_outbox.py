@@ -1,0 +1,174 @@
+"""The outbox: nothing lost, one at a time for each value, doubtful ones kept back with what follows them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.requests import ApiError
+from egress.advisories.acks import judge_ack
+from egress.advisories.event import Advisory, Event
+from egress.advisories.lateness import is_late
+from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox
+from egress.advisories.tally import Result
+from tests.support import seeded
+
+SECOND = 1_000_000_000
+HOUR = 3600 * SECOND
+
+
+def new(value: str, at: int = 1) -> Advisory:
+    return Advisory(Event.NEW, value, at, at)
+
+
+def test_a_wave_holds_one_of_each_value_in_order() -> None:
+    outbox = Outbox()
+    outbox.add([new("a", 1), new("b", 1), new("a", 2)])
+
+    assert outbox.wave() == [new("a", 1), new("b", 1)]
+    outbox.remove(new("a", 1))
+    assert outbox.wave() == [new("b", 1), new("a", 2)]
+
+
+def test_a_wave_is_bounded() -> None:
+    outbox = Outbox()
+    outbox.add(new(str(n)) for n in range(1000))
+
+    assert len(outbox.wave()) == WAVE
+
+
+def test_values_that_fail_do_not_hold_up_the_others() -> None:
+    outbox = Outbox()
+    outbox.add(new(str(n)) for n in range(WAVE + 10))
+    for advisory in outbox.wave():
+        outbox.put_back(advisory, doubtful=False)
+
+    assert [each.value for each in outbox.wave()[:10]] == [str(n) for n in range(WAVE, WAVE + 10)]
+
+
+def test_what_is_doubtful_waits_with_all_that_follows_it() -> None:
+    outbox = Outbox()
+    outbox.add([new("a", 1), new("b", 1)], doubtful=True)
+    outbox.add([new("a", 2), new("c", 1)])
+
+    assert outbox.wave() == [new("c", 1)]
+    assert list(outbox.doubtful) == [new("a", 1), new("b", 1)]
+
+    outbox.remove(new("a", 1))
+    outbox.trust([new("b", 1)])
+    assert set(outbox.wave()) == {new("a", 2), new("b", 1), new("c", 1)}
+    assert not outbox.doubtful
+
+
+def test_a_lost_answer_makes_doubtful() -> None:
+    outbox = Outbox()
+    outbox.add([new("a", 1), new("a", 2)])
+    outbox.put_back(new("a", 1), doubtful=True)
+
+    assert outbox.wave() == []
+    assert outbox.pending() == (new("a", 1), new("a", 2))
+
+
+def test_what_a_snapshot_holds_and_reading_again_finds_is_there_once() -> None:
+    outbox = Outbox()
+    outbox.add([new("a", 1)], doubtful=True)
+    outbox.add([new("a", 1), new("a", 2)], doubtful=True)
+
+    assert outbox.pending() == (new("a", 1), new("a", 2))
+    assert len(outbox) == 2
+
+
+def test_room_ends_before_the_limit_and_what_is_on_its_way_still_fits() -> None:
+    outbox = Outbox()
+    outbox.add(new(str(n)) for n in range(HIGH_WATER - 1))
+    assert outbox.has_room
+    outbox.add([new("x")])
+    assert not outbox.has_room
+    outbox.add(new(f"y{n}") for n in range(LIMIT - HIGH_WATER))
+
+    assert len(outbox) == len(outbox.pending()) == LIMIT
+    outbox.remove(new("x"))
+    assert not outbox.has_room
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_course_of_events_sends_all_in_order_for_each_value(seed: int) -> None:
+    random = seeded(seed)
+    found = [new(str(random.randrange(40)), at) for at in range(600)]
+    outbox, done, sent = Outbox(), set[Advisory](), dict.fromkeys(found, 0)
+    outbox.add(found[:300], doubtful=True)
+    outbox.add(found[300:])
+    while len(outbox):
+        if random.random() < 0.3:
+            doubtful = list(outbox.doubtful)
+            for advisory in doubtful:
+                if random.random() < 0.5:
+                    outbox.remove(advisory)
+                    done.add(advisory)
+            outbox.trust(doubtful)
+        for advisory in outbox.wave():
+            before = [each for each in found[: advisory.moment_ns] if each.value == advisory.value]
+            assert done.issuperset(before), "sent before its predecessor was done"
+            sent[advisory] += 1
+            chance = random.random()
+            if chance < 0.6:
+                outbox.remove(advisory)
+                done.add(advisory)
+            else:
+                outbox.put_back(advisory, doubtful=chance < 0.8)
+        assert done.isdisjoint(outbox.pending())
+        assert done.union(outbox.pending()) == set(found)
+        assert len(outbox) == len(outbox.pending())
+
+
+def ack(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_only_an_acknowledgement_of_a_stream_counts() -> None:
+    assert judge_ack("s", ack(stream="A", seq=7)) is Result.STORED
+    assert judge_ack("s", ack(stream="A", seq=7, duplicate=True)) is Result.DUPLICATE
+    assert judge_ack("s", ack(stream="A", domain="hub", seq=7)) is Result.STORED
+
+
+@pytest.mark.parametrize(
+    ("payload", "error"),
+    [
+        (b"", OutcomeUnknown),
+        (b"+OK", OutcomeUnknown),
+        (b"[]", OutcomeUnknown),
+        (ack(), OutcomeUnknown),
+        (ack(stream="A"), OutcomeUnknown),
+        (ack(stream="", seq=7), OutcomeUnknown),
+        (ack(stream="A", seq=0), OutcomeUnknown),
+        (ack(stream="A", seq=True), OutcomeUnknown),
+        (ack(stream="A", seq="7"), OutcomeUnknown),
+        (ack(stream="A", seq=7, duplicate="no"), OutcomeUnknown),
+        (ack(error={"code": 503, "err_code": 10077, "description": "maximum messages exceeded"}), ApiError),
+        (ack(error={"code": 503, "err_code": 10008, "description": "no leader"}), Unavailable),
+        (ack(stream="A", seq=7, error={"code": 400}), ApiError),
+    ],
+)
+def test_everything_else_is_a_refusal_or_says_nothing(payload: bytes, error: type[FloeError]) -> None:
+    with pytest.raises(error):
+        judge_ack("s", payload)
+
+
+@pytest.mark.parametrize("event", Event)
+def test_two_durations_later_it_is_no_news_but_new_stays_true(event: Event) -> None:
+    now = int(ManualClock().now()) * SECOND
+    late = Advisory(event, "a", 0, now - 2 * HOUR - 1)
+
+    assert is_late(late, now, HOUR) == (event is not Event.NEW)
+    assert not is_late(Advisory(event, "a", 0, now - 2 * HOUR), now, HOUR)
+    assert not is_late(Advisory(event, "a", 0, now + HOUR), now, HOUR)
+
+
+def test_a_restart_loses_none_where_the_duration_is_short() -> None:
+    now = 10**18
+
+    assert not is_late(Advisory(Event.EXPIRE, "a", 0, now - 300 * SECOND), now, SECOND)
+    assert is_late(Advisory(Event.EXPIRE, "a", 0, now - 301 * SECOND), now, SECOND)

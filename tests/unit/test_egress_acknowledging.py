@@ -1,0 +1,181 @@
+"""Which acknowledgements are sent, and when they count as taken."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from common.clock import ManualClock
+from common.errors import OutcomeUnknown, Refused
+from common.jetstream.streams import ConsumerInfo
+from common.sequences import SequenceRange
+from egress import acknowledging
+from egress.acknowledging import Acknowledging, archived, is_settled
+from egress.budget import Budget
+from egress.doubt import DoubtError
+from egress.position import Position
+
+SHORT = b"$JS.ACK.S.C.1.%d.%d.1700000000000000000.9"
+LONG = b"$JS.ACK.hub.ACCHASH.S.C.1.%d.%d.1700000000000000000.9.x7"
+
+
+def info(floor: int = 0, delivered: int = 0, pending: int = 0, created: str = "now") -> ConsumerInfo:
+    return ConsumerInfo("C", created, {}, 0, delivered, 0, "", floor, pending)
+
+
+class Server:
+    """A consumer that takes acknowledgements, but for those of `deaf` (by the consumer's numbers)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, whole: bool = False) -> None:
+        self.generation, self.sent, self.deaf, self.whole = 0, [], set[int](), whole
+        self.delivered, self.acked, self.found, self.refused = 0, set[int](), "now", False
+        monkeypatch.setattr(acknowledging, "consumer_info", self.info)
+
+    def send(self, data: bytes) -> None:
+        for subject in re.findall(rb"PUB (\S+) 4\r\n\+ACK\r\n", data):
+            words = subject.split(b".")
+            at = words.index(b"1", 2)
+            self.sent.append((int(words[at + 1]), int(words[at + 2])))
+            numbers = range(1, self.sent[-1][1] + 1) if self.whole else [self.sent[-1][1]]
+            self.acked |= {number for number in numbers if number not in self.deaf}
+
+    async def flush_writes(self) -> None:
+        return None
+
+    def refusal(self, subject: bytes) -> Refused | None:
+        return Refused("no right to publish") if self.refused else None
+
+    async def info(self, *_: Any) -> ConsumerInfo:
+        floor = next(n for n in range(self.delivered + 1) if n + 1 not in self.acked)
+        return info(floor, self.delivered, self.delivered - len(self.acked), self.found)
+
+
+def acks(server: Any, **settings: Any) -> Acknowledging:
+    account = Budget(10**9).account(lambda: None)
+    settings = {"whole": False, "first": 1, **settings}
+    return Acknowledging(server, "S", info(), ManualClock(), account, **settings)
+
+
+def deliver(server: Server, made: Acknowledging, *sequences: int, reply: bytes = SHORT) -> None:
+    made.delivered(reply % (sequences[0], server.delivered + 1), sequences)
+    server.delivered += len(sequences)
+
+
+@pytest.mark.parametrize("reply", [SHORT, LONG])
+async def test_each_message_is_acknowledged_up_to_the_last_one(
+    monkeypatch: pytest.MonkeyPatch, reply: bytes
+) -> None:
+    server = Server(monkeypatch)
+    made = acks(server)
+    deliver(server, made, 3, 5, 9, reply=reply)
+    deliver(server, made, 10, 12, reply=reply)
+    await made.upto(10)
+    assert sorted(set(server.sent)) == [(3, 1), (5, 2), (9, 3), (10, 4)]
+    server.sent.clear()
+    await made.upto(11)
+    assert server.sent == []
+    await made.upto(20)
+    assert server.sent == [(12, 5)]
+
+
+async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch, whole=True)
+    made = acks(server, whole=True)
+    deliver(server, made, *range(1, 5001))
+    await made.upto(4000)
+    assert set(server.sent) <= {(1, 1), (4000, 4000)}
+    assert server.acked == set(range(1, 4001))
+
+
+async def test_what_is_kept_is_charged_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, budget = Server(monkeypatch), Budget(10**9)
+    account = budget.account(lambda: None)
+    made = Acknowledging(server, "S", info(), ManualClock(), account, whole=False, first=1)  # type: ignore[arg-type]
+    deliver(server, made, *range(1, 1001))
+    assert budget.used == 8_000
+    await made.upto(400)
+    assert budget.used == 4_800
+    await made.upto(1000)
+    assert budget.used == 0
+
+
+async def test_what_is_not_taken_is_unknown_and_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    made = acks(server)
+    deliver(server, made, 1, 2, 3)
+    server.deaf = {2}
+    with pytest.raises(OutcomeUnknown, match="expected message 3 acknowledged, found 1 pending from 2 on"):
+        await made.upto(3)
+    server.deaf, server.sent = set(), []
+    await made.upto(3)
+    assert [number for _, number in server.sent] == [1, 2, 3]
+    assert server.acked == {1, 2, 3}
+
+
+async def test_only_what_a_segment_accounts_for_is_acknowledged_below_the_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What lies before the chain or in a hole stays in the stream, and is counted."""
+    server = Server(monkeypatch)
+    ranges = archived(3, Position(20, lost=(SequenceRange(8, 9),)))
+    assert ranges == (SequenceRange(3, 7), SequenceRange(10, 19))
+    made = acks(server, first=20, archived=ranges)
+    deliver(server, made, 1, 2, 3, 7, 8, 9, 10, 19, 20, 21)
+    await made.upto(19)
+    assert sorted({sequence for sequence, _ in server.sent}) == [3, 7, 10, 19]
+    assert made.left == 4
+    await made.upto(21)
+    assert sorted({sequence for sequence, _ in server.sent}) == [3, 7, 10, 19, 20, 21]
+    assert made.left == 4
+
+
+def test_nothing_is_archived_where_the_chain_begins() -> None:
+    assert archived(5, Position(5)) == ()
+    assert archived(5, Position(6)) == (SequenceRange(5, 5),)
+
+
+async def test_another_consumer_of_that_name_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    made = acks(server)
+    deliver(server, made, 1)
+    server.found = "later"
+    with pytest.raises(DoubtError):
+        await made.upto(1)
+
+
+async def test_a_new_connection_is_a_doubt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    made = acks(server)
+    deliver(server, made, 1)
+    server.generation += 1
+    with pytest.raises(DoubtError):
+        await made.upto(1)
+
+
+async def test_a_missing_right_is_told_after_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    made = acks(server)
+    deliver(server, made, *range(1, 1001))
+    server.refused = True
+    with pytest.raises(Refused):
+        await made.upto(1000)
+    assert len(server.sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "number", "left", "expected"),
+    [
+        (info(floor=10, delivered=20, pending=10), 10, 0, True),
+        (info(floor=9, delivered=20, pending=11), 10, 0, False),
+        (info(floor=0, delivered=20, pending=13), 10, 3, True),
+        (info(floor=0, delivered=20, pending=14), 10, 3, False),
+        (info(floor=0, delivered=10, pending=0), 10, 0, True),
+        (info(floor=0, delivered=9, pending=0), 10, 0, False),
+    ],
+)
+def test_settled_means_that_nothing_but_what_is_left_alone_is_pending(
+    found: ConsumerInfo, number: int, left: int, expected: bool
+) -> None:
+    assert is_settled(found, number, left) is expected

@@ -1,0 +1,84 @@
+"""What may stand under `partitions`, and what is wrong with what may not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from common.segments.documents import ChainDocument
+from common.settings.egress import FeedSettings
+from egress.history import configured, outline
+from egress.partitions.left import Unmatched, unmatched
+from egress.partitions.recut import settings_of
+from egress.slices import slices
+
+
+def feed(**keys: Any) -> FeedSettings:
+    return FeedSettings.model_validate({"stream": "NODES", **keys})
+
+
+def problem(**keys: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        feed(**keys)
+    return str(caught.value)
+
+
+def test_a_template_gives_each_partition_its_number() -> None:
+    found = feed(partitions={"count": 3, "subject": "nodes.{partition}.>"})
+
+    assert found.filters() == ("nodes.0.>", "nodes.1.>", "nodes.2.>")
+    assert found.is_partitioned
+    assert not feed(filter_subject="nodes.0.>").is_partitioned
+
+
+@pytest.mark.parametrize(
+    ("partitions", "expected"),
+    [
+        ([], "expected filters, none of them empty, found []"),
+        (["a.>", ""], "expected filters, none of them empty, found ['a.>', '']"),
+        (["a.>", "b", "a.>"], "expected each filter once, found 'a.>' again"),
+        (["a.>", "b.*", "*.c"], "expected filters that do not overlap, found 'a.>' and '*.c'"),
+        ({"count": 2, "subject": "a"}, "expected {partition} in it where count is 2, found 'a'"),
+        ({"count": 2, "subject": "a..{partition}"}, "without empty tokens, found 'a..{partition}'"),
+        ({"count": 2, "subject": ">.{partition}"}, "a last > allowed"),
+        ({"count": 1025, "subject": "a.{partition}"}, "expected 1 to 1024"),
+    ],
+)
+def test_partitions_that_cannot_be_are_refused_with_both_sides(partitions: Any, expected: str) -> None:
+    assert expected in problem(partitions=partitions)
+
+
+def test_filter_subject_and_partitions_exclude_each_other() -> None:
+    found = problem(filter_subject="a", partitions=["b", "c"])
+
+    assert "expected either filter_subject or partitions, found both" in found
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"filter_subject": "a.>"},
+        {"partitions": ["a", "b.*"]},
+        {"partitions": ["a"]},
+        {"partitions": {"count": 3, "subject": "a.{partition}"}, "relay": True},
+    ],
+)
+def test_a_cut_can_be_read_back_into_settings(keys: dict[str, Any]) -> None:
+    """An old incarnation is closed under the filters that it was begun with."""
+    [*parts] = slices("site", feed(**keys))
+    cut = configured(parts[0], 5)
+
+    back = settings_of(cut, feed(partitions=["x", "y"]))
+
+    assert outline(configured(slices("site", back)[0])) == outline(cut)
+    assert cut[0] == ChainDocument(parts[0].filters, len(parts), 5, back.relay)
+
+
+def test_what_no_partition_takes_is_counted_with_an_example() -> None:
+    subjects = {"a.1": 3, "b.1": 4, "c.1": 5, "c.2": 6}
+
+    assert unmatched(subjects, ["a.>", "b.*"]) == Unmatched(11, 2, "c.1")
+    assert unmatched(subjects, [">"]) == Unmatched()

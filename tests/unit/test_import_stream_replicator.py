@@ -1,0 +1,604 @@
+"""`floe config import-stream-replicator`: what becomes of each key, and of what is no configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import floe
+from common.migration import commented, connection, shape
+from common.migration.durations import convert
+from common.migration.importing import Imported, import_stream_replicator
+from common.service.config import parse_documents
+from common.service.yaml_tree import ConfigFileError
+from common.settings import unbuilt
+from common.settings.root import Settings
+from tests.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED
+
+WAY = "    source_url: nats://s:4222\n    target_url: nats://t:4222\n"
+
+
+def imported(text: str) -> Imported:
+    return import_stream_replicator(text.encode(), "sr.yaml")
+
+
+def settings(found: Imported) -> dict[str, Settings]:
+    """What each file says, its variables set to `value`."""
+    return {
+        file.name: parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))[
+            0
+        ].settings
+        for file in found.files
+    }
+
+
+def site(text: str) -> Settings:
+    return settings(imported(text))["site.yaml"]
+
+
+def central(text: str) -> Settings:
+    return settings(imported(text))["central.yaml"]
+
+
+def stream(*lines: str, name: str = "S") -> str:
+    """One entry of `streams`."""
+    return f"  - stream: {name}\n{WAY}" + "".join(f"    {line}\n" for line in lines)
+
+
+def config(*streams: str, head: str = "name: A\n") -> str:
+    return f"{head}streams:\n{''.join(streams)}"
+
+
+def problems(text: str | bytes) -> list[str]:
+    with pytest.raises(ConfigFileError) as error:
+        import_stream_replicator(text if isinstance(text, bytes) else text.encode(), "sr.yaml")
+    return list(error.value.problems)
+
+
+def notes(text: str) -> dict[str, str]:
+    return {note.path: note.text for note in imported(text).notes}
+
+
+@pytest.fixture
+def all_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What egress gets in the same issue is not refused."""
+    left = tuple(each for each in unbuilt.UNBUILT if not each.path.startswith("egress"))
+    monkeypatch.setattr("common.service.config_unbuilt.UNBUILT", left)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(floe.cli, ["config", *arguments], prog_name="floe")
+
+
+# What passes
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_what_the_documentation_shows_becomes_files_that_the_check_takes(
+    name: str, tmp_path: Path, all_built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sr.yaml").write_text(DOCUMENTED[name])
+
+    made = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "floe"))
+
+    assert made.exit_code == 0, made.output
+    files = sorted((tmp_path / "floe").iterdir())
+    assert [str(file) for file in files] == sorted(made.stdout.split())
+    for file in files:
+        for variable in re.findall(r"\$\{(\w+)\}", file.read_text()):
+            monkeypatch.setenv(variable, "value")
+        checked = run("check", str(file))
+        assert checked.exit_code == 0, checked.output
+
+
+def test_the_printed_documents_together_are_one_file_that_the_check_takes(
+    tmp_path: Path, all_built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sr.yaml").write_text(DOCUMENTED["registration"])
+    printed = run("import-stream-replicator", str(tmp_path / "sr.yaml")).stdout
+    (tmp_path / "both.yaml").write_text(printed)
+    for variable in ("FLOE_BUCKET", "FLOE_S3_KEY", "FLOE_S3_SECRET"):
+        monkeypatch.setenv(variable, "value")
+
+    checked = run("check", str(tmp_path / "both.yaml"))
+
+    assert checked.exit_code == 0, checked.output
+    assert "(site US-EAST, 2 feeds, 0 targets)" in checked.stdout
+    assert "(0 feeds, 2 targets)" in checked.stdout
+
+
+def test_the_worked_example_is_sampled_as_it_was() -> None:
+    [feed] = site(DOCUMENTED["sampled"]).egress.feeds
+
+    assert (feed.name, feed.stream, feed.inspect_field) == ("NODE_DATA", "NODE_DATA", "sender")
+    assert (feed.inspect_duration, feed.warn_duration, feed.size_trigger) == (3600, 720, 1024)
+    assert (feed.advisory.subject, feed.advisory.reliable) == ("NODE_DATA_ADVISORIES", True)
+    assert feed.inspect_force_field == "force_copy"
+
+
+def test_a_renamed_copy_keeps_its_subjects() -> None:
+    [target] = central(DOCUMENTED["renamed"]).ingress.targets
+    [source] = target.sources
+
+    assert target.stream == "FLEET_NODES"
+    assert (source.site, source.feed) == (("US-EAST",), ("NODE_DATA",))
+    assert (source.subject_prefix, source.subject_remove) == ("FLEET_NODES", "NODE_DATA")
+    assert target.subjects_to_create() == ("FLEET_NODES.>",)
+
+
+def test_entries_that_split_a_stream_become_partitions_of_one_feed() -> None:
+    found = settings(imported(PARTITIONED))
+
+    [feed] = found["site.yaml"].egress.feeds
+    [target] = found["central.yaml"].ingress.targets
+    assert feed.filters() == ("NODES.US-EAST-1.0.>", "NODES.US-EAST-1.1.>")
+    assert [source.feed for source in target.sources] == [("NODE_DATA",)]
+    assert target.subjects_to_create() == feed.filters()
+
+
+def test_overlapping_filters_become_feeds_with_names_of_their_own() -> None:
+    text = config(stream("filter_subject: a.>", "name: one"), stream("filter_subject: a.b", "name: two"))
+
+    found = settings(imported(text))
+
+    assert [(f.name, f.filter_subject) for f in found["site.yaml"].egress.feeds] == [
+        ("S", "a.>"),
+        ("S_two", "a.b"),
+    ]
+    assert [s.feed for s in found["central.yaml"].ingress.targets[0].sources] == [("S",), ("S_two",)]
+
+
+def test_a_sampled_and_a_whole_copy_of_one_stream_are_two_feeds() -> None:
+    text = config(
+        stream("inspect_field: x", "inspect_duration: 1h"), stream("target_stream: W", "name: whole")
+    )
+
+    assert [feed.name for feed in site(text).egress.feeds] == ["S", "S_whole"]
+
+
+def test_one_stream_copied_to_two_targets_is_archived_once() -> None:
+    other = stream("target_stream: T2", "name: b").replace("nats://t:4222", "nats://other:4222")
+
+    found = settings(imported(config(stream(), other)))
+
+    assert list(found) == ["site.yaml", "central.yaml", "central-2.yaml"]
+    assert [feed.name for feed in found["site.yaml"].egress.feeds] == ["S"]
+    assert found["central-2.yaml"].ingress.targets[0].stream == "T2"
+
+
+def test_the_same_stream_twice_into_one_target_is_two_feeds() -> None:
+    text = config(stream("target_subject_prefix: a"), stream("target_subject_prefix: b", "name: n"))
+
+    assert [feed.name for feed in site(text).egress.feeds] == ["S", "S_n"]
+
+
+def test_each_source_is_a_site_and_names_stay_unique() -> None:
+    other = stream(name="S2").replace("nats://s:4222", "nats://elsewhere:4222")
+
+    found = settings(imported(config(stream(), other)))
+
+    assert list(found) == ["site-A.yaml", "site-A-2.yaml", "central.yaml"]
+    assert found["site-A-2.yaml"].egress.nats.url == ("nats://elsewhere:4222",)
+    assert [t.sources[0].site for t in found["central.yaml"].ingress.targets] == [("A",), ("A-2",)]
+
+
+def test_servers_in_another_order_are_the_same_place() -> None:
+    one = stream().replace("nats://s:4222", "nats://s:4222,nats://r:4222")
+    two = stream(name="S2").replace("nats://s:4222", "nats://r, nats://s")
+
+    assert [file.name for file in imported(config(one, two)).files] == ["site.yaml", "central.yaml"]
+
+
+def test_a_name_that_no_site_may_have_is_changed_and_said() -> None:
+    text = config(stream(), head='name: "us east/1"\n')
+
+    assert site(text).site == "us-east-1"
+    assert "choose a name" in imported(text).files[0].text
+
+
+def test_targets_are_created_only_where_their_subjects_cannot_meet() -> None:
+    clash = config(stream("target_subject_prefix: f"), stream("target_subject_prefix: f.x", name="S2"))
+    apart = config(stream("target_subject_prefix: f.y"), stream("target_subject_prefix: f.x", name="S2"))
+
+    assert [target.create for target in central(clash).ingress.targets] == [None, None]
+    assert [t.subjects_to_create() for t in central(apart).ingress.targets] == [("f.y.>",), ("f.x.>",)]
+
+
+def test_a_target_that_was_not_created_is_not_created() -> None:
+    assert (
+        central(config(stream("target_subject_prefix: f", "no_target_create: true")))
+        .ingress.targets[0]
+        .create
+        is None
+    )
+
+
+# Logins
+
+
+def test_parameters_of_urls_become_keys() -> None:
+    found = settings(imported(LOGINS))
+
+    one = found["site-US-EAST.yaml"].egress.nats
+    assert (one.credentials_file, one.connect_timeout, one.tls.ca) == (
+        "/etc/nats.creds",
+        5,
+        "/path/to/ca.pem",
+    )
+    target = found["central.yaml"].ingress.nats
+    assert (target.jwt_file, target.nkey_seed_file) == ("/etc/client.jwt", "/etc/client.nk")
+    assert (target.tls.ca, target.tls.cert, target.tls.insecure) == ("/path/to/second-ca.pem", "", True)
+    assert found["central-2.yaml"].ingress.nats.tls.handshake_first
+    two = found["site-US-EAST-2.yaml"].egress.nats
+    assert (two.user, two.password.get_secret_value()) == ("user", "value")
+    assert two.url == ("nats://one.example.net:4222", "nats://two.example.net:4222")
+
+
+@pytest.mark.parametrize(
+    "login", ["u:hush-hush", "hush-hush", "u:hush%2Dhush"], ids=["password", "token", "coded"]
+)
+def test_no_secret_is_printed(login: str, tmp_path: Path) -> None:
+    (tmp_path / "sr.yaml").write_text(config(stream()).replace("nats://s", f"nats://{login}@s"))
+
+    for arguments in ((), ("--json",), ("--out-dir", str(tmp_path / "out"))):
+        result = run("import-stream-replicator", str(tmp_path / "sr.yaml"), *arguments)
+        assert result.exit_code == 0
+        assert "hush" not in result.output
+    assert "hush" not in (tmp_path / "out" / "site.yaml").read_text()
+    assert "${FLOE_SOURCE_" in (tmp_path / "out" / "site.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nats://u:hush/x@s:4222",
+        "nats://u:hush#@s:4222",
+        "nats://u:hush@",
+        "ws://u:hush@s",
+        "nats://hush:hush@s?hush",
+        "nats://u:hush@s,nats://v:hush@s",
+        "nats://u:hush@s:99999",
+        "nats://u:hush@[::1",
+        "nats://u:hush@s?credentials=x&jwt=hush",
+        "nats://u:hush@s?connect_timeout=9",
+        "nats://u:12?hush@s",
+    ],
+)
+def test_a_url_that_cannot_be_read_is_refused_without_being_shown(url: str) -> None:
+    [problem] = problems(config(stream()).replace("nats://s:4222", url))
+
+    assert problem.startswith("sr.yaml:4:17: streams.0.source_url: ")
+    assert "hush" not in problem
+
+
+def test_a_parameter_that_is_almost_one_is_named() -> None:
+    [problem] = problems(config(stream()).replace("nats://s:4222", "nats://s?credential=/c"))
+
+    assert problem.endswith("found 'credential'; did you mean credentials?")
+
+
+def test_headers_that_look_like_secrets_become_variables() -> None:
+    beats = (
+        "heartbeats: {url: nats://s, headers: {Authorization: hush, from: here}, subjects: [{subject: a}]}\n"
+    )
+    found = imported(config(stream()) + beats)
+
+    assert "hush" not in found.files[0].text
+    assert settings(found)["site.yaml"].egress.heartbeats.headers == {
+        "Authorization": "value",
+        "from": "here",
+    }
+
+
+def test_choria_is_named_as_left_out_once() -> None:
+    text = imported(LOGINS).files[0].text
+
+    assert text.count("Choria's login is not carried over") == 1
+
+
+def test_text_that_looks_like_a_variable_stays_text() -> None:
+    text = config(stream('inspect_field: "${HOME} and $${x}"', "inspect_duration: 1h"))
+
+    assert site(text).egress.feeds[0].inspect_field == "${HOME} and $${x}"
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        (("start_delta: 1d", "start_sequence: 7", "start_at_end: true"), "start_at_end"),
+        (("start_delta: 1d", "start_sequence: 7"), "start_sequence"),
+        (("start_delta: 1d", "start_time: 2026-01-02T03:04:05Z"), "start_delta"),
+        (("start_time: 2026-01-02T03:04:05+01:00",), "start_time"),
+    ],
+)
+def test_of_several_starts_the_one_counts_that_counted(lines: tuple[str, ...], key: str) -> None:
+    feed = site(config(stream(*lines))).egress.feeds[0]
+
+    assert [name for name in ("start_at_end", "start_sequence", "start_time") if getattr(feed, name)] == (
+        [key] if key != "start_delta" else []
+    )
+    assert bool(feed.start_delta) == (key == "start_delta")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("1M", "4w2d"),
+        ("1Y", "52w1d"),
+        ("1.5d", "1d12h"),
+        ("0.01d", "0s"),  # parts of an hour are dropped, as there
+        ("1W", "1w"),
+        ("90s", "1m30s"),
+        ("1m30s", "1m30s"),
+        ("1500ms", "1s500ms"),
+        (" 5m ", "5m"),
+        ("", "0s"),
+    ],
+)
+def test_durations(theirs: str, ours: str) -> None:
+    assert convert(theirs) == ours
+
+
+def test_the_metrics_of_the_page_exist() -> None:
+    from tests.unit.test_docs import metric_names
+
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+
+    assert set(re.findall(r"floe_(?:egress|ingress)_\w+", page)) <= metric_names()
+
+
+@pytest.mark.parametrize(
+    "text", ["5", "-5m", "1x", "1d2h", "nan", "infd", "1e3d", "5 m", "100us", "999Y", "١d"]
+)
+def test_durations_that_cannot_be_converted(text: str) -> None:
+    [problem] = problems(config(stream(f'max_age: "{text}"')))
+
+    assert problem.startswith("sr.yaml:6:14: streams.0.max_age: expected ")
+
+
+def test_sampling_that_never_took_place_is_told_apart() -> None:
+    told = notes(config(stream("inspect_subject_token: -1", "inspect_duration: 1h")))
+    untouched = notes(config(stream("inspect_field: x", "size_trigger: 5")))
+
+    assert "never sampled by this key" in told["streams.0.inspect_subject_token"]
+    assert "copies every message" in untouched["streams.0.inspect_field"]
+    assert "no effect" in untouched["streams.0.size_trigger"]
+
+
+def test_every_key_is_carried_over_or_named() -> None:
+    lines = (
+        "ephemeral: true",
+        "no_target_create: true",
+        "leader_election_name: L",
+        "choria: {seed_file: a, jwt_file: b}",
+        "source_tls: {cert: only}",
+    )
+    top = "profiling: false\nlogfile: l\nstate_store: s\nloglevel: loud\nname: A\n"
+    told = notes(config(stream(*lines), head=top))
+
+    assert set(told) == {
+        "profiling",
+        "logfile",
+        "state_store",
+        "loglevel",
+        "streams.0.ephemeral",
+        "streams.0.no_target_create",
+        "streams.0.leader_election_name",
+        "streams.0.choria",
+        "streams.0.source_tls",
+    }
+
+
+def test_heartbeats_go_where_their_server_is_read() -> None:
+    other = stream(name="S2").replace("nats://s:4222", "nats://two:4222")
+    beats = "heartbeats: {url: 'nats://two', interval: 1m, subjects: [{subject: x.y, interval: 5s}]}\n"
+    found = settings(imported(config(stream(), other) + beats))
+
+    assert not found["site-A.yaml"].egress.heartbeats.subjects
+    [subject] = found["site-A-2.yaml"].egress.heartbeats.subjects
+    assert (subject.subject, subject.interval) == ("x.y", 5)
+    assert found["site-A-2.yaml"].egress.heartbeats.interval == 60
+
+
+def test_what_floe_would_refuse_is_told_of_the_imported_file() -> None:
+    [problem] = problems(config(stream("inspect_field: x", "inspect_duration: 1h", "warn_duration: 2h")))
+
+    assert problem == (
+        "sr.yaml:8:20: streams.0.warn_duration: expected less than inspect_duration, found as much or more"
+        " (site.yaml: egress.feeds.0.warn_duration)"
+    )
+
+
+# What is no configuration
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "name: !!python/object/apply:os.system ['touch %s']\n",
+            "sr.yaml:1:7: name: expected a value, found the tag",
+        ),
+        ("name: A\nname: B\n", "sr.yaml:2:1: name: expected each key once, found it on line 1 too"),
+        ("name: &a A\nlogfile: *a\n", "sr.yaml:2:10: logfile: expected a value, found the alias *a"),
+        ("tls:\n  <<: {ca: x}\n", "sr.yaml:2:3: tls.<<: expected a key, found a merge key"),
+        (
+            "name: A\nstreems: []\n",
+            "sr.yaml:2:1: streems: unknown key of stream-replicator; did you mean streams?",
+        ),
+        ("name: 012\n", "name: A\n"),
+        ("name: true\n", "sr.yaml:1:7: name: expected text; quote it, found something else"),
+        ("name: 1e3\n", "sr.yaml:1:7: name: expected text; quote it, found something else"),
+        ("", "sr.yaml:1:1: expected a mapping, found an empty file"),
+        ("# nothing\n", "sr.yaml:1:1: expected a mapping, found an empty file"),
+        ("- a\n", "sr.yaml:1:1: expected a mapping at the top, found a list"),
+        ("streams: []\n", "sr.yaml:1:1: name: expected a value (required), found nothing"),
+        ("name: A\n---\nname: B\n", "sr.yaml:3:1: expected one document, found 2"),
+        (
+            "name: A\nstreams: [{stream: S}]\n",
+            "sr.yaml:2:11: streams.0.source_url: expected a URL (required)",
+        ),
+        ("name: A\nmonitor_port: -1\n", "sr.yaml:2:15: monitor_port: expected a whole number from 0"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_its_place(text: str, message: str) -> None:
+    if message == "name: A\n":  # a number with a zero before it is text, and a good name
+        assert site(text + "streams: []\n").site == "012"
+        return
+
+    assert any(problem.startswith(message) for problem in problems(text)), problems(text)
+
+
+def test_nothing_is_executed(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+
+    problems(f"name: !!python/object/apply:os.system ['touch {trap}']\n")
+    problems(f"state_store: !!python/object/apply:os.mkdir ['{trap}']\nname: A\n")
+    imported(f"name: A\nstate_store: {trap}\n")
+
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xfen\x00",
+        b"\x00\x01\x02",
+        b"name: \xe9\n",
+        b"a: b: c\n",
+        b"\t- x",
+        b"{" * 5000,
+        b"x" * 2_000_000,
+    ],
+)
+def test_what_is_no_text_is_refused(data: bytes) -> None:
+    assert all(problem.startswith("sr.yaml") for problem in problems(data))
+
+
+def test_a_byte_order_mark_is_no_matter() -> None:
+    assert import_stream_replicator(b"\xef\xbb\xbfname: A\nstreams: []\n", "sr.yaml").files[0].site == "A"
+
+
+def test_an_alias_bomb_is_refused_at_once() -> None:
+    bomb = "a: &a [x]\n" + "".join(f"b{n}: &b{n} [*a, *a, *a]\n" for n in range(2000))
+    started = time.monotonic()
+
+    assert problems(bomb)
+    assert time.monotonic() - started < 2
+
+
+def test_the_examples_with_other_keys_name_them() -> None:
+    text = HEAD + "streams:\n  - first:\n      source: nats://source.example.net:4222\n"
+
+    assert (
+        problems(text)
+        == ["sr.yaml:7:5: streams.0.first: unknown key of stream-replicator; did you mean filter_subject?"]
+        or "streams.0.first: unknown key of stream-replicator" in problems(text)[0]
+    )
+
+
+# The command
+
+
+def test_problems_end_with_78_and_a_missing_file_too(tmp_path: Path) -> None:
+    (tmp_path / "sr.yaml").write_text("name: A\nstreems: 1\nprofilin: 2\n")
+
+    result = run("import-stream-replicator", str(tmp_path / "sr.yaml"))
+    as_json = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--json")
+    missing = run("import-stream-replicator", str(tmp_path / "none.yaml"))
+
+    assert (result.exit_code, as_json.exit_code, missing.exit_code) == (78, 78, 78)
+    assert len(result.stderr.splitlines()) == 2
+    assert [p["line"] for p in json.loads(as_json.stdout)["problems"]] == [2, 3]
+    assert run("import-stream-replicator").exit_code == 2
+
+
+def test_json_holds_files_notes_and_variables(tmp_path: Path) -> None:
+    (tmp_path / "sr.yaml").write_text(DOCUMENTED["whole"])
+
+    found = json.loads(run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--json").stdout)
+
+    assert [document["name"] for document in found["documents"]] == ["site.yaml", "central.yaml"]
+    assert found["variables"] == ["FLOE_BUCKET", "FLOE_S3_KEY", "FLOE_S3_SECRET"]
+    assert {"path": "logfile", "line": 5, "column": 10}.items() <= found["notes"][1].items()
+
+
+def test_no_file_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "sr.yaml").write_text(DOCUMENTED["whole"])
+    (tmp_path / "central.yaml").write_text("mine")
+
+    result = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path))
+
+    assert result.exit_code == 2
+    assert (tmp_path / "central.yaml").read_text() == "mine"
+    assert not (tmp_path / "site.yaml").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sr.yaml").write_text(DOCUMENTED["whole"])
+
+    result = run(
+        "import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "sr.yaml" / "x")
+    )
+
+    assert result.exit_code == 77
+    assert len(result.stderr.splitlines()) == 1
+
+
+# The keys and the page
+
+
+def test_the_keys_are_those_of_the_program() -> None:
+    # Sections that stand in several places have their keys named once.
+    repeated = re.compile(r"^(streams|heartbeats)\.((source_|target_)?(tls|choria))\.")
+
+    assert {key for key in shape.every_key() if not repeated.match(key)} == set(KEYS)
+    assert set(connection.PARAMETERS) == set(PARAMETERS)
+
+
+def test_the_page_on_migration_tells_of_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+    table = page.split("<!-- keys: begin -->")[1].split("<!-- keys: end -->")[0]
+    told = {
+        key
+        for row in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+        for key in re.findall(r"`([^`]+)`", row)
+    }
+
+    assert told == {*KEYS, *(f"?{name}" for name in PARAMETERS)}
+
+
+def test_the_example_of_the_page_is_what_the_command_prints(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
+    given, *expected = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+
+    found = import_stream_replicator(given.encode(), "sr.yaml")
+
+    assert [file.text for file in found.files] == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "true", "012", "1e5", "5", "no", "\x7f", "\u2028", "\ud800", "#", ": ", "~", ""]
+)
+def test_text_comes_back_from_yaml_as_it_was(text: str) -> None:
+    from common.service.yaml_tree import Keys, Problems, parse_yaml
+
+    [root] = parse_yaml(f"k: {commented.scalar(text)}\n", Problems("x"))
+
+    assert isinstance(root, Keys)
+    assert root.entries["k"].value() == text  # type: ignore[union-attr]
+
+
+def test_a_comment_cannot_be_broken_out_of() -> None:
+    assert all(line.startswith("#") for line in commented.comment(["a\nb: c\r\x85d\u2028e"]))
+    assert len(list(commented.comment(["a\nb: c"]))) == 1
+    assert os.linesep not in "".join(commented.comment(["a\nb"]))

@@ -1,0 +1,166 @@
+"""What a sampled session folds only, what it writes, and when former finds are told from new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.clock import ManualClock
+from common.segments.rows import Columns
+from common.sequences import SequenceRange
+from egress.advisories.event import Advisory, Event
+from egress.budget import Budget
+from egress.builder import Builder, Close, Closing, Emitted, Piece
+from egress.sampling.fold import Choices
+from egress.sampling.intake import Intake, Stretch
+from egress.sampling.sieve import Sieve
+from egress.sampling.tracking import Again, Tracking
+
+SECOND = 1_000_000_000
+
+
+def columns(sequences: Iterable[int]) -> Columns:
+    chosen = list(sequences)
+    count = len(chosen)
+    return Columns(chosen, [s * SECOND for s in chosen], [b"s"] * count, [None] * count, [b"x"] * count)
+
+
+class Folding:
+    """A sampler that keeps everything and tells of every message that it is new."""
+
+    def __init__(self) -> None:
+        self.folded: list[int] = []
+        self.advanced: list[int] = []
+        self.watermark_ns = 0
+
+    def fold(self, columns: Columns) -> Choices:
+        self.folded += columns.sequences
+        self.watermark_ns = columns.timestamps_ns[-1]
+        found = [Advisory(Event.NEW, str(s), 0, 0) for s in columns.sequences]
+        count = len(columns.sequences)
+        return Choices(bytearray(b"\1" * count), ["k"] * count, 0, 0, found)
+
+    def advance(self, now_ns: int) -> list[Advisory]:
+        self.advanced.append(now_ns // SECOND)
+        return [Advisory(Event.TIMEOUT, f"at {now_ns // SECOND}", 0, now_ns)]
+
+
+class Taken:
+    """Advisories that are only noted."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.again: list[str] = []
+        self.new: list[str] = []
+        self.settled = 0
+
+    def take(self, advisories: list[Advisory], *, again: bool) -> None:
+        (self.again if again else self.new).extend(each.value for each in advisories)
+
+    def settle(self) -> None:
+        assert not self.new
+        self.settled += 1
+
+
+class Bench:
+    """An intake and everything that it touches."""
+
+    def __init__(self, stretch: Stretch, again: Again | None = None, *, keep: int = 0) -> None:
+        self.emitted: list[Emitted] = []
+        account = Budget(1 << 30).account(lambda: None)
+        closing = Closing(1_000, 1 << 30, 60.0)
+        self.builder = Builder(
+            closing,
+            ManualClock(),
+            account,
+            self.emitted.append,
+            first=stretch.write_from,
+            until=stretch.until,
+            sampled=True,
+        )
+        self.sampler, self.taken = Folding(), Taken()
+        self.written_from: list[tuple[int, bool]] = []
+        self.batches_at: list[int] = []
+        tracking = Tracking(
+            self.sampler,  # type: ignore[arg-type]
+            self.taken,  # type: ignore[arg-type]
+            again or Again(stretch.write_from - 1),
+        )
+        sieve = Sieve("here", keep_ns=keep * SECOND, sampler=self.sampler)  # type: ignore[arg-type]
+        self.intake = Intake(
+            self.builder,
+            sieve,
+            tracking,
+            stretch,
+            on_writing=lambda is_news: self.written_from.append((self.intake.end + 1, is_news)),
+            on_batch=lambda: self.batches_at.append(self.intake.end + 1),
+            on_choices=lambda _: None,
+        )
+        self.intake.begin()
+
+    def rows(self) -> list[int]:
+        self.builder.close(Close.DRAIN)
+        return [s for piece in self.emitted if isinstance(piece, Piece) for s in piece.rows.sequences]
+
+
+def test_what_is_archived_is_folded_and_not_written() -> None:
+    bench = Bench(Stretch(5, 8))
+    assert bench.written_from == []
+    bench.intake.messages(columns([5, 6]))
+    bench.intake.messages(columns([7, 8, 9]))
+    assert (bench.sampler.folded, bench.rows()) == ([5, 6, 7, 8, 9], [8, 9])
+    assert (bench.taken.again, bench.taken.new) == (["5", "6", "7", "at 7"], ["8", "9"])
+    assert bench.taken.settled == 1
+    assert bench.written_from == [(8, False)]
+
+
+def test_with_nothing_to_read_again_writing_begins_at_once() -> None:
+    bench = Bench(Stretch(8, 8))
+    assert (bench.written_from, bench.taken.settled) == ([(8, False)], 1)
+    bench.intake.messages(columns([8]))
+    assert (bench.taken.again[1:], bench.taken.new, len(bench.written_from)) == ([], ["8"], 1)
+
+
+def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> None:
+    by_heartbeat, by_message = Bench(Stretch(5, 8)), Bench(Stretch(5, 8))
+    by_heartbeat.intake.passed(20)
+    by_message.intake.messages(columns([12]))
+    assert by_heartbeat.written_from == by_message.written_from == [(8, False)]
+    assert (by_heartbeat.intake.end, by_message.intake.end) == (20, 12)
+    assert by_message.rows() == [12]
+
+
+def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_and_time() -> None:
+    bench = Bench(Stretch(5, 8), Again(10, 30 * SECOND))
+    bench.intake.messages(columns([6, 7, 8]))
+    assert (bench.taken.settled, bench.rows()) == (0, [8])
+    bench.intake.messages(columns([9, 10]))
+    assert bench.taken.again == ["6", "7", "8", "9", "10", "at 30"]
+    bench.intake.messages(columns([11]))
+    assert (bench.taken.new, bench.taken.settled, bench.sampler.advanced) == (["11"], 1, [30])
+
+
+def test_the_newest_message_of_the_source_counts_only_from_where_messages_are_written() -> None:
+    bench = Bench(Stretch(5, 8, None, 100 * SECOND), keep=91)
+    bench.intake.messages(columns([5, 6, 7, 8, 9, 10]))
+    assert (bench.sampler.folded, bench.rows()) == ([5, 6, 7, 9, 10], [9, 10])
+    assert bench.written_from == [(8, True)]
+
+
+def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
+    bench = Bench(Stretch(5, 8, 10), Again(50))
+    bench.intake.messages(columns([6, 8, 9, 12, 13]))
+    bench.intake.messages(columns([14]))
+    bench.intake.passed(40)
+    assert (bench.sampler.folded, bench.rows(), bench.intake.end) == ([6, 8, 9], [8, 9], 10)
+    coverages = [each.coverage for each in bench.emitted if isinstance(each, Piece)]
+    assert coverages == [SequenceRange(8, 10)]
+    assert bench.builder.is_done
+
+
+def test_before_each_written_batch_all_before_it_is_folded() -> None:
+    bench = Bench(Stretch(5, 5))
+    bench.intake.messages(columns([5, 6]))
+    bench.intake.passed(8)
+    bench.intake.messages(columns([11]))
+    assert bench.batches_at == [5, 9]

@@ -1,0 +1,305 @@
+"""The sampler, case by case: what the models of the other tests do not reach."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from common.segments.rows import Columns
+from egress.advisories.event import Advisory, Event
+from egress.sampling.fold import Choices, Sampler
+from egress.sampling.spread import period_ns
+from egress.sampling.state import CHUNK, Notice, SamplerState
+from tests.sampling_values import HOUR, MINUTE, SECOND, START, batch, sampling
+
+HOW = sampling(size_trigger="1K")
+WARN = 12 * MINUTE
+
+
+def choose(sampler: Sampler, *messages: tuple[Any, ...]) -> Choices:
+    """Messages as (key, time[, size[, forced]])."""
+    whole = [(*message, *(100, False)[len(message) - 2 :]) for message in messages]
+    keys, times, sizes, forced = (list(column) for column in zip(*whole, strict=True))
+    return sampler.choose(keys, forced, times, sizes)
+
+
+def known(sampler: Sampler) -> dict[str, tuple[int, int, int, Notice]]:
+    return {k.value: (k.seen_ns, k.copied_ns, k.size, k.notice) for k in sampler.freeze().known()}
+
+
+def test_nothing_comes_of_nothing() -> None:
+    sampler = Sampler(HOW)
+    choices = sampler.fold(batch([]))
+    assert (choices.kept, choices.keys, choices.missing, choices.forced) == (bytearray(), [], 0, 0)
+    assert sampler.advance(START) == []
+    assert (sampler.values, sampler.watermark_ns) == (0, 0)
+    assert sampler.freeze() == SamplerState.empty(HOUR)
+
+
+def test_a_batch_is_read_and_counted() -> None:
+    how = sampling(inspect_force_field="force")
+    documents = [
+        b'{"sender": "a"}',
+        b'{"sender": "a"}',
+        b"no",
+        b'{"sender": "a", "force": true}',
+        b'{"force": true}',
+    ]
+    choices = Sampler(how).fold(batch([(START + n, raw) for n, raw in enumerate(documents)]))
+    assert list(choices.kept) == [1, 0, 1, 1, 1]
+    assert choices.keys == ["a", "a", None, "a", None]
+    assert (choices.missing, choices.forced) == (2, 2)
+    assert choices.advisories == [Advisory(Event.NEW, "a", START, START)]
+
+
+def test_the_period_ends_to_the_nanosecond() -> None:
+    period = period_ns("a", HOUR)
+    for early, kept in ((1, 0), (0, 1)):
+        sampler = Sampler(HOW)
+        regular = [("a", time) for time in range(START, START + period - early, 5 * MINUTE)]
+        choices = choose(sampler, *regular, ("a", START + period - early))
+        assert list(choices.kept) == [1, *[0] * (len(regular) - 1), kept]
+
+
+def test_sizes() -> None:
+    sizes = [1000, 2023, 999, 2023, 0, 0, 1, 1, 1024, 0, 2048]
+    choices = choose(Sampler(HOW), *[("a", START + n, size) for n, size in enumerate(sizes)])
+    assert list(choices.kept) == [1, 0, 1, 1, 1, 0, 1, 0, 0, 1, 1]
+
+
+def test_without_a_trigger_only_the_first_size_counts() -> None:
+    sizes = [0, 0, 5, 50_000_000, 0, 7]
+    choices = choose(Sampler(sampling()), *[("a", START + n, size) for n, size in enumerate(sizes)])
+    assert list(choices.kept) == [1, 0, 1, 0, 0, 1]
+
+
+def test_the_largest_payload_has_its_place() -> None:
+    sampler = Sampler(HOW)
+    assert list(choose(sampler, ("a", START, 2**32 - 1), ("a", START + 1, 2**32 - 1)).kept) == [1, 0]
+    assert known(sampler)["a"][2] == 2**32 - 1
+
+
+def test_a_message_without_a_key_touches_nothing_else() -> None:
+    sampler = Sampler(HOW)
+    choices = choose(sampler, (None, START), (None, START + 1, 5000), (None, START + 2, 0, True))
+    assert list(choices.kept) == [1, 1, 1]
+    assert choices.advisories == []
+    assert sampler.values == 0
+    # but that time is passing, it tells
+    choose(sampler, ("a", START + 3), (None, START + 4 + WARN))
+    assert [a.event for a in sampler.advance(0)] == [Event.TIMEOUT]
+
+
+@pytest.mark.parametrize(
+    ("gap", "events"),
+    [
+        (WARN, []),
+        (WARN + 1, [Event.TIMEOUT, Event.RECOVER]),
+        (HOUR - 1, [Event.TIMEOUT, Event.RECOVER]),
+        (HOUR, [Event.TIMEOUT, Event.EXPIRE, Event.NEW]),
+        (100 * HOUR, [Event.TIMEOUT, Event.EXPIRE, Event.NEW]),
+    ],
+)
+@pytest.mark.parametrize("idle", [False, True])
+def test_what_is_told_of_a_silence(gap: int, events: list[Event], idle: bool) -> None:
+    sampler = Sampler(HOW)
+    choose(sampler, ("a", START))
+    back = START + gap
+    told = sampler.advance(back) if idle else []
+    told += choose(sampler, ("a", back)).advisories
+    moments = {Event.TIMEOUT: START + WARN, Event.EXPIRE: START + HOUR, Event.RECOVER: back, Event.NEW: back}
+    seen = {Event.NEW: back}
+    assert told == [Advisory(event, "a", seen.get(event, START), moments[event]) for event in events]
+    assert sampler.advance(back) == []
+
+
+def test_time_is_told_once_and_in_order() -> None:
+    sampler = Sampler(HOW)
+    choose(sampler, *[(key, START + place // 2) for place, key in enumerate("dcba")])
+    assert sampler.advance(START + WARN) == []
+    first = sampler.advance(START + WARN + 1)
+    assert [(a.event, a.value) for a in first] == [(Event.TIMEOUT, "c"), (Event.TIMEOUT, "d")]
+    rest = sampler.advance(START + HOUR)
+    assert [(a.event, a.value) for a in rest] == [
+        (Event.TIMEOUT, "a"),
+        (Event.TIMEOUT, "b"),
+        (Event.EXPIRE, "c"),
+        (Event.EXPIRE, "d"),
+    ]
+    assert sampler.values == 2
+    assert sampler.advance(START + HOUR) == sampler.advance(0) == []
+    assert [(a.event, a.value) for a in sampler.advance(START + HOUR + 1)] == [
+        (Event.EXPIRE, "a"),
+        (Event.EXPIRE, "b"),
+    ]
+    assert sampler.advance(START + 1000 * HOUR) == []
+    assert sampler.values == 0
+
+
+def test_the_servers_time_tells_and_changes_no_choice() -> None:
+    # Given: a server whose clock is ahead of the one that stamps messages
+    sampler = Sampler(HOW)
+    choose(sampler, ("a", START))
+    assert [a.event for a in sampler.advance(START + 2 * HOUR)] == [Event.TIMEOUT, Event.EXPIRE]
+    assert sampler.values == 0
+    # When: the key comes back earlier than that
+    choices = choose(sampler, ("a", START + MINUTE), ("a", START + 2 * MINUTE))
+    # Then: the messages decide what is kept, and who was told of its end is told of its return
+    assert list(choices.kept) == [0, 0]
+    assert choices.advisories == [Advisory(Event.NEW, "a", START + MINUTE, START + MINUTE)]
+    assert sampler.values == 1
+
+
+def test_a_timeout_by_the_servers_time_is_taken_back() -> None:
+    sampler = Sampler(HOW)
+    choose(sampler, ("a", START))
+    assert [a.event for a in sampler.advance(START + WARN + 1)] == [Event.TIMEOUT]
+    assert choose(sampler, ("a", START + MINUTE)).advisories == [
+        Advisory(Event.RECOVER, "a", START, START + MINUTE)
+    ]
+    assert choose(sampler, ("a", START + 2 * MINUTE)).advisories == []
+
+
+def test_a_clock_that_runs_backwards_a_little_stands_still() -> None:
+    sampler = Sampler(HOW)
+    choices = choose(sampler, ("a", START), ("b", START - MINUTE), ("a", START - HOUR), ("a", START + 1))
+    assert list(choices.kept) == [1, 1, 0, 0]
+    assert known(sampler) == {"a": (START + 1, START, 100, 0), "b": (START, START, 100, 0)}
+    assert sampler.watermark_ns == START + 1
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_clock_that_was_years_ahead_for_a_minute_leaves_out_nothing_for_years(cut: bool) -> None:
+    # Given: nodes a and b; then the clock is ten years ahead for one message of a
+    later = START + 10 * 365 * 24 * HOUR
+    sampler = Sampler(HOW)
+    messages = [("a", START), ("b", START), ("a", later)]
+    # When: it is set right
+    hours = [(key, START + MINUTE + step * 5 * MINUTE) for step in range(48) for key in "ab"]
+    if cut:
+        told = [a for m in messages for a in choose(sampler, m).advisories + sampler.advance(0)]
+        kept = bytearray().join(choose(sampler, hour).kept for hour in hours)
+    else:
+        choices = choose(sampler, *messages, *hours)
+        told, kept = choices.advisories, choices.kept[3:]
+    # Then: both are copied hourly again, whoever looked when
+    assert 3 <= sum(kept[::2]) <= 4
+    assert 4 <= sum(kept[1::2]) <= 5
+    assert sampler.watermark_ns == hours[-1][1]
+    assert [(a.event, a.value) for a in told if a.value == "b"][:3] == [
+        (Event.NEW, "b"),
+        (Event.TIMEOUT, "b"),
+        (Event.EXPIRE, "b"),
+    ]
+
+
+def test_a_part_of_what_is_due_and_then_the_rest() -> None:
+    plain, careful = Sampler(HOW), Sampler(HOW)
+    keys = [(f"k{number:04d}", START + number % 7) for number in range(1000)]
+    for sampler in (plain, careful):
+        choose(sampler, *keys)
+    expected, found, calls = plain.advance(START + 2 * HOUR), [], 0
+    while told := careful.advance(START + 2 * HOUR, 30):
+        found += told
+        calls += 1
+    assert len(expected) == 2000
+    assert sorted(found, key=repr) == sorted(expected, key=repr)
+    assert calls == 34
+
+
+def test_a_frozen_state_stays_as_it_was() -> None:
+    # Given: more keys than one list holds, and some of them forgotten
+    sampler = Sampler(HOW)
+    count = CHUNK * 2 + 5
+    choose(sampler, *[(f"k{number}", START + number) for number in range(count)])
+    state = sampler.freeze()
+    before = {k.value: k for k in state.known()}
+    copy = Sampler(HOW, state)
+    # When: every place changes
+    choose(sampler, ("later", START + HOUR + count // 2))
+    sampler.advance(0)
+    assert sampler.values == count - count // 2
+    choose(sampler, *[(f"n{number}", START + HOUR + count) for number in range(count)])
+    sampler.advance(0)
+    assert sampler.values == count + 1
+    second = sampler.freeze()
+    choose(copy, *[(f"k{number}", START + count, 7000) for number in range(count)])
+    # Then: the state does not
+    assert {k.value: k for k in state.known()} == before
+    assert state.count() == len(before) == count
+    assert second.count() == count + 1
+    assert {k.value for k in second.known()} == {f"n{number}" for number in range(count)} | {"later"}
+
+
+def test_places_are_used_again() -> None:
+    sampler = Sampler(sampling(inspect_duration=100.0, warn_duration=0.0), tracks=False)
+    sampler.advance(START)
+    for round_ in range(50):
+        now = START + round_ * 200 * SECOND
+        choose(sampler, *[(f"k{round_}-{number}", now) for number in range(1000)])
+        sampler.advance(0)
+        assert sampler.values == 1000
+    assert len(sampler.freeze().notices) == 2000  # those of one round, and of the one before
+
+
+def test_settled_keys_count_as_seen() -> None:
+    sampler = Sampler(HOW)
+    sampler.learn(["a", "b", None, "a"], [START, START + 1, START + 2, START + 3], [10, 20, 30, 40])
+    assert known(sampler) == {"a": (START + 3, START + 3, 40, 0), "b": (START + 1, START + 1, 20, 0)}
+    assert sampler.watermark_ns == START + 3
+    at = START + 10 * HOUR
+    sampler.settle(at)
+    assert sampler.advance(at + WARN) == []
+    choices = choose(sampler, ("a", at + 1), ("c", at + 2), (None, at + WARN + 2))
+    assert list(choices.kept) == [1, 1, 1]
+    assert choices.advisories == [Advisory(Event.NEW, "c", at + 2, at + 2)]
+    assert sampler.advance(0) == [
+        Advisory(Event.TIMEOUT, "b", at, at + WARN),
+        Advisory(Event.TIMEOUT, "a", at + 1, at + 1 + WARN),
+    ]
+
+
+def test_settling_takes_nothing_back() -> None:
+    sampler = Sampler(HOW)
+    choose(sampler, ("a", START), ("b", START + MINUTE))
+    sampler.settle(START + 1)
+    assert {key: entry[0] for key, entry in known(sampler).items()} == {"a": START + 1, "b": START + MINUTE}
+
+
+def test_learning_goes_on_with_sampling() -> None:
+    sampler = Sampler(HOW)
+    sampler.learn(["a"], [START], [100])
+    choices = choose(sampler, ("a", START + MINUTE), ("a", START + HOUR - SECOND))
+    assert list(choices.kept) == [0, 1]
+    sampler.learn([], [], [])
+    assert sampler.watermark_ns == START + HOUR - SECOND
+
+
+def test_one_call_or_many_make_no_difference() -> None:
+    dice = random.Random(3)
+    now, messages = START, []
+    for _ in range(20_000):
+        now += dice.choice([0, 1, SECOND, 40 * SECOND])
+        messages.append((f"k{dice.randrange(300)}", now, dice.choice([100, 2000]), dice.random() < 0.01))
+    whole, single = Sampler(HOW), Sampler(HOW)
+    expected = choose(whole, *messages)
+    found = [choose(single, message) for message in messages]
+    assert bytearray().join(f.kept for f in found) == expected.kept
+    assert [a for f in found for a in f.advisories] == expected.advisories
+    assert known(single) == known(whole)
+
+
+def test_keys_are_told_apart_exactly() -> None:
+    keys = ["a", "A", "á", "a\u0301", "a ", " a", "a\0", "1", "1.0", "True", "true", "\ufeffa"]
+    sampler = Sampler(HOW)
+    assert list(choose(sampler, *[(key, START) for key in keys]).kept) == [1] * len(keys)
+    assert sampler.values == len(keys)
+
+
+def test_headers_and_payload_stay_out_of_the_sampler() -> None:
+    rows = Columns([1, 2], [START, START], [b"\xff", b"s"], [None, b""], [b"", b'{"sender": "a"}'])
+    choices = Sampler(HOW).fold(rows)
+    assert list(choices.kept) == [1, 1]
+    assert choices.keys == [None, "a"]

@@ -1,0 +1,287 @@
+"""Snapshots: what comes back is what was written, or it is refused; and neither takes long or much memory."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import resource
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.chain import Chain
+from egress.advisories.event import Advisory, Event
+from egress.sampling.blocks import MAGIC, MAX_BLOCK, framed, unframed
+from egress.sampling.fold import Sampler
+from egress.sampling.snapshot import Snapshot, decode, encode
+from egress.sampling.state import CHUNK, SamplerState
+from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+
+CHAIN = Chain("us-east", "NODE_DATA", 3, 7)
+HOW = sampling()
+
+
+def snapshot(keys: int = 100, outbox: int = 3) -> Snapshot:
+    sampler, dice = Sampler(HOW), random.Random(keys)
+    for first in range(0, keys, 5000):
+        names = [f"node-{number:06d}.é.example.net" for number in range(first, min(keys, first + 5000))]
+        times = [START + first * 1000 + place for place in range(len(names))]
+        sampler.choose(names, None, times, [dice.randrange(5000) for _ in names])
+    sampler.advance(START + 13 * MINUTE)
+    told = tuple(Advisory(Event.TIMEOUT, f"node-{n:06d}", START, START + MINUTE) for n in range(outbox))
+    return Snapshot(CHAIN, 12_345, HOW.digest, START + 5, sampler.freeze(), told)
+
+
+def raw(of: Snapshot) -> bytes:
+    return b"".join(encode(of))
+
+
+def content(of: Snapshot) -> tuple[Any, ...]:
+    state = of.state
+    head = (of.chain, of.position, of.sampling_digest, of.newest_ns, state.duration_ns, state.watermark_ns)
+    return (*head, sorted(state.known(), key=lambda k: k.value), of.outbox)
+
+
+@pytest.mark.parametrize("keys", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 17])
+@pytest.mark.parametrize("outbox", [0, 1, 3000])
+def test_what_is_written_comes_back(keys: int, outbox: int) -> None:
+    written = snapshot(keys, outbox)
+    read = decode(raw(written))
+    assert content(read) == content(written)
+    assert read.state.count() == keys
+    assert raw(read) == raw(written)
+
+
+def test_an_empty_state_comes_back() -> None:
+    genesis = Snapshot(CHAIN, 1, HOW.digest, 0, SamplerState.empty(HOUR))
+    assert decode(raw(genesis)) == genesis
+    assert len(raw(genesis)) < 400
+
+
+def test_free_places_are_left_out() -> None:
+    sampler = Sampler(HOW)
+    names = [f"k{number}" for number in range(4 * CHUNK)]
+    sampler.choose(names, None, [START + place for place in range(len(names))], [1] * len(names))
+    sampler.choose(["last"], None, [START + HOUR + 3 * CHUNK + 9], [1])
+    sampler.advance(0)
+    state = sampler.freeze()
+    assert state.count() == CHUNK - 9
+    read = decode(raw(Snapshot(CHAIN, 5, HOW.digest, START, state))).state
+    assert sorted(read.known(), key=repr) == sorted(state.known(), key=repr)
+    assert len(read.notices) == CHUNK - 9
+    assert Sampler(HOW, read).values == Sampler(HOW, state).values == CHUNK - 9
+
+
+def test_the_same_bytes_for_the_same_state() -> None:
+    assert raw(snapshot()) == raw(snapshot())
+
+
+def test_steps_are_small() -> None:
+    steps = list(encode(snapshot(20 * CHUNK, 5000)))
+    assert len(steps) == 1 + 1 + 20 + 5 + 1
+    assert max(map(len, steps)) < 400_000
+
+
+def test_keys_of_every_kind_come_back() -> None:
+    keys = ["\0", "\ufffd", "😀" * 256, "a" * 1024, "\\xff", " ", "\r\n", "é", "\u0301"]
+    sampler = Sampler(HOW)
+    sampler.choose([*keys], None, [START] * len(keys), [2**32 - 1] * len(keys))
+    state = sampler.freeze()
+    assert content(decode(raw(Snapshot(CHAIN, 5, HOW.digest, START, state))))[6] == sorted(
+        state.known(), key=lambda k: k.value
+    )
+
+
+def test_the_longest_keys_fit_a_block() -> None:
+    dice = random.Random(0)
+    keys = ["".join(chr(dice.randrange(0x10000, 0x20000)) for _ in range(256)) for _ in range(CHUNK)]
+    sampler = Sampler(HOW)
+    sampler.choose([*keys], None, [START] * CHUNK, [1] * CHUNK)
+    assert decode(raw(Snapshot(CHAIN, 5, HOW.digest, START, sampler.freeze()))).state.count() == CHUNK
+
+
+@pytest.mark.parametrize("keys", [0, 50])
+def test_every_cut_is_refused(keys: int) -> None:
+    whole = raw(snapshot(keys))
+    for length in range(len(whole)):
+        with pytest.raises(ValueError):
+            decode(whole[:length])
+    with pytest.raises(ValueError):
+        decode(whole + b"\0")
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_flipped_bit_is_refused(data: st.DataObject) -> None:
+    whole = bytearray(raw(snapshot(40)))
+    place = data.draw(st.integers(0, len(whole) - 1))
+    whole[place] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(ValueError):
+        decode(bytes(whole))
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=200, deadline=None)
+def test_no_bytes_do_harm(noise: bytes) -> None:
+    for content in (noise, MAGIC + noise, sealed(noise)):
+        with pytest.raises(ValueError):
+            decode(content)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_no_block_does_harm(data: st.DataObject) -> None:
+    """Damage below a hash that is right, as somebody may write it on purpose."""
+    blocks = [bytearray(block) for block in unframed(raw(snapshot(30)))]
+    block = data.draw(st.sampled_from(blocks))
+    place = data.draw(st.integers(0, len(block) - 1))
+    if data.draw(st.booleans()):
+        block[place] = data.draw(st.integers(0, 255))
+    else:
+        del block[place:]
+    try:
+        read = decode(b"".join(framed(map(bytes, blocks))))
+    except ValueError:
+        return
+    # what is taken can be worked with
+    sampler = Sampler(HOW, read.state)
+    assert len(list(read.state.known())) == sampler.freeze().count() == read.state.count()
+    sampler.advance(START + 5 * HOUR)
+    sampler.choose(["node-000001.é.example.net", "x"], None, [START + HOUR] * 2, [1, 2])
+
+
+def sealed(body: bytes) -> bytes:
+    """Any content under a hash that is right."""
+    return MAGIC + body + hashlib.sha256(MAGIC + body).digest()
+
+
+def test_another_version_is_refused() -> None:
+    body = raw(snapshot())[len(MAGIC) : -32]
+    other = MAGIC[:-1] + b"2"
+    with pytest.raises(ValueError, match="FLOESMP1"):
+        decode(other + body + hashlib.sha256(other + body).digest())
+    assert decode(sealed(body)) is not None
+
+
+def head(**changes: Any) -> bytes:
+    found = msgspec.msgpack.decode(next(unframed(raw(snapshot(0, 0)))))
+    return msgspec.msgpack.encode(found | changes)
+
+
+def keys_block(values: list[Any], **changes: bytes) -> bytes:
+    count = len(values)
+    columns = {
+        "seen": struct.pack(f"<{count}q", *[START] * count),
+        "due": struct.pack(f"<{count}q", *[START] * count),
+        "sizes": bytes(4 * count),
+        "notices": bytes(count),
+    }
+    return msgspec.msgpack.encode([values, *(columns | changes).values()])
+
+
+def advisories_block(*advisories: tuple[Any, ...]) -> bytes:
+    return msgspec.msgpack.encode(list(advisories))
+
+
+NEW = ("new", "a", 1, 1)
+GOOD = keys_block(["a", "b"])
+BAD: dict[str, list[bytes]] = {
+    "no head": [],
+    "head is something else": [GOOD],
+    "another byte order": [head(byte_order="big")],
+    "an unknown byte order": [head(byte_order="pdp")],
+    "an unknown field": [head(more=1)],
+    "a chain that is none": [head(chain="../x/y")],
+    "a position below 0": [head(position=-1)],
+    "a position beyond all": [head(position=2**63)],
+    "more keys than blocks": [head(keys=2)],
+    "more keys than bytes": [head(keys=2**62), GOOD],
+    "more advisories than bytes": [head(advisories=2**62), advisories_block(NEW)],
+    "fewer keys than blocks": [head(keys=1), GOOD],
+    "no keys in a block": [head(keys=2), keys_block([]), GOOD],
+    "one key twice": [head(keys=2), keys_block(["a", "a"])],
+    "one key in two blocks": [head(keys=4), GOOD, keys_block(["c", "a"])],
+    "a key that is empty": [head(keys=1), keys_block([""])],
+    "a key that is too long": [head(keys=1), keys_block(["a" * 1025])],
+    "a key that is none": [head(keys=1), keys_block([None])],
+    "a key that is a number": [head(keys=1), keys_block([5])],
+    "too many keys in a block": [head(keys=CHUNK + 1), keys_block([f"{n}" for n in range(CHUNK + 1)])],
+    "a column too short": [head(keys=2), keys_block(["a", "b"], seen=bytes(15))],
+    "a column too long": [head(keys=2), keys_block(["a", "b"], due=bytes(24))],
+    "no sizes": [head(keys=2), keys_block(["a", "b"], sizes=b"")],
+    "a notice too many": [head(keys=2), keys_block(["a", "b"], notices=bytes(3))],
+    "a notice that is none": [head(keys=2), keys_block(["a", "b"], notices=b"\0\3")],
+    "a time below 0": [head(keys=2), keys_block(["a", "b"], seen=struct.pack("<2q", 1, -1))],
+    "the time of a free place": [head(keys=2), keys_block(["a", "b"], seen=struct.pack("<2q", 1, 2**63 - 1))],
+    "no advisories": [head(advisories=1), advisories_block()],
+    "more advisories than blocks": [head(advisories=1)],
+    "an unknown event": [head(advisories=1), advisories_block(("old", "a", 1, 1))],
+    "an advisory too short": [head(advisories=1), advisories_block(("new", "a", 1))],
+    "an advisory of the wrong type": [head(advisories=1), advisories_block(("new", "a", "1", 1))],
+    "more than was declared": [head(keys=2), GOOD, advisories_block(NEW)],
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_snapshot_is_refused(what: str) -> None:
+    with pytest.raises(ValueError):
+        decode(b"".join(framed(BAD[what])))
+
+
+def test_those_blocks_are_good_otherwise() -> None:
+    good = [head(keys=2, advisories=1), GOOD, advisories_block(NEW)]
+    read = decode(b"".join(framed(good)))
+    assert {k.value for k in read.state.known()} == {"a", "b"}
+    assert read.outbox == (Advisory(Event.NEW, "a", 1, 1),)
+
+
+def test_sizes_that_are_declared_take_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    packed = next(iter(list(framed([b"a" * 100]))[1:]))[8:]
+    for length, size in [(len(packed), 2**32 - 1), (2**32 - 1, 100), (len(packed), MAX_BLOCK + 1), (0, 0)]:
+        with pytest.raises(ValueError):
+            decode(sealed(struct.pack("<II", length, size) + packed))
+    huge = b"\xdd\xff\xff\xff\xff"  # a list of 4 billion
+    for body in ([head(keys=1), b"\x95" + huge], [head(keys=1), huge], [huge], [head(advisories=1), huge]):
+        with pytest.raises(ValueError):
+            decode(b"".join(framed(body)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30_000  # KiB
+
+
+def test_a_small_file_does_not_become_a_large_one() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def the_same() -> Iterator[bytes]:
+        block = keys_block(["a" * 1024 for _ in range(CHUNK)])
+        yield head(keys=100_000)
+        for _ in range(2000):
+            yield block
+
+    bomb = b"".join(framed(the_same()))
+    assert len(bomb) < 3_000_000
+    with pytest.raises(ValueError):
+        decode(bomb)
+    many = [msgspec.msgpack.encode([("new", "a", 1, 1)] * 1024)] * 5000
+    with pytest.raises(ValueError):
+        decode(b"".join(framed([head(advisories=5000 * 1024), *many])))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60_000  # KiB
+
+
+def test_what_compresses_best_is_not_taken_for_a_bomb() -> None:
+    # Given: the most regular state there may be
+    sampler = Sampler(sampling(inspect_duration=1.0, warn_duration=0.0))
+    keys = [f"{number:06d}" for number in range(20_000)]
+    sampler.choose([*keys], None, [START] * len(keys), [0] * len(keys))
+    told = sampler.advance(START + SECOND)
+    assert len(told) == 40_000
+    # When, Then
+    written = Snapshot(CHAIN, 9, HOW.digest, 0, sampler.freeze(), tuple(told))
+    assert content(decode(raw(written))) == content(written)
+    written = replace(written, state=SamplerState.empty(SECOND))
+    assert decode(raw(written)).outbox == tuple(told)

@@ -1,0 +1,154 @@
+"""Reasons for leaving out: their order, and that none shows the next one what it left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.jetstream.headers import Provenance, escape
+from common.segments.rows import Columns
+from egress.sampling.fold import Choices
+from egress.sampling.sieve import Sieve
+from egress.sifted import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, left_out
+
+SECOND = 1_000_000_000
+
+
+def hop(site: str) -> bytes:
+    return escape(None, Provenance(site, "FEED", 0, 0, 7, 1_700_000_000_000_000_001))
+
+
+def batch(*messages: tuple[int, bytes | None]) -> Columns:
+    """Messages from sequence 1 on, each with its time (s) and its headers."""
+    count = len(messages)
+    sequences = list(range(1, count + 1))
+    return Columns(
+        sequences,
+        [time * SECOND for time, _ in messages],
+        [b"s"] * count,
+        [headers for _, headers in messages],
+        [b"%d" % sequence for sequence in sequences],
+    )
+
+
+class EveryOther:
+    """A sampler that keeps every other message, and notes which it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[int] = []
+
+    def fold(self, columns: Columns) -> Choices:
+        self.shown += columns.sequences
+        kept = bytearray(place % 2 == 0 for place in range(len(columns.sequences)))
+        return Choices(kept, [f"k{s}" for s in columns.sequences], 0, 0, [])
+
+
+def sieve(sampler: Any = None, *, relay: bool = True, keep: int = 100) -> Sieve:
+    return Sieve("here", relay=relay, keep_ns=keep * SECOND, sampler=sampler)
+
+
+def test_reasons_are_asked_in_order_and_the_sampler_sees_only_what_the_others_pass() -> None:
+    sampler = EveryOther()
+    found = sieve(sampler).sift(
+        batch(
+            (1_000, None), (899, hop("here")), (899, None), (1_000, hop("there")), (900, None), (1_000, None)
+        )
+    )
+    assert list(found.codes) == [KEPT, LOOPED, TOO_OLD, SAMPLED_OUT, KEPT, SAMPLED_OUT]
+    assert sampler.shown == [1, 4, 5, 6]
+    assert (found.kept.sequences, found.kept.sample_keys) == ([1, 5], ["k1", "k5"])
+    assert {reason.value: count for reason, count in left_out(found.codes).items()} == {
+        "looped": 1,
+        "too_old": 1,
+        "sampled_out": 2,
+    }
+
+
+def test_a_batch_that_is_left_out_as_a_whole_is_not_shown_to_the_sampler() -> None:
+    sampler = EveryOther()
+    sifter = sieve(sampler)
+    found = sifter.sift(batch((1, hop("here")), (2, hop("here"))))
+    assert (list(found.codes), found.kept.sequences, sampler.shown) == ([LOOPED, LOOPED], [], [])
+    assert sifter.choices is None
+
+
+def test_hops_are_believed_on_relays_only() -> None:
+    """Elsewhere anybody may have written the header, to hide a message."""
+    found = sieve(relay=False).sift(batch((1, hop("here"))))
+    assert found.kept.sequences == [1]
+
+
+def test_a_header_that_only_mentions_floe_source_hides_nothing() -> None:
+    forged = b"NATS/1.0\r\nX: Floe-Source: here FEED 0000 0 7 1\r\n\r\n"
+    behind = b"NATS/1.0\r\nA: b\r\nFloe-Source: here FEED 0000 0 7 1\r\n\r\n"
+    assert sieve().sift(batch((1, forged), (1, behind))).kept.sequences == [1, 2]
+
+
+def test_a_message_that_came_through_this_site_two_hops_ago_is_looped() -> None:
+    block = escape(hop("here"), Provenance("there", "FEED", 0, 0, 9, 1), relay=True)
+    assert list(sieve().sift(batch((1, block))).codes) == [LOOPED]
+
+
+def test_age_is_counted_from_the_newest_message_before() -> None:
+    sifter = sieve()
+    assert list(sifter.sift(batch((50, None), (500, None), (50, None))).codes) == [KEPT, KEPT, TOO_OLD]
+    assert list(sifter.sift(batch((399, None), (400, None))).codes) == [TOO_OLD, KEPT]
+    assert sifter.newest_ns == 500 * SECOND
+
+
+def test_what_the_source_holds_counts_as_seen_and_says_whether_that_changes_anything() -> None:
+    sifter = sieve()
+    sifter.sift(batch((500, None)))
+    assert not sifter.saw(400 * SECOND)
+    assert not sifter.saw(600 * SECOND)
+    assert sifter.saw(701 * SECOND)
+    assert list(sifter.sift(batch((600, None), (601, None))).codes) == [TOO_OLD, KEPT]
+    assert not sieve(keep=0).saw(701 * SECOND)
+
+
+TIMES = st.lists(st.integers(0, 50), min_size=1, max_size=30)
+
+
+@given(st.lists(TIMES, max_size=5), st.integers(1, 20), st.integers(0, 60))
+@settings(max_examples=300, deadline=None)
+def test_too_old_agrees_with_looking_at_every_message(batches: list[list[int]], keep: int, seen: int) -> None:
+    sifter, newest = sieve(keep=keep), seen
+    sifter.saw(seen * SECOND)
+    for times in batches:
+        expected = []
+        for time in times:
+            newest = max(newest, time)
+            expected.append(TOO_OLD if time < newest - keep else KEPT)
+        assert list(sifter.sift(batch(*((time, None) for time in times))).codes) == expected
+
+
+def examined(codes: Iterable[int]) -> Sifted:
+    chosen = list(codes)
+    columns = batch(*((1, None) for _ in chosen))
+    places = [place for place, code in enumerate(chosen) if not code]
+    keys: list[str | None] = [str(place) for place in places]
+    rows = Columns(*([values[p] for p in places] for values in _lists(columns)), keys)
+    return Sifted(columns, bytes(chosen), rows)
+
+
+def _lists(columns: Columns) -> list[list[Any]]:
+    return [columns.sequences, columns.timestamps_ns, columns.subjects, columns.headers, columns.payloads]
+
+
+@given(st.lists(st.sampled_from([KEPT, LOOPED, TOO_OLD, SAMPLED_OUT]), min_size=1), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_part_holds_what_was_kept_inside_it(codes: list[int], data: Any) -> None:
+    whole = examined(codes)
+    first = data.draw(st.integers(0, len(codes)))
+    last = data.draw(st.integers(first, len(codes)))
+    part = whole.part(first, last)
+    assert (list(part.codes), len(part)) == (codes[first:last], last - first)
+    assert part.kept == examined(codes).part(first, last).kept
+    assert part.kept.sequences == [p + 1 for p in range(first, last) if not codes[p]]
+    assert part.kept.sample_keys == [str(p) for p in range(first, last) if not codes[p]]
+    for rows in range(1, len(whole.kept.sequences) + 1):
+        assert codes[: whole.behind(rows)].count(KEPT) == rows
+        assert codes[whole.behind(rows) - 1] == KEPT
