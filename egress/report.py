@@ -73,6 +73,14 @@ class FeedReport:
         self._failure = ""
         self.state("reading", ready=True)
 
+    def closing(self, missing: Sequence[int]) -> None:
+        """The partition has ended with its incarnation; the others are waited for."""
+        metrics.stopped.labels(*self._labels).set(0)
+        metrics.waiting.labels(*self._labels).set(0)
+        self._failure = ""
+        numbers = ", ".join(map(str, missing))
+        self.state("closing", ready=True, why=f"waiting for partitions {numbers}")
+
     def waits(self, error: FloeError) -> None:
         """A server cannot be reached; it is tried again."""
         metrics.waiting.labels(*self._labels).set(1)

@@ -10,6 +10,7 @@ from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.kv import KeyValue, state_key
 from egress.partitions.closing import Closing
+from egress.resolve.hints import believe_listing
 
 
 class Closings:
@@ -50,7 +51,7 @@ class Closings:
         except ValueError as error:
             raise DataError(
                 f"closing of {chain}: {error} (begins {value[:40]!r})",
-                hint="each partition notes its end again, an operator's decision is to be made again: "
-                f"nats kv del {self._state.bucket} {self.key(chain)}",
+                hint="without it each partition notes its end again, and a decision is to be made again: "
+                + believe_listing(chain),
                 code="E-STATE-KV",
             ) from error

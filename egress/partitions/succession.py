@@ -88,8 +88,7 @@ class Succession:
         self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: asyncio.Event
     ) -> None:
         """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
-        missing = ", ".join(map(str, closing.missing(self._count, created)))
-        self._report.state("closing", ready=True, why=f"waiting for partitions {missing}")
+        self._report.closing(closing.missing(self._count, created))
         check = self._parts.tuning.pace.check
         until = self._parts.clock.monotonic() + check
         ends = stop.wait(), lease.give_back.wait(), lease.lost.wait()

@@ -53,9 +53,14 @@ async def watch(part: Slice, client: FloeClient, threads: Threads, report: FeedR
 
     Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.
     """
-    while part.partition == 0 and part.settings.is_partitioned:
-        try:
-            report.unmatched(await look(client, part.stream, part.settings.filters(), threads))
-        except FloeError as error:
-            log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
-        await clock.sleep(LOOK_EVERY)
+    if part.partition or not part.settings.is_partitioned:
+        return
+    try:
+        while True:
+            try:
+                report.unmatched(await look(client, part.stream, part.settings.filters(), threads))
+            except FloeError as error:
+                log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
+            await clock.sleep(LOOK_EVERY)
+    finally:
+        report.unmatched(Unmatched())  # whoever looks next tells

@@ -6,6 +6,7 @@ from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.kv import KeyValue, state_key
 from egress.resolve.acceptance import Acceptance
+from egress.resolve.hints import believe_listing
 
 
 class Acceptances:
@@ -31,7 +32,7 @@ class Acceptances:
         except ValueError as error:
             raise DataError(
                 f"acceptance of {chain}: {error} (begins {entry.value[:40]!r})",
-                hint=f"without it the evidence counts: nats kv del {self._state.bucket} {self.key(chain)}",
+                hint=f"without it the evidence counts: {believe_listing(chain)}",
                 code="E-STATE-KV",
             ) from error
 

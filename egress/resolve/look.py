@@ -15,6 +15,7 @@ from egress.history import History, Incarnation
 from egress.identity import Evidence, Kind, Verdict, Witness
 from egress.inquiry import Inquiry
 from egress.opened import Opened
+from egress.partitions.closings import Closings
 from egress.position import end_of
 from egress.resolve.choices import CODES, Choice, bounds, choices
 from egress.resolve.decisions import Acceptances
@@ -127,6 +128,7 @@ async def _judged(opened: Opened, part: Slice, current: Incarnation, archive: Ar
     inquiry = Inquiry(part, parts, opened.pools.io)
     try:
         inquiry.acceptance = await Acceptances(parts.state).get(current.chain)
+        await Closings(parts.state).get(current.chain)
     except DataError as spoiled:
         return Case(part, current, archive.first, archive.refs, error=spoiled)
     evidence, verdict = await inquiry.look(current, archive)

@@ -1,4 +1,4 @@
-"""Killed between any two steps that end an incarnation and begin the next: nothing in both, nothing in none."""
+"""Killed between any two steps that end an incarnation and begin the next: nothing in both or in none."""
 
 from __future__ import annotations
 

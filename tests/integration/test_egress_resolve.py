@@ -5,13 +5,17 @@ exactly.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from common.chain import Chain
+from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.segments.segment import Message
+from egress.partitions.closings import Closings
+from egress.resolve.decisions import Acceptances
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare
 from infra.oracle_streams import read_stream
@@ -304,6 +308,26 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
         await parts.archived_to(30, 1)
     assert parts.previous(1) == {0: 20, 1: 20, 2: 20}
     await parts.same(stream, 1)
+
+
+# E-STATE-KV (E-LISTING, E-EMPTY-ARCHIVE and a spoiled mark: test_egress_histories.py)
+
+
+@pytest.mark.parametrize("what", [Closings.key, Acceptances.key])
+async def test_decisions_that_cannot_be_read_are_forgotten(
+    bench: Bench, what: Callable[[Chain], str]
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await archive(bench, stream, [b"x"] * 10)
+    state = await KeyValue.open(bench.client, bench.state_bucket)
+    await state.put(what(bench.chain(stream)), b"spoiled")
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 15)
+    assert await bench.mark(stream) == 15
+    await bench.same(stream, stream)
 
 
 # Nothing to decide
