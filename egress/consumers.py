@@ -4,7 +4,7 @@
 |---|---|---|
 | limits | ephemeral, in memory, from the position on | nothing |
 | work queue | durable, of all that the queue holds | each message |
-| interest | durable, from the position on | all up to a message |
+| interest | durable, from what is not acknowledged on, or from the position | all up to a message |
 
 A durable that lived on would deliver new messages before those that were delivered and not acknowledged, so
 each session replaces it and delivery begins again, in order. On an interest stream the next one is created
@@ -16,7 +16,8 @@ instance that wakes up cannot pull from its successor's.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import Stopped
@@ -29,6 +30,7 @@ from common.jetstream.streams import (
     consumer_names,
     create_consumer,
     delete_consumer,
+    stream_info,
 )
 from common.settings.overlap import overlaps
 from common.settings.start import StartSettings
@@ -42,6 +44,9 @@ LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
 # longest that a message may wait for its segment, a lease and an upload together.
 ACK_WAIT = 7 * 86_400.0
 TAKEN = (10099, 10100)  # a work queue has a consumer for these subjects already
+ACKNOWLEDGES_ALL = (2, 15, 0)  # 2.10.26, 2.11.11 and 2.12.8 are older in this
+READING = "Floe egress; replaced by each of its sessions"
+HOLDING = "Floe egress; keeps messages until it is known which stream this is"
 RANDOM = 4  # bytes at the end of a name
 
 
@@ -49,13 +54,15 @@ RANDOM = 4  # bytes at the end of a name
 class Wanted:
     """What is to be read: the messages of `part`, from a stream of that `retention`.
 
-    `first`: where it is read from, where the retention leaves the choice. `inactive`: seconds until the
+    `first`: where it is read from, where the retention leaves the choice; on an interest stream what a former
+    durable did not acknowledge comes before that, but not before `begin`. `inactive`: seconds until the
     server drops an idle ephemeral.
     """
 
     part: Slice
     retention: str
     first: int = 1
+    begin: int = 1
     inactive: float = 300.0
 
     @property
@@ -79,7 +86,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The consumer to read through, and the durables of the slice that it has replaced."""
+    """The consumer to read through, and the durables of the slice that it has replaced, but for those that
+    `hold` made.
+    """
 
     consumer: ConsumerInfo
     former: tuple[str, ...] = ()
@@ -102,17 +111,22 @@ def ephemeral(wanted: Wanted) -> dict[str, Any]:
     )
 
 
-def durable(wanted: Wanted) -> dict[str, Any]:
-    """A consumer that outlives its reader, with storage and replicas as the stream has them."""
+def durable(wanted: Wanted, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
+    """A consumer that outlives its reader, with storage and replicas as the stream has them.
+
+    `version`: the server's. Older ones believe that a durable which acknowledges all up to a message still
+    wants what lies before its beginning, and keep that for it.
+    """
     if wanted.retention == INTEREST:
-        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": wanted.first, "ack_policy": "all"}
+        policy = "all" if version >= ACKNOWLEDGES_ALL else "explicit"
+        start = {"deliver_policy": "by_start_sequence", "opt_start_seq": wanted.first, "ack_policy": policy}
     else:
         start = {"deliver_policy": "all", "ack_policy": "explicit"}
     return _filtered(
         wanted,
         {
             "durable_name": f"{wanted.part.durable}_{secrets.token_hex(RANDOM)}",
-            "description": "Floe egress; replaced by each of its sessions",
+            "description": description,
             "ack_wait": int(ACK_WAIT * SECOND),
             "max_deliver": -1,
             "max_ack_pending": -1,
@@ -137,20 +151,34 @@ async def take(client: FloeClient, wanted: Wanted) -> Taken:
     names = await consumer_names(client, wanted.stream)
     ours, former = list(filter(wanted.is_ours, names)), list(filter(wanted.is_former, names))
     if wanted.retention == INTEREST:
-        consumer = await create(client, wanted)
-        if former or await _filter_has_changed(client, wanted, ours):
+        known = await _known(client, wanted, ours)
+        ours = [info.name for info in known]
+        consumer = await create(client, replace(wanted, first=first(wanted, known)))
+        if former or any(filters(info.config) != [wanted.part.filter_subject] for info in known):
+            # Before a repartition one durable kept messages for what are several partitions now.
             await keep_for_all(client, wanted.part, wanted.retention)
         await _delete(client, wanted, ours + former)
+        ours = [info.name for info in known if info.config.get("description") != HOLDING]
     else:
         await _delete(client, wanted, ours + former)
         consumer = await create(client, wanted)
     return Taken(consumer, tuple(ours))
 
 
-async def _filter_has_changed(client: FloeClient, wanted: Wanted, names: list[str]) -> bool:
-    """Whether the feed has other partitions now: a former durable kept messages for those as well."""
+async def _known(client: FloeClient, wanted: Wanted, names: list[str]) -> list[ConsumerInfo]:
     found = [await consumer_info(client, wanted.stream, name) for name in names]
-    return any(info and filters(info.config) != [wanted.part.filter_subject] for info in found)
+    return [info for info in found if info is not None]
+
+
+def first(wanted: Wanted, former: Sequence[ConsumerInfo]) -> int:
+    """Where the durable of an interest stream begins: behind what a former one has acknowledged.
+
+    Servers before 2.15 keep what is behind that and before a new durable for ever, so it is delivered to the
+    new one, and acknowledged by it.
+    """
+    if not former:
+        return wanted.first
+    return min(wanted.first, max(wanted.begin, *(info.acknowledged + 1 for info in former)))
 
 
 async def keep_for_all(client: FloeClient, part: Slice, retention: str) -> None:
@@ -160,6 +188,20 @@ async def keep_for_all(client: FloeClient, part: Slice, retention: str) -> None:
         wanted = Wanted(each, retention)
         if not any(map(wanted.is_ours, names)):
             await create(client, wanted)
+
+
+async def hold(client: FloeClient, part: Slice) -> None:
+    """Let an interest stream without a durable of the slice keep messages for it from now on.
+
+    Before the stream is judged, which takes its time, and where the chain stops until an operator decides: a
+    stream that was made anew would drop meanwhile what is published.
+    """
+    info = await stream_info(client, part.stream)
+    if info is None or info.config.get("retention") != INTEREST:
+        return
+    wanted = Wanted(part, INTEREST)
+    if not await ours(client, wanted):
+        await create(client, wanted, HOLDING)
 
 
 async def ours(client: FloeClient, wanted: Wanted) -> list[str]:
@@ -186,10 +228,11 @@ async def _delete(client: FloeClient, wanted: Wanted, names: list[str]) -> None:
         await delete_consumer(client, wanted.stream, name)
 
 
-async def create(client: FloeClient, wanted: Wanted) -> ConsumerInfo:
+async def create(client: FloeClient, wanted: Wanted, description: str = READING) -> ConsumerInfo:
     """A new durable, beside others. Raises as `take`."""
+    config = durable(wanted, client.server_version, description)
     try:
-        consumer = await create_consumer(client, wanted.stream, durable(wanted))
+        consumer = await create_consumer(client, wanted.stream, config)
     except ApiError as error:
         if error.err_code in TAKEN:
             raise await _taken(client, wanted) from None

@@ -56,6 +56,7 @@ class Feed:
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(Threads(f"egress-{name}", 3), Threads(f"encode-{name}", 1))
         self._report = FeedReport(self._chain, part.stream, health)
+        self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
         self._seat = sharing.seat(lease_key(self._chain), self._report)
         self._worker = Worker(part, parts, self._pools, self._report)
         self._backoff = Backoff(parts.rng)

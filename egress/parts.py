@@ -75,8 +75,8 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot. `encoder`: one thread, so that pieces stay in
-    order and only one heap keeps what encoding has freed."""
+    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot. `encoder`: one thread, so
+    that pieces stay in order and only one heap keeps what encoding has freed."""
 
     io: Threads
     encoder: Threads

@@ -90,7 +90,8 @@ class Reader:
         self._target, self._on_doubt, self._has_room = target, on_doubt, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, clock
         self._pulling = pulling or Pulling()
-        self._wanted = Wanted(part, retention, first, self._pulling.inactive)
+        begin = archived[0].first if archived else first
+        self._wanted = Wanted(part, retention, first, begin, self._pulling.inactive)
         self._window = max(window, client.max_payload + MESSAGE_ROOM)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
@@ -140,7 +141,7 @@ class Reader:
             taken.consumer,
             self._clock,
             self._account,
-            whole=self._wanted.retention == INTEREST,
+            whole=taken.consumer.config.get("ack_policy") == "all",
             first=self._first,
             archived=self._archived,
         )

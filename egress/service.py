@@ -133,6 +133,8 @@ class Service:
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], Parts]:
         settings = self._settings
+        for part in ("objects", "nats"):
+            self._health.set_ready(part, False, "starting")
         objects = self._objects or open_objects(settings.store)
         chains = open_chains(settings, objects)
         await self._patiently("objects", lambda: self._look_into(objects, chains.layout.tails_prefix()))

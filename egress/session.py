@@ -129,7 +129,8 @@ class Session:
         try:
             await self._reader.open()
             if self._reader.is_durable:
-                self._report.durable(self._reader.lapsed, self._first, has_begun=bool(self._archive.refs))
+                has_begun = bool(self._archive.refs) or self._archive.chain.incarnation > 0
+                self._report.durable(self._reader.lapsed, self._first, has_begun=has_begun)
             self._report.reading(self._archive.chain, self._first, self._archive.end)
             async with asyncio.TaskGroup() as tasks:
                 side = [

@@ -15,7 +15,7 @@ from common.errors import Stopped
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from egress.archive import Archive, Marks
-from egress.consumers import LIMITS, check_start
+from egress.consumers import LIMITS, check_start, hold
 from egress.expiry import Expiry
 from egress.history import History, Incarnation
 from egress.identity import Evidence, Kind, Source, Verdict
@@ -101,6 +101,7 @@ class Worker:
             await self._put_held(lease)
             await self._succession.begin(current, closing)
             return
+        await hold(self._parts.client, self._slice)
         found = await self._judge(current, archive, closing, leaving)
         if found is not None and found.verdict.is_same and found.evidence.source is not None:
             await self._go_on(found, found.evidence.source, lease, stop, leaving)

@@ -53,7 +53,8 @@ class ConsumerInfo:
 
     `stream_sequence`, `consumer_sequence`: of the last message delivered; `pending`: matching messages that
     were not delivered yet, by the consumer's leader. `ack_floor`: the consumer sequence up to which every
-    message is acknowledged; `ack_pending`: how many were delivered and are not acknowledged.
+    message is acknowledged, `acknowledged`: the stream sequence of that one; `ack_pending`: how many were
+    delivered and are not acknowledged.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ConsumerInfo:
     leader: str
     ack_floor: int = 0
     ack_pending: int = 0
+    acknowledged: int = 0
 
 
 class AckReply(NamedTuple):
@@ -313,6 +315,7 @@ def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
             leader=_leader(answer),
             ack_floor=_count((answer.get("ack_floor") or {}).get("consumer_seq", 0)),
             ack_pending=_count(answer.get("num_ack_pending", 0)),
+            acknowledged=_count((answer.get("ack_floor") or {}).get("stream_seq", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None

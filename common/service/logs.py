@@ -29,6 +29,7 @@ MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no eve
 Event = MutableMapping[str, Any]
 
 _names: set[str] = set()
+_always: dict[str, Any] = {}
 _level = logging.NOTSET
 _handler: LineHandler | None = None
 
@@ -77,6 +78,11 @@ def configure(
         logging.getLogger(name).setLevel(_level)
 
 
+def always(**fields: Any) -> None:
+    """Have every line from now on hold these fields, those of libraries too."""
+    _always.update(fields)
+
+
 def flush() -> None:
     """Wait, for a second at most, until the lines so far are written."""
     if _handler is not None:
@@ -104,6 +110,7 @@ def _arrange(event: Event, instance: str) -> dict[str, Any]:
     }
     if instance:
         line["instance"] = instance
+    line.update(_always)
     _explain(event)
     return line | {key: _plain(value) for key, value in event.items()}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import random
 import sys
 
 from common.clock import Clock, SystemClock
-from common.errors import ConfigError
+from common.errors import ConfigError, FloeError
 from common.service.endings import is_debug
 from common.service.logs import flush
 from common.service.monitor import Health, Monitor
@@ -24,8 +25,11 @@ BEAT = 1.0  # seconds
 
 def command(config: str) -> list[str]:
     """What runs one worker: this Python, this Floe, the same file."""
-    # Not from the folder that the parent was started in: a `common` there would be another one's.
-    return [sys.executable, "-P", "-m", "floe", "egress", "run", "-c", config]
+    # As a script its own folder comes first, whatever the folder is that the parent was started in.
+    found = importlib.util.find_spec("floe")
+    if found is None or found.origin is None:
+        raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
+    return [sys.executable, found.origin, "egress", "run", "-c", config]
 
 
 async def run_workers(config: str, settings: Settings, count: int) -> int:

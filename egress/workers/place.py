@@ -8,10 +8,8 @@ import socket
 from dataclasses import dataclass
 from typing import Self
 
-import structlog
-
 from common.errors import UsageError
-from common.service.logs import get_logger
+from common.service.logs import always, get_logger
 
 log = get_logger("egress.place")
 
@@ -44,7 +42,7 @@ class Place:
 
     def sign_logs(self) -> None:
         """Have every line of this process say which worker it is."""
-        structlog.contextvars.bind_contextvars(worker=self.index)
+        always(worker=self.index)
 
     async def watch(self, port: int, stop: asyncio.Event) -> None:
         """Tell the parent the monitor's `port`; set `stop` when the parent has gone."""

@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import FloeError
 from common.jetstream.client import connect
+from common.jetstream.streams import stream_info
 from common.settings.nats import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
@@ -31,15 +32,15 @@ async def bench(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
     await client.aclose()
 
 
-async def replicated(bench: Bench) -> str:
+async def replicated(bench: Bench, retention: str = "limits") -> str:
     stream = unique("T")
-    await soon(lambda: _made(bench, stream), seconds=20)
+    await soon(lambda: _made(bench, stream, retention), seconds=20)
     return stream
 
 
-async def _made(bench: Bench, stream: str) -> bool:
+async def _made(bench: Bench, stream: str, retention: str) -> bool:
     with suppress(FloeError):
-        await bench.make_stream(stream, num_replicas=3, storage="file")
+        await bench.make_stream(stream, num_replicas=3, storage="file", retention=retention)
         return True
     return False
 
@@ -107,3 +108,38 @@ async def test_without_a_quorum_it_waits_and_goes_on_alone(bench: Bench, cluster
             await publisher.settle()
         await bench.archived_to(stream, await bench.last(stream), seconds=30)
     await bench.same(stream, stream)
+
+
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
+async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of_them(
+    bench: Bench, retention: str
+) -> None:
+    """Leaders of the stream and of its durable; what they forget of acknowledgements is sent again."""
+    stream, done = await replicated(bench, retention), asyncio.Event()
+    feed = {"stream": stream, "segment": {"max_messages": 2_000}}
+    async with bench.egress(feed, lease_ttl="10s") as running:
+        await soon(lambda: running.state(stream) == "reading", seconds=20)
+        load = asyncio.create_task(publish_until(bench, stream, done))
+        for _ in range(4):
+            await asyncio.sleep(0.5)
+            with suppress(FloeError):
+                await bench.client.api(f"STREAM.LEADER.STEPDOWN.{stream}")
+            for name in (await bench.client.api(f"CONSUMER.NAMES.{stream}"))["consumers"]:
+                with suppress(FloeError):
+                    await bench.client.api(f"CONSUMER.LEADER.STEPDOWN.{stream}.{name}")
+        done.set()
+        await load
+        last = 0
+
+        async def is_empty() -> bool:
+            nonlocal last
+            with suppress(FloeError):  # no leader just now
+                info = await stream_info(bench.client, stream)
+                last = info.last_sequence if info else 0
+                return info is not None and info.messages == 0
+            return False
+
+        await soon(is_empty, seconds=40)
+    bench.check(stream)
+    assert bench.ledger(stream) == {}
+    assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))

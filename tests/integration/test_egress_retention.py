@@ -97,7 +97,6 @@ async def test_what_is_archived_is_acknowledged_and_leaves_the_stream(bench: Ben
         info = await consumer_info(bench.client, stream, name)
         assert info is not None
         assert (info.ack_floor, info.ack_pending) == (2_500, 0)
-        assert info.config["ack_policy"] == {"workqueue": "explicit", "interest": "all"}[retention]
         assert info.config["max_ack_pending"] == info.config["max_deliver"] == -1
         assert "inactive_threshold" not in info.config
     assert payloads(bench, stream) == numbered(2_500)
@@ -146,10 +145,7 @@ async def test_acks_that_were_lost_are_sent_again_and_nothing_is_archived_twice(
     before = bench.refs(stream)
     assert await held(bench, stream) == 300
     async with bench.egress({"stream": stream}) as running:
-        if retention == "workqueue" or bench.client.server_version >= (2, 11, 0):
-            await emptied(bench, stream)
-        else:  # an older server lets go of them with the next acknowledgement
-            await reads(bench, running, stream)
+        await emptied(bench, stream)
         assert bench.refs(stream) == before
         await bench.publish(stream, numbered(10, 300))
         await bench.archived_to(stream, 310)
@@ -451,6 +447,28 @@ async def test_a_recreated_stream_is_the_next_incarnation(
     await egress.drain()
     assert payloads(bench, stream) == numbered(100)
     assert payloads(bench, stream, 1) == numbered(50)
+
+
+async def test_a_recreated_interest_stream_drops_nothing_while_it_is_judged(bench: Bench) -> None:
+    """Nor while the chain waits for an operator."""
+    stream = await make(bench, "interest")
+    feed = {"stream": stream, "on_recreated": "halt"}
+    async with bench.egress(feed) as running:
+        await reads(bench, running, stream)
+        await bench.publish(stream, numbered(20))
+        await bench.archived_to(stream, 20)
+        await emptied(bench, stream)
+        await bench.delete_stream(stream)
+        await bench.make_stream(stream, retention="interest")
+        await soon(lambda: durables(bench, stream))
+        await bench.publish(stream, numbered(10))
+        await soon(lambda: running.state(stream) == "stopped")
+        assert await held(bench, stream) == 10
+    async with bench.egress({"stream": stream}):
+        await bench.archived_to(stream, 10, incarnation=1)
+        await emptied(bench, stream)
+    assert payloads(bench, stream, 1) == numbered(10)
+    assert lapses(stream) == 1, "what was published before may be lost, and is told"
 
 
 # What is refused

@@ -325,7 +325,7 @@ async def test_leases_taken_while_the_process_stops_are_given_back(circle: Circl
 
 
 async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsServer, circle: Circle) -> None:
-    rng, until = seeded(), time.monotonic() + 8
+    rng, until = seeded(), time.monotonic() + 6
     circle.keys = lease_keys(circle.site, 7)
     async with TcpProxy(nats_server.port) as proxy:
         while time.monotonic() < until:

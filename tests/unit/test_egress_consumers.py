@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from common.jetstream.streams import ConsumerInfo
 from common.settings.base import Section
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range
 from common.settings.units import parse_duration
-from egress.consumers import ACK_WAIT, SECOND, Wanted, durable, ephemeral, filters, unfit
+from egress.consumers import ACK_WAIT, SECOND, Wanted, durable, ephemeral, filters, first, unfit
 from egress.slices import Slice, is_of_site, slices
 
 
@@ -20,7 +21,7 @@ def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **setting
 
 
 def name(each: Slice) -> str:
-    return str(durable(Wanted(each, "workqueue"))["durable_name"])
+    return str(durable(Wanted(each, "workqueue"), (2, 15, 1))["durable_name"])
 
 
 ALIKE = [
@@ -76,8 +77,8 @@ def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -
 
 
 def test_durables_are_configured_by_the_retention() -> None:
-    queue = durable(Wanted(part(), "workqueue", 7))
-    interest = durable(Wanted(replace(part(), filter_subject="s.a"), "interest", 7))
+    queue = durable(Wanted(part(), "workqueue", 7), (2, 15, 1))
+    interest = durable(Wanted(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
     for each in (queue, interest):
         assert each["max_ack_pending"] == each["max_deliver"] == -1
         assert each["ack_wait"] == int(ACK_WAIT * SECOND)
@@ -87,6 +88,31 @@ def test_durables_are_configured_by_the_retention() -> None:
     assert "filter_subject" not in queue
     assert (interest["deliver_policy"], interest["ack_policy"]) == ("by_start_sequence", "all")
     assert (interest["opt_start_seq"], interest["filter_subject"]) == (7, "s.a")
+
+
+def test_an_older_server_is_told_of_each_message() -> None:
+    wanted = Wanted(part(), "interest", 7)
+    assert durable(wanted, (2, 12, 8))["ack_policy"] == "explicit"
+    assert durable(wanted, (2, 15, 0))["ack_policy"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("position", "begin", "acknowledged", "expected"),
+    [
+        (101, 1, [], 101),
+        (101, 1, [100], 101),
+        (101, 1, [50], 51),
+        (101, 1, [0, 50], 51),
+        (101, 60, [50], 60),
+        (101, 1, [300], 101),
+        (5, 5, [0], 5),
+    ],
+)
+def test_a_durable_begins_behind_what_a_former_one_acknowledged(
+    position: int, begin: int, acknowledged: list[int], expected: int
+) -> None:
+    former = [ConsumerInfo("c", "", {}, 0, 0, 0, "", acknowledged=each) for each in acknowledged]
+    assert first(Wanted(part(), "interest", position, begin), former) == expected
 
 
 def test_an_ephemeral_takes_no_acknowledgements_and_ends_with_its_reader() -> None:
