@@ -80,7 +80,7 @@ def sampled(name: str, size: int, count: int) -> Result:
         return paired(
             name,
             "msg/s",
-            floor=lambda: run(raw_read(at.nats.url, STREAM, count)),
+            floor=lambda: run(raw_read(at.nats.url, STREAM, count, size)),
             value=lambda: freeze_sampled(at, count),
         )
 

@@ -15,6 +15,8 @@ from common.settings.nats import NatsSettings
 
 MESSAGE_BYTES = 1000  # of payload
 PULL_BATCH = 10_000
+PULL_BYTES = 16 * 2**20
+FILL_AHEAD = 3_000  # messages that may be on their way into a stream
 ATOMIC_BATCH = 1000
 
 
@@ -59,13 +61,23 @@ async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes
         numbers = range(start, min(count, start + 1000))
         client.send(b"".join(frame(f"{stream}.{n % 1000}".encode(), make(n)) for n in numbers))
         await client.flush_writes()
-    while (info := await stream_info(client, stream)) is None or info.messages < count:
-        await asyncio.sleep(0.05)
+        await stored(client, stream, start - FILL_AHEAD)
+    await stored(client, stream, count)
     await client.aclose()
 
 
-async def raw_read(url: str, stream: str, count: int) -> float:
-    """Messages a second that one client reads with big pull requests into a sink that only counts."""
+async def stored(client: FloeClient, stream: str, count: int) -> None:
+    """Return when the stream holds `count` messages. A server drops what comes faster than it stores."""
+    while count > 0 and ((info := await stream_info(client, stream)) is None or info.messages < count):
+        await asyncio.sleep(0.005)
+
+
+async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES) -> float:
+    """Messages a second that one client reads with big pull requests into a sink that only counts.
+
+    `size`: of a message; a server cuts off a client to which it owes more than 64 MiB.
+    """
+    batch = min(PULL_BATCH // 2, PULL_BYTES // size)
     client, done, seen = await client_of(url), asyncio.Event(), 0
     consumer = await create_consumer(
         client, stream, {"name": f"b{secrets.token_hex(4)}", "ack_policy": "none", "mem_storage": True}
@@ -73,14 +85,14 @@ async def raw_read(url: str, stream: str, count: int) -> float:
     inbox = client.new_inbox()
     ask = frame(
         f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer.name}".encode(),
-        json.dumps({"batch": PULL_BATCH // 2, "expires": 60_000_000_000}).encode(),
+        json.dumps({"batch": batch, "expires": 60_000_000_000}).encode(),
         reply=inbox.encode(),
     )
 
     def sink(_subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
         nonlocal seen
         seen += 1
-        if seen % (PULL_BATCH // 2) == 0:
+        if seen % batch == 0:
             client.send(ask)
         if seen == count:
             done.set()

@@ -86,7 +86,7 @@ async def _stop(place: Place | None, port: int) -> AsyncIterator[asyncio.Event]:
         async with stop_on_signals() as stop:
             yield stop
         return
-    async with stop_on_signals(second=lambda _number: None) as stop:
+    async with stop_on_signals(lambda _number: None, deaf_afterwards=True) as stop:
         watching = asyncio.create_task(place.watch(port, stop), name="parent")
         try:
             yield stop

@@ -149,10 +149,15 @@ class FloeClient(Asking, Client):
     def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:
         """Call `listener` with False when the connection is lost, with True when it is up again.
 
-        It must not raise. Returns what removes it.
+        It must not raise. Returns what removes it; a closed client has none any more.
         """
         self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
+
+        def forget() -> None:
+            with suppress(ValueError):
+                self._listeners.remove(listener)
+
+        return forget
 
     def send(self, frames: bytes) -> None:
         """Buffer bytes made by `frame` and have them written soon. Raises Unavailable while not `is_up`.

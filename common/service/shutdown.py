@@ -22,10 +22,13 @@ def exit_at_once(number: int) -> None:
 
 
 @asynccontextmanager
-async def stop_on_signals(second: Callable[[int], None] = exit_at_once) -> AsyncIterator[asyncio.Event]:
+async def stop_on_signals(
+    second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
+) -> AsyncIterator[asyncio.Event]:
     """An event that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
-    To be entered in the main thread. On leaving, the former handlers are back.
+    To be entered in the main thread. On leaving, the former handlers are back; with `deaf_afterwards` signals
+    are ignored from then on: a process that has done its work ends with its own exit code.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -45,7 +48,7 @@ async def stop_on_signals(second: Callable[[int], None] = exit_at_once) -> Async
         yield stop
     finally:
         for number, handler in former.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if deaf_afterwards else handler)
 
 
 def _ask(stop: asyncio.Event, number: int) -> None:

@@ -57,7 +57,7 @@ def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behin
     assert demo.returncode == 0, f"{out}\n{err}"
     result = json.loads(out)
     assert result["verdict"] == "lost 0, repeated 0, out of order 0, altered 0"
-    assert len(result["chains"]) == 4
+    assert len(result["chains"]) == 6
     assert all(chain["archive"] == chain["target"] > 100 for chain in result["chains"])
     assert any("1" in chain["segments"] for chain in result["chains"]), "nothing was compacted"
     assert processes_below(tmp_path) == []
