@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,27 +55,17 @@ def resident_mb() -> float:
     return pages * 4096 / 1e6
 
 
-class Gaps:
-    """Folds batches one after the other, as the reader does, and notes the time between two of them."""
-
-    def __init__(self, sampler: Sampler, order: list[int]) -> None:
-        self._sampler, self._order, self._next = sampler, order, SENDERS
-        self.longest = 0.0
-
-    def run(self, is_over: threading.Event) -> float:
-        """Until `is_over`; the longest time of one batch, in milliseconds."""
-        longest = 0.0
-        columns = batch(self._next, self._order)
-        while not is_over.is_set():
-            began = time.perf_counter()
-            self._sampler.fold(columns)
-            longest = max(longest, time.perf_counter() - began)
-            self._next += BATCH
-            columns = batch(self._next, self._order)
-        return longest * 1000
+def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Event) -> float:
+    """Folds batches as the reader does, until `is_over`; the longest time from one to the next, in ms."""
+    longest, number, before = 0.0, 0, time.perf_counter()
+    while not is_over.is_set():
+        sampler.fold(batches[number % len(batches)])
+        number, now = number + 1, time.perf_counter()
+        longest, before = max(longest, now - before), now
+    return longest * 1000
 
 
-def pause(sampler: Sampler, order: list[int], folder: Path) -> float:
+def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
     """The longest pause, in milliseconds: freezing, or a batch while another thread writes the snapshot."""
     objects = open_objects(StoreSettings.model_validate({"url": f"file://{folder}"}))
     snapshots, is_over = Snapshots(objects, Layout("data"), CHAIN), threading.Event()
@@ -90,7 +79,7 @@ def pause(sampler: Sampler, order: list[int], folder: Path) -> float:
 
     thread = threading.Thread(target=write)
     thread.start()
-    longest = Gaps(sampler, order).run(is_over)
+    longest = longest_turn(sampler, batches, is_over)
     thread.join()
     return max(frozen, longest)
 
@@ -108,8 +97,9 @@ def child() -> None:
     memory = resident_mb() - before
     assert sampler.values == SENDERS
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
-        pauses = [pause(sampler, order, Path(folder)) for _ in range(REPEATS)]
-    print(json.dumps({"memory": memory, "pause": statistics.median(pauses)}))
+        batches = [batch(SENDERS + number * BATCH, order) for number in range(100)]
+        longest = max(pause(sampler, batches, Path(folder)) for _ in range(REPEATS))
+    print(json.dumps({"memory": memory, "pause": longest}))
 
 
 def measured() -> dict[str, float]:
