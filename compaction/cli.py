@@ -91,7 +91,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     from compaction import report
     from compaction.verify import verify_chain
 
-    settings = load_settings(config)
+    settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     found = [verify_chain(store, chains, chain, deep=deep) for chain in select_chains(chains, what)]
     store.close()

@@ -280,4 +280,9 @@ async def confirm(
         answers.append(answer)
         if len(answers) == confirming.times:
             return answer
-    raise Unavailable("the stream answers differently each time it is asked", code="E-UNSURE")
+    raise Unavailable(
+        "the stream answers differently each time it is asked",
+        hint="nothing to do, it is asked again by itself; where it stays so, a leader changes all the time, "
+        "or something makes the stream again and again",
+        code="E-UNSURE",
+    )

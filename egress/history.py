@@ -20,12 +20,13 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.partitions.closing import Closing
-from egress.resolve.hints import resolve
+from egress.resolve.hints import repartition, resolve
 from egress.slices import Slice, slices
 
 log = get_logger("egress.history")
 
 MINT_INTERVAL = 3600.0  # seconds between two incarnations without an operator
+FILTERS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,11 @@ class History:
         """Raises Stopped (E-FILTERS) where the partitions are not those of the configuration."""
         found, expected = outline(cut), outline(configured(self._part))
         if found != expected:
+            now = cut_text(configured(self._part))
             raise Stopped(
-                f"{chain}: begun with {_cut_text(cut)}, configured {_cut_text(configured(self._part))}",
-                hint="restore what it was, or begin the next incarnation as it is configured now: "
-                f"floe egress repartition -c site.yaml --feed {chain.feed}",
+                f"{chain}: begun with {cut_text(cut)}, configured with {now}",
+                hint="restore what it was, or stop egress and begin the next incarnation as configured now: "
+                + repartition(chain.feed),
                 code="E-FILTERS",
             )
 
@@ -115,7 +117,8 @@ class History:
         if outline([document])[0] != expected:
             raise Stopped(
                 f"{chain}: its chain.json does not say what stream.json says of it",
-                hint="restore one of the two, or give the feed another `name`",
+                hint=f"put {self._chains.layout.chain_document(chain)} away: it is made again as stream.json "
+                "and the configuration say; or restore what both were",
                 code="E-HISTORY",
             )
 
@@ -123,7 +126,8 @@ class History:
         missing = self._chains.layout.stream_document(chain)
         return Stopped(
             f"{chain}: expected {missing} beside its chain.json, found none",
-            hint="restore that object, or give the feed another `name`",
+            hint="restore that object: the feed then goes on by itself; or give the feed another `name`: "
+            "it then begins anew",
             code="E-HISTORY",
         )
 
@@ -173,7 +177,8 @@ class History:
         raise Stopped(
             f"{chain}: made for the stream created at {found.created}, "
             f"found one created at {document.created}",
-            hint="two sites under one name? give one of them another `site`, or the feed another `name`",
+            hint="two sites under one name? give one of them another `site`, or the feed another `name`; "
+            "or go on behind that incarnation with the next: " + resolve(chain.feed, "--new-incarnation"),
             code="E-INCARNATION",
         )
 
@@ -231,12 +236,18 @@ def outline(cut: Sequence[ChainDocument]) -> list[tuple[tuple[str, ...], int, bo
     return [(each.filters, each.partitions, each.relay) for each in cut]
 
 
-def _cut_text(cut: Sequence[ChainDocument]) -> str:
-    filters = [list(each.filters) for each in cut]
-    shown = filters[0] if len(filters) == 1 else [each[0] if each else "" for each in filters[:8]]
-    more = f" and {len(filters) - 8} more" if len(filters) > 8 else ""
+def cut_text(cut: Sequence[ChainDocument]) -> str:
+    """What the chains take, for people."""
     relay = " as a relay" if cut[0].relay else ""
-    return f"filters {shown}{more}{relay}"
+    return filters_text([each.filters[0] if each.filters else "" for each in cut]) + relay
+
+
+def filters_text(filters: Sequence[str]) -> str:
+    """The filter of each partition, for people; empty: all subjects."""
+    if len(filters) == 1:
+        return f"the filter {filters[0]}" if filters[0] else "the whole stream"
+    more = f" and {len(filters) - FILTERS_SHOWN} more" if len(filters) > FILTERS_SHOWN else ""
+    return f"{len(filters)} partitions ({', '.join(filters[:FILTERS_SHOWN])}{more})"
 
 
 def older(current: Chain) -> Sequence[Chain]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from common.errors import ConfigError
 from common.service.cli import config_option, json_option, load_settings, print_json, run_command, table
 
 COLUMNS = ("what", "name", "stream", "result", "note")
@@ -19,17 +18,18 @@ async def init(config: str, as_json: bool) -> int:
 
     Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
     """
-    from egress.initialise import connected, initialise
+    from egress.initialise import UNNEEDED, connected, initialise
+    from egress.slices import require_feeds
 
-    settings = load_settings(config)
-    if not settings.egress.feeds:
-        raise ConfigError("egress.feeds: expected at least one feed, found none")
+    settings = load_settings(config, quiet=True)
+    require_feeds(settings.egress.feeds)
     async with connected(settings) as client:
         done, problems = await initialise(client, settings)
     if as_json:
         print_json(done)
     else:
-        table([[each.what, each.name, each.stream, each.result, each.note] for each in done], COLUMNS)
+        shown = [each for each in done if each.result != UNNEEDED]
+        table([[each.what, each.name, each.stream, each.result, each.note] for each in shown], COLUMNS)
     for problem in problems:
         click.echo(problem.line(), err=True)
     return max((problem.exit_code for problem in problems), default=0)

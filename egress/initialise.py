@@ -17,6 +17,7 @@ from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.streams import StreamInfo, consumer_names, stream_info
 from common.settings.root import Settings
+from egress.advisories.loop import loop_of
 from egress.consumers import INTEREST, LIMITS, Wanted, create, ours
 from egress.doubt import DoubtError
 from egress.slices import Slice, all_slices, is_of_site
@@ -59,6 +60,11 @@ async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done]
             except FloeError as error:
                 done.append(Done("durable", part.durable, REFUSED, part.stream, error.code))
                 problems.append(error)
+            if (loop := loop_of(part, part.chain, info)) is not None:
+                done.append(
+                    Done("advisories", part.settings.advisory.subject, REFUSED, part.stream, loop.code)
+                )
+                problems.append(loop)
     for name, info in streams.items():
         if info is not None:
             done += await _stale(client, settings.site, name, [each for each in parts if each.stream == name])

@@ -9,6 +9,7 @@ from common.clock import wait_for
 from common.errors import FloeError, LeaseLost
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
+from egress.advisories.loop import look_for_loop
 from egress.archive import Archive
 from egress.backoff import Backoff
 from egress.doubt import DoubtError
@@ -107,6 +108,7 @@ class Reading:
         await self._run(session, stand.archive, stop)
 
     async def _resume(self, stand: Stand, place: Position, snapshots: Snapshots) -> Resumed:
+        await look_for_loop(self._slice, stand.current.chain, self._parts.client)
         return await resume(
             self._slice,
             stand.current.chain,

@@ -8,10 +8,12 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError
+from common.jetstream.lease import owner_text
 from common.jetstream.streams import StreamInfo
 from common.segments.parquet import SpooledSegment
 from common.service.logs import get_logger
 from common.service.monitor import Health
+from common.service.pasting import command
 from egress import metrics
 from egress.builder import Close
 from egress.identity import Evidence, Kind, Source, Verdict
@@ -49,7 +51,7 @@ class FeedReport:
         """Another instance works on the chain."""
         metrics.lease_held.labels(*self._labels).set(0)
         self._left = lambda: math.inf  # whoever holds the lease tells
-        self._status.update(holder=holder or "")
+        self._status.update(holder=owner_text(holder or ""))
         self.state("standby", ready=True)
 
     def working(self) -> None:
@@ -59,7 +61,7 @@ class FeedReport:
         self.state("starting", ready=False, why="starting")
 
     def reading(self, chain: Chain, first: int, end: int) -> None:
-        """Messages are read from `first` on; the archive ends at `end`."""
+        """Messages are read from `first` on, what is before is accounted for; the archive ends at `end`."""
         self._chain = chain
         self._status.update(incarnation=chain.incarnation, position=first, end=end)
         metrics.incarnation.labels(*self._labels).set(chain.incarnation)
@@ -195,7 +197,7 @@ class FeedReport:
             first=first,
             last=lapsed.last_sequence,
             gone=max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1),
-            hint="floe egress init makes the durable before anything is published",
+            hint=f"{command('egress init')} makes the durable before anything is published",
             **self._chain.log_context(),
         )
         if has_begun:
@@ -221,5 +223,5 @@ class FeedReport:
             metrics.left_out.labels(*self._labels, reason.value).inc(count)
         if footer.last_timestamp_ns is not None:
             metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NANOSECONDS)
-        self._status.update(end=footer.coverage.last)
+        self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)
         self._health.set_status(self._part, self._status)

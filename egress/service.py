@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from common.clock import Clock, SystemClock, wait_for
-from common.errors import ConfigError, OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
@@ -31,7 +31,7 @@ from egress.controller import REEXAMINE, Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats
 from egress.parts import Parts, Tuning
 from egress.sharing.sharing import Sharing
-from egress.slices import Slice, all_slices
+from egress.slices import Slice, all_slices, require_feeds
 from egress.tasks import end
 from egress.workers.place import Place
 
@@ -53,8 +53,7 @@ async def serve(
 
     `place`: this process is one of several workers, and its parent ends it.
     """
-    if not settings.egress.feeds:
-        raise ConfigError("egress.feeds: expected at least one feed, found none")
+    require_feeds(settings.egress.feeds)
     clock = SystemClock()
     health = Health(clock)
     listen = settings.egress.monitor.listen

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from common.chain import Chain
+from common.errors import ConfigError
+from common.service.pasting import source
 from common.settings.egress import FeedSettings
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
@@ -73,6 +75,12 @@ def _hash(text: str) -> str:
 def slices(site: str, feed: FeedSettings) -> list[Slice]:
     """All partitions of a feed, in their order."""
     return [Slice(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
+
+
+def require_feeds(feeds: Sequence[FeedSettings]) -> None:
+    """Raises ConfigError where there is nothing to freeze."""
+    if not feeds:
+        raise ConfigError(f"{source()}: egress.feeds: expected at least one feed, found none")
 
 
 def all_slices(site: str, feeds: Sequence[FeedSettings]) -> list[Slice]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from common.errors import Stopped
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
+from egress.advisories.loop import refuse_loop
 from egress.archive import Archive, Marks
 from egress.consumers import LIMITS, check_start, hold
 from egress.expiry import Expiry
@@ -27,7 +28,7 @@ from egress.parts import Parts, Pools
 from egress.putting import require
 from egress.reading import Reading, Stand
 from egress.report import FeedReport
-from egress.resolve.choices import stopped_error
+from egress.resolve.choices import never_begun, stopped_error
 from egress.resolve.decisions import Acceptances
 from egress.slices import Slice
 from egress.start import first_sequence, is_set
@@ -165,12 +166,9 @@ class Worker:
         if found is None:
             info = await self._inquiry.info()
             if info is None:
-                raise Stopped(
-                    f"{self._chain}: stream {self._slice.stream} does not exist",
-                    hint="create it: the feed then begins by itself",
-                    code="E-SOURCE-GONE",
-                )
+                raise never_begun(self._slice)
             check_start(info, self._slice.settings)
+            refuse_loop(self._slice, self._chain, info)
             first = await first_sequence(self._parts.client, info, self._slice.settings, self._parts.clock)
             found = await self._history.begin(info, first)
         elif is_set(self._slice.settings) and not self._has_begun:

@@ -128,7 +128,7 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
     if config:
         from common.service.wiring import load_settings
 
-        return load_settings(config).nats_for("egress")
+        return load_settings(config, quiet=True).nats_for("egress")
     from common.service.logs import configure
     from common.settings.nats import NatsSettings
 

@@ -58,7 +58,7 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
     from common.service.wiring import load_settings
     from ingress.reports import print_checkpoints
 
-    await print_checkpoints(load_settings(config), as_json)
+    await print_checkpoints(load_settings(config, quiet=True), as_json)
 
 
 @click.command()
@@ -73,4 +73,4 @@ async def status(config: str, as_json: bool) -> None:
     from common.service.wiring import load_settings
     from ingress.reports import print_status
 
-    await print_status(load_settings(config), as_json)
+    await print_status(load_settings(config, quiet=True), as_json)

@@ -76,9 +76,9 @@ def command_of(hint: str, wanted: str = "") -> list[str]:
 
 
 async def paste(bench: Bench, hint: str, *feeds: dict[str, Any], wanted: str = "", yes: bool = True) -> Done:
-    """Run the command of a hint, with a configuration of these feeds in place of site.yaml."""
-    path = configuration(bench, *feeds)
-    arguments = [str(path) if each == "site.yaml" else each for each in command_of(hint, wanted)]
+    """Run the command of a hint, with a configuration of these feeds in place of the one that it names."""
+    arguments = command_of(hint, wanted)
+    arguments[arguments.index("-c") + 1] = str(configuration(bench, *feeds))
     done = await floe(*arguments, *(["--yes"] if yes else []))
     assert done.code == 0, done
     return done

@@ -29,6 +29,15 @@ def new_owner(instance: str) -> str:
     return f"{instance or '-'}/{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
+def owner_text(owner: str) -> str:
+    """An owner for people: `label on host (process 370)`; what is no `new_owner` stays as it is."""
+    parts = owner.rsplit("/", 3)
+    if len(parts) < 4:
+        return owner
+    instance, host, process, _ = parts
+    return f"{instance} on {host} (process {process})" if instance != "-" else f"{host} (process {process})"
+
+
 class Leases:
     """The leases of one owner in one bucket, whose time to live must be `ttl` seconds."""
 

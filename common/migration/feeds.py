@@ -13,7 +13,7 @@ from common.service.yaml_tree import Problems
 
 #: Keys of an entry without a counterpart, and why.
 LEFT_OUT = {
-    "ephemeral": "nothing is copied again at a start: Floe goes on where it stood, and `floe replay` repeats",
+    "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",
     "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
     "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
 }

@@ -58,7 +58,7 @@ def list_segments(
     from common.segments import listing
     from common.segments.archive import select_chains
 
-    settings = load_settings(config)
+    settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     rows = []
     for chain in select_chains(chains, what):
@@ -98,7 +98,7 @@ def info(config: str, what: str, as_json: bool) -> int:
     """
     from common.segments import listing
 
-    settings = load_settings(config)
+    settings = load_settings(config, quiet=True)
     store = open_store(settings)
     if (ref := _segment(store, settings, what)) is not None:
         found = listing.describe_segment(store, ref)
@@ -107,7 +107,7 @@ def info(config: str, what: str, as_json: bool) -> int:
     if as_json:
         print_json(found)
     else:
-        table(listing.lines(found), ("field", "value"))
+        table(listing.lines(listing.readable(found)), ("field", "value"))
     return DIFFERENCES if found.get("holes") else 0
 
 
@@ -132,7 +132,7 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
     from common.segments import listing
     from common.segments.archive import read_cover, span
 
-    settings = load_settings(config)
+    settings = load_settings(config, quiet=True)
     store = open_store(settings)
     ref = _segment(store, settings, what)
     refs = [ref] if ref else store.list(_chain(what), position=from_sequence or 1)

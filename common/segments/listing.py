@@ -14,12 +14,14 @@ from common.chain import Chain
 from common.segments.archive import span
 from common.segments.documents import ChainStore
 from common.segments.rows import messages
-from common.segments.segment import Message, SegmentRef, decode_subject, encode_bytes
+from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, holes
 from common.service.text import escaped
+from common.settings.units import format_duration
 
 _SECOND = 1_000_000_000  # nanoseconds
+_MILLISECOND = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,37 @@ def lines(found: Mapping[str, Any]) -> list[tuple[str, object]]:
         else:
             rows.append((name, value))
     return rows
+
+
+def readable(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found`, of a segment or a chain, for people: times and durations as they are written, and the share
+    that was sampled out.
+    """
+    shown = _without_nanoseconds(found)
+    if found.get("sampling") is not None:
+        left_out = found["ledger"].get(Reason.SAMPLED_OUT.value, 0)
+        total = found["rows"] + left_out
+        shown["sampled out"] = f"{left_out:,} of {total:,} ({100 * left_out // max(1, total)} %)"
+    return shown
+
+
+def _as_written(name: str, nanoseconds: int) -> str:
+    if name.endswith("timestamp_ns"):
+        return timestamp(nanoseconds)
+    is_exact = nanoseconds % _MILLISECOND == 0 and 0 <= nanoseconds < 2**63
+    return format_duration(nanoseconds / _SECOND) if is_exact else f"{nanoseconds}ns"
+
+
+def _without_nanoseconds(found: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            shown[name] = _without_nanoseconds(value)
+        elif name.endswith("_ns") and (value is None or isinstance(value, int)):
+            shown[name.removesuffix("_ns")] = value if value is None else _as_written(name, value)
+        else:
+            shown[name] = value
+    return shown
 
 
 def message_lines(batch: pa.RecordBatch, *, as_json: bool) -> Iterator[str]:

@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
 
 
-def load_settings(path: str) -> Settings:
-    """The configuration at `path`, with logs set up as it says. Raises ConfigError."""
-    from common.service import config, logs
+def load_settings(path: str, *, quiet: bool = False) -> Settings:
+    """The configuration at `path`, with logs set up as it says. Raises ConfigError.
+
+    `quiet`: for a command that ends by itself and prints its result; where the configuration names no level,
+    it logs from warning up (with `--debug` as ever).
+    """
+    from common.service import config, endings, logs, pasting
 
     document = config.load_document(path)
     settings = document.settings
-    logs.configure(settings.log.level, settings.log.format, instance=settings.instance)
+    pasting.remember(path)
+    is_named = "level" in settings.log.model_fields_set
+    level = "warning" if quiet and not is_named and not endings.is_debug() else settings.log.level
+    logs.configure(level, settings.log.format, instance=settings.instance)
     for warning in document.warnings:
         logs.get_logger("common.config").warning(warning, action="config_warning")
     return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -12,12 +13,16 @@ EVENT, VALUE = "%s", "%v"
 MAX_VALUE = 512  # bytes that a value may take in a subject
 MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, and a reply subject stands in them too
 
+_UNKNOWN = re.compile("%(?![sv%])")
+
 
 def _check(template: str) -> str:
     if not template:
         return template
     if not is_subject(template.replace(EVENT, "s").replace(VALUE, "v")):
         raise refuse("a subject without wildcards and empty tokens, %s and %v allowed")
+    if _UNKNOWN.search(template):
+        raise refuse("%s for the event, %v for the value, and % before no other letter")
     first = template.partition(".")[0]
     if VALUE in first or first.startswith("$"):
         # A value is what a publisher wrote: it must not choose whose subject this is, such as $JS.API.

@@ -45,7 +45,7 @@ async def advisories(
     from egress.tasks import unless
 
     _check_stream(stream)
-    settings, clock = load_settings(config), SystemClock()
+    settings, clock = load_settings(config, quiet=True), SystemClock()
     client = await connect(settings.nats_for(role or _role(settings)), name="floe advisories", clock=clock)
     search = Search(client, clock, Wanted(stream, value, since, follow), _to_stderr)
     try:

@@ -15,8 +15,8 @@ from common.service.text import escaped
 from common.settings.units import format_duration
 from egress.advisories.document import SECOND, Document, parse
 from egress.advisories.scan import From, scan
-from egress.advisories.tally import CODE
 
+CODE = "E-STREAM"
 PAUSE = 1.0  # seconds until a connection that was lost is tried again
 
 

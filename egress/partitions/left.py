@@ -20,6 +20,29 @@ class Unmatched:
     example: str = ""
     is_complete: bool = True
 
+    def __str__(self) -> str:
+        """For people: how many messages, on which subjects."""
+        least = "" if self.is_complete else "at least "
+        such = "" if self.subjects == 1 else "such as "
+        count = f"{least}{_counted(self.messages, 'message')} on {_counted(self.subjects, 'subject')}"
+        return f"{count}, {such}{self.example},"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What the old filter `filter_subject` took (empty: all), and no new one does."""
+
+    filter_subject: str
+    found: Unmatched
+
+    def __str__(self) -> str:
+        verb = "belongs" if self.found.messages == 1 else "belong"
+        return f"{self.filter_subject or '>'}: {self.found} {verb} to no partition any more"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
 
 def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
     """What of `subjects`, with the number of messages of each, no filter takes."""

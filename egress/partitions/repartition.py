@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
-from common.jetstream.lease import Lease
-from common.jetstream.streams import StreamInfo, consumer_names, delete_consumer
+from common.jetstream.lease import Lease, owner_text
+from common.jetstream.streams import StreamInfo, consumer_names, delete_consumer, stream_info
 from common.segments.documents import ChainDocument
 from common.service.logs import get_logger
 from common.settings.egress import FeedSettings
@@ -32,8 +32,10 @@ from egress.history import History, Incarnation, configured, newest_incarnation,
 from egress.identity import Source, Verdict
 from egress.inquiry import Inquiry
 from egress.opened import Opened
+from egress.partitions.left import LeftOut
 from egress.partitions.recut import Reach, common_end, next_document, settings_of
 from egress.partitions.succession import Succession
+from egress.partitions.unmatched import look
 from egress.position import Position
 from egress.reading import Reading, Stand
 from egress.resolve.choices import stopped_error
@@ -60,6 +62,11 @@ class Plan:
     def end(self) -> int:
         """Where the incarnation will end, if nothing moves it meanwhile."""
         return common_end(self.reaches)
+
+    @property
+    def behind(self) -> dict[int, int]:
+        """How many sequences each old partition has to be read on."""
+        return {number: self.end - reach.through for number, reach in enumerate(self.reaches)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +130,19 @@ class Repartition:
         await archive.load()
         return archive
 
+    async def left_out(self, plan: Plan) -> list[LeftOut]:
+        """What the stream holds that an old partition takes and no new one does, by old partition."""
+        client, stream = self._opened.parts.client, self._settings.stream
+        filters = [part.filter_subject for part in plan.new]
+        if plan.is_done or not all(filters) or await stream_info(client, stream) is None:
+            return []
+        found = []
+        for part in plan.old:
+            within = part.filter_subject or ">"
+            left = await look(client, stream, filters, self._opened.pools.io, within=within)
+            found.append(LeftOut(part.filter_subject, left))
+        return [each for each in found if each.found.messages]
+
     # Doing it
 
     async def run(self, stop: asyncio.Event) -> Result:
@@ -150,7 +170,7 @@ class Repartition:
         key = lease_key(chain)
         lease = await self._opened.leases.acquire(key)
         if lease is None:
-            holder = await self._opened.leases.holder(key) or "another instance"
+            holder = owner_text(await self._opened.leases.holder(key) or "another instance")
             raise Unavailable(
                 f"partition {chain.partition} of feed {chain.feed} is frozen by {holder}",
                 hint="stop egress on all hosts, then try again; nothing was done",

@@ -21,12 +21,20 @@ MAX_SUBJECTS = 1_000_000  # looked at; what lies behind is not counted
 
 
 async def look(
-    client: FloeClient, stream: str, filters: Sequence[str], threads: Threads, most: int = MAX_SUBJECTS
+    client: FloeClient,
+    stream: str,
+    filters: Sequence[str],
+    threads: Threads,
+    most: int = MAX_SUBJECTS,
+    within: str = ">",
 ) -> Unmatched:
-    """What no filter takes of the first `most` subjects of the stream. Raises Unavailable, DataError."""
+    """What no filter takes of the first `most` subjects of the stream that `within` takes.
+
+    Raises Unavailable, DataError.
+    """
     found, offset = Unmatched(), 0
     while offset < most:
-        page = await _page(client, stream, offset)
+        page = await _page(client, stream, offset, within)
         if not page:
             return found
         found = _sum(found, await threads.run(unmatched, page, filters))
@@ -34,8 +42,8 @@ async def look(
     return Unmatched(found.messages, found.subjects, found.example, is_complete=False)
 
 
-async def _page(client: FloeClient, stream: str, offset: int) -> dict[str, int]:
-    request = {"subjects_filter": ">", "offset": offset}
+async def _page(client: FloeClient, stream: str, offset: int, within: str) -> dict[str, int]:
+    request = {"subjects_filter": within, "offset": offset}
     answer = await ask(client, f"STREAM.INFO.{stream}", request, timeout=30.0)
     subjects = (answer.get("state") or {}).get("subjects") or {}
     if not isinstance(subjects, dict):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
 from common.chain import Chain
 from common.errors import Stopped
 from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.service.pasting import command
 from egress.identity import Evidence, Kind, Source, Verdict
 from egress.resolve.hints import resolve
 from egress.slices import Slice
@@ -54,6 +56,23 @@ def choices(evidence: Evidence, verdict: Verdict, proposal: int | None) -> list[
     return found
 
 
+def never_begun(part: Slice) -> Stopped:
+    """Why a feed that nothing was archived of cannot begin."""
+    return Stopped(
+        f"{part.chain}: stream {part.stream} does not exist",
+        hint="create it: the feed then begins by itself",
+        code=CODES[Kind.GONE],
+    )
+
+
+def gone_advice(part: Slice) -> str:
+    """The ways on where the stream of a feed that has begun does not exist any more."""
+    again = "create it again: then its next incarnation begins by itself"
+    if part.settings.on_recreated == "halt":
+        again = f"create it again, then look again ({resolve(part.settings.name)}): `on_recreated` is halt"
+    return f"restore the stream as it was: the feed goes on; or {again}"
+
+
 def stopped_error(
     part: Slice, chain: Chain, evidence: Evidence, verdict: Verdict, proposal: int | None
 ) -> Stopped:
@@ -67,12 +86,13 @@ def stopped_error(
 def _hint(part: Slice, chain: Chain, evidence: Evidence, verdict: Verdict, proposal: int | None) -> str:
     source = evidence.source
     if source is None:
-        return "make the stream again: then its next incarnation begins"
+        return gone_advice(part)
+    listing = command("segments ls", shlex.quote(str(chain)))
     first = {
         Kind.RECREATED: "set on_recreated: continue, or begin its next incarnation yourself",
         Kind.ROLLED_BACK: "restore the stream to where it was, or freeze what it is now",
         Kind.FORKED: "bring back the stream that was archived last, or freeze what it is now",
-    }.get(verdict.kind, f"compare it with the archive (floe segments ls {chain}), then decide")
+    }.get(verdict.kind, f"compare it with the archive ({listing}), then decide")
     is_cut = len(part.settings.filters()) > 1
     ways = []
     for choice in choices(evidence, verdict, proposal):

@@ -64,7 +64,7 @@ async def resolve(
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
         raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
     wish = Wish(feed, partition, is_same, is_new, sequence, is_believed, yes, as_json)
-    return await run(load_settings(config), wish, Tuning())
+    return await run(load_settings(config, quiet=True), wish, Tuning())
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +162,30 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
     if as_json:
         print_json([case.as_json() for case in cases])
     else:
-        for case in cases:
+        for case in _told(cases):
             click.echo("\n".join(_lines(case)))
     return STOPPED if any(case.code for case in cases) else 0
+
+
+def _told(cases: Sequence[Case]) -> Sequence[Case]:
+    """One for each partition; one alone where what is wrong is the feed's."""
+    from egress.resolve.look import OF_FEED
+
+    first = next((case for case in cases if case.code in OF_FEED), None)
+    return cases if first is None else [first]
 
 
 def _lines(case: Case) -> list[str]:
     from common.service.text import escaped
     from egress.resolve.hints import resolve as command
+    from egress.resolve.look import OF_FEED
 
-    found = case.as_json()
+    found, chain = case.as_json(), str(case.chain)
+    named = chain.rpartition("/")[0] if case.code in OF_FEED else chain
     state = case.code or "nothing to decide"
-    lines = [f"{found['chain']}  {state}: {found['why']}"]
-    lines.append(f"  archive ends at {found['archive_end']}, created {found['created_archived'] or '-'}")
+    lines = [f"{named}  {state}: {found['why'].removeprefix(f'{chain}: ')}"]
+    if case.current is not None:
+        lines.append(f"  archive ends at {found['archive_end']}, created {found['created_archived'] or '-'}")
     if found["stream_last"] is not None:
         held = f"{found['stream_first']}..{found['stream_last']}"
         lines.append(f"  stream holds {held}, created {found['created_found']}")
@@ -185,6 +196,6 @@ def _lines(case: Case) -> list[str]:
         partition = None if choice.options.startswith("--new") else case.part.partition or None
         lines.append(f"  {choice.meaning}:")
         lines.append(f"    {command(case.part.settings.name, choice.options, partition)}")
-    if case.error is not None and not case.choices and case.error.hint:
-        lines.append(f"  {case.error.hint}")
+    if case.advice:
+        lines.append(f"  {case.advice}")
     return [escaped(line) for line in lines]

@@ -25,7 +25,8 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> Decision:
     """
     for case in cases:
         if case.error is not None or case.evidence is None or case.evidence.source is None:
-            raise UsageError(f"{case.chain}: {case.as_json()['why']}", hint="deal with that first")
+            why, hint = case.as_json()["why"], case.advice or "deal with that first"
+            raise UsageError(f"{case.chain}: {why.removeprefix(f'{case.chain}: ')}", hint=hint)
     stopped = [case for case in cases if case.code]
     if not stopped:
         raise UsageError("nothing stops this feed: a new incarnation would only cut its history")
@@ -61,7 +62,7 @@ async def new_incarnation(opened: Opened, cases: Sequence[Case], decision: Decis
     closing = await Closings(opened.parts.state).change(chain, lambda found: found.decided(decision))
     if closing.next is not None:
         raise UsageError(f"{chain}: its incarnation has ended meanwhile", hint="look again")
-    log.warning("decided", action="decided", what="new incarnation", **chain.log_context())
+    log.info("decided", action="decided", what="new incarnation", **chain.log_context())
 
 
 def check_same(case: Case) -> Acceptance:
@@ -83,7 +84,7 @@ def check_same(case: Case) -> Acceptance:
 async def same(opened: Opened, case: Case) -> None:
     """Accept the stream of this partition as the one that was archived."""
     await Acceptances(opened.parts.state).put(case.chain, check_same(case))
-    log.warning("decided", action="decided", what="same stream", **case.chain.log_context())
+    log.info("decided", action="decided", what="same stream", **case.chain.log_context())
 
 
 async def believe_listing(opened: Opened, case: Case) -> int:
@@ -101,5 +102,5 @@ async def believe_listing(opened: Opened, case: Case) -> int:
         await Closings(parts.state).get(chain)
     except DataError:
         await parts.state.delete(Closings.key(chain))
-    log.warning("decided", action="decided", what="listing", end=end, **chain.log_context())
+    log.info("decided", action="decided", what="listing", end=end, **chain.log_context())
     return end

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
+
 from common.chain import Chain
+from common.service.pasting import command
 
 
 def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
     """`floe egress resolve` for a feed, or for one partition of it."""
-    named = "" if partition is None else f" --partition {partition}"
-    return f"floe egress resolve -c site.yaml {feed}{named} {options}".strip()
+    named = "" if partition is None else f"--partition {partition}"
+    return command("egress resolve", shlex.quote(feed), named, options)
+
+
+def repartition(feed: str) -> str:
+    """Cut a feed as it is configured now."""
+    return command("egress repartition", "--feed", shlex.quote(feed))
 
 
 def believe_listing(chain: Chain) -> str:

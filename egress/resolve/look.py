@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.chain import Chain
 from common.errors import DataError, FloeError, Unavailable
+from common.jetstream.streams import stream_info
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from egress.archive import Archive, Marks
-from egress.history import History, Incarnation
+from egress.consumers import check_start
+from egress.history import History, Incarnation, newest_incarnation
 from egress.identity import Evidence, Kind, Verdict, Witness
 from egress.inquiry import Inquiry
 from egress.opened import Opened
 from egress.partitions.closings import Closings
 from egress.position import end_of
-from egress.resolve.choices import CODES, Choice, bounds, choices
+from egress.resolve.choices import CODES, Choice, bounds, choices, gone_advice, never_begun
 from egress.resolve.decisions import Acceptances
 from egress.slices import Slice
 
 # What is wrong with the listing, or with what is remembered of it; the listing may be believed instead.
 OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
+OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may be others than the feed has
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One partition. `current`: None for one that has not begun. `refs`: as listed now. `error`: what keeps
     it from being judged. `proposal`: where its next incarnation should begin, None where nothing is wrong.
+    `incarnation`: the newest, where `current` cannot be read.
     """
 
     part: Slice
@@ -39,10 +43,13 @@ class Case:
     verdict: Verdict | None = None
     proposal: int | None = None
     error: FloeError | None = None
+    incarnation: int = 0
 
     @property
     def chain(self) -> Chain:
-        return self.part.chain if self.current is None else self.current.chain
+        if self.current is None:
+            return replace(self.part.chain, incarnation=self.incarnation)
+        return self.current.chain
 
     @property
     def end(self) -> int:
@@ -75,6 +82,15 @@ class Case:
             return []
         return choices(self.evidence, self.verdict, self.proposal)
 
+    @property
+    def advice(self) -> str:
+        """What to do where no command decides it; empty where one does, or where nothing is wrong."""
+        if self.choices:
+            return ""
+        if self.verdict is not None and self.verdict.kind is Kind.GONE:
+            return gone_advice(self.part)
+        return self.error.hint if self.error else ""
+
     def as_json(self) -> dict[str, Any]:
         """For `--json` and for people, flat."""
         evidence, verdict = self.evidence, self.verdict
@@ -96,6 +112,7 @@ class Case:
             "from_first": self.bounds.first if self.bounds else None,
             "from_last": self.bounds.last if self.bounds else None,
             "choices": [{"options": each.options, "meaning": each.meaning} for each in self.choices],
+            "advice": self.advice,
         }
 
 
@@ -107,10 +124,15 @@ async def look(opened: Opened, part: Slice) -> Case:
     """One partition as it is now. Raises Unavailable where nothing can be asked."""
     parts, io = opened.parts, opened.pools.io
     history = History(part, parts.chains, parts.objects, io, parts.clock)
+    number = 0
     try:
+        newest = await io.run(newest_incarnation, parts.chains, part.chain)
+        number = newest or 0
         current = await history.load()
+        if current is None:
+            await _check_beginning(opened, part)
     except FloeError as error:
-        return Case(part, error=error)
+        return Case(part, error=error, incarnation=number)
     if current is None:
         return Case(part)
     archive = await Archive.of(current, parts, Marks(parts.state), io)
@@ -121,6 +143,14 @@ async def look(opened: Opened, part: Slice) -> Case:
             raise
         return Case(part, current, archive.first, archive.refs, error=error)
     return await _judged(opened, part, current, archive)
+
+
+async def _check_beginning(opened: Opened, part: Slice) -> None:
+    """Raises Stopped where a feed cannot begin."""
+    info = await stream_info(opened.parts.client, part.stream)
+    if info is None:
+        raise never_begun(part)
+    check_start(info, part.settings)
 
 
 async def _judged(opened: Opened, part: Slice, current: Incarnation, archive: Archive) -> Case:

@@ -53,7 +53,9 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 @click.argument("value", required=False, type=Pattern())
 @click.option("--feed", help="Only this feed.")
 @click.option("--since", type=Duration(), metavar="DURATION", help="Only values seen as lately as this.")
-@click.option("--silent", is_flag=True, help="Only values that are silent for longer than warn_duration.")
+@click.option(
+    "--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired."
+)
 @click.option("--values", "is_values", is_flag=True, help="Print the values only.")
 @json_option
 @config_option
@@ -72,13 +74,16 @@ def state(
     VALUE is a regular expression that is looked for in the values. The newest snapshot of each chain is read
     from the store; stderr says how old it is. With --json: one object a line.
 
+    Values that had expired by then are not known any more, and not listed; those that have expired since are,
+    and stderr counts them. A feed writes no snapshot while it is quiet.
+
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
     """
     from common.clock import SystemClock
     from egress.sampling.listing import Selection
     from egress.sampling.settings import Sampling
 
-    settings = load_settings(config)
+    settings = load_settings(config, quiet=True)
     now = SystemClock().now()
     since_ns = 0 if since is None else round((now - since) * _SECOND)
     failures: list[FloeError] = []
@@ -89,8 +94,10 @@ def state(
         for chain in _newest(open_chains(settings, store.objects), settings.site, each.name):
             found = _read(store, chain, failures)
             if found is not None:
-                silent_ns = found[1].newest_ns - warn_ns if silent else None
-                printing.print(*found, Selection(value, since_ns, silent_ns), now)
+                knew = found[1].state
+                silent_ns = knew.watermark_ns - warn_ns if silent else None
+                expired_ns = knew.watermark_ns - knew.duration_ns
+                printing.print(*found, Selection(value, since_ns, silent_ns, expired_ns), now)
     store.close()
     for error in failures:
         click.echo(error.line(), err=True)
@@ -109,12 +116,15 @@ class _Printing:
 
         chosen = listing.Values(snapshot.state, selection)
         age = max(0.0, now - ref.modified)
-        known = snapshot.state.count()
-        click.echo(
-            f"{ref.chain}: {len(chosen)} of {known} values, as of sequence {ref.position - 1}; "
-            f"the snapshot is {age:.0f} s old",
-            err=True,
+        text = (
+            f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
+            f"the snapshot is {age:.0f} s old"
         )
+        if chosen.expired:
+            text += f"; expired by then and not listed: {chosen.expired}"
+        if late := chosen.last_seen_by(round(now * _SECOND) - snapshot.state.duration_ns):
+            text += f"; expired since then, unless seen again: {late}"
+        click.echo(text, err=True)
         if not self._is_headed:
             click.echo(listing.header(len(str(ref.chain))))
             self._is_headed = True

@@ -19,14 +19,22 @@ _HEADER = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}  {'size':>10}  {'ad
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where
-    `silent_ns` is not None, are known to be silent or were seen before it."""
+    `silent_ns` is not None, are known to be silent or were seen before it.
+
+    Those last seen at `expired_ns` or before have expired, like those that were told about: they are unknown.
+    """
 
     pattern: re.Pattern[str] | None = None
     since_ns: int = 0
     silent_ns: int | None = None
+    expired_ns: int = 0
+
+    def is_expired(self, known: Known) -> bool:
+        """Whether `known` only waits to be forgotten."""
+        return known.notice == Notice.EXPIRE or known.seen_ns <= self.expired_ns
 
     def takes(self, known: Known) -> bool:
-        """Whether `known` is one of them."""
+        """Whether `known`, which has not expired, is one of them."""
         if known.seen_ns < self.since_ns:
             return False
         if self.silent_ns is not None and not (known.notice or known.seen_ns < self.silent_ns):
@@ -35,14 +43,24 @@ class Selection:
 
 
 class Values:
-    """The values of `state` that `selection` takes, by name; a million of them take some 100 MB."""
+    """The values of `state` that `selection` takes, by name; a million of them take some 100 MB.
+
+    `known`: how many there are to take them from; `expired`: how many more have expired.
+    """
 
     def __init__(self, state: SamplerState, selection: Selection) -> None:
         self._values: list[str] = []
         self._times = array("q")  # seen, copied, due of each
         self._sizes = array("Q")
         self._notices = bytearray()
-        for known in filter(selection.takes, state.known()):
+        self.known = self.expired = 0
+        for known in state.known():
+            if selection.is_expired(known):
+                self.expired += 1
+                continue
+            self.known += 1
+            if not selection.takes(known):
+                continue
             self._values.append(known.value)
             self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
             self._sizes.append(known.size)
@@ -50,6 +68,10 @@ class Values:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def last_seen_by(self, time_ns: int) -> int:
+        """How many of them were seen last at `time_ns` or before."""
+        return sum(seen <= time_ns for seen in self._times[::3])
 
     def __iter__(self) -> Iterator[Known]:
         for n in sorted(range(len(self._values)), key=self._values.__getitem__):
@@ -77,7 +99,7 @@ def as_text(known: Known) -> str:
 
 
 def as_json(chain: str, known: Known) -> str:
-    """One line for programs. `advised`: null, `timeout` or `expire`; `due`: when the next one passes."""
+    """One line for programs. `advised`: null or `timeout`; `due`: when the next one passes."""
     return json.dumps(
         {
             "chain": chain,

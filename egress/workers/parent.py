@@ -9,12 +9,13 @@ import random
 import sys
 
 from common.clock import Clock, SystemClock
-from common.errors import ConfigError, FloeError
+from common.errors import FloeError
 from common.service.endings import is_debug
 from common.service.logs import flush
 from common.service.monitor import Health, Monitor
 from common.service.shutdown import exit_at_once, stop_on_signals
 from common.settings.root import Settings
+from egress.slices import require_feeds
 from egress.tasks import end
 from egress.workers.crew import Crew
 from egress.workers.pages import WorkerPages
@@ -37,8 +38,7 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
 
     The first signal has them drain, the second kills them.
     """
-    if not settings.egress.feeds:
-        raise ConfigError("egress.feeds: expected at least one feed, found none")
+    require_feeds(settings.egress.feeds)
     clock = SystemClock()
     environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
     workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]

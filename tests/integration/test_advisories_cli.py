@@ -147,7 +147,7 @@ async def test_a_stream_that_is_not_there_is_one_line_and_exit_1(config: Path) -
     done = floe(config, "NO_SUCH_STREAM")
 
     assert done.returncode == 1
-    assert done.stderr.startswith("error[E-ADVISORIES]: stream NO_SUCH_STREAM: expected one on this server")
+    assert done.stderr.startswith("error[E-STREAM]: stream NO_SUCH_STREAM: expected one on this server")
     assert done.stderr.count("\n") == 1
 
 

@@ -201,7 +201,8 @@ async def test_other_filters_on_a_chain_that_has_begun_stop_it(bench: Bench) -> 
         await bench.archived_to(stream, 1)
     async with bench.egress({"stream": stream, "filter_subject": f"{stream}.b"}) as running:
         await soon(lambda: running.state(stream) == "stopped")
-        assert "begun with filters []" in running.status(stream)["why"]
+        now = f"configured with the filter {stream}.b"
+        assert f"begun with the whole stream, {now}" in running.status(stream)["why"]
         assert "floe egress repartition" in running.status(stream)["hint"]
         assert not running.health.is_ready()
 

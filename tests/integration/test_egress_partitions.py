@@ -230,8 +230,9 @@ async def test_other_partitions_than_those_it_was_begun_with_stop_the_feed(bench
         await bench.archived_to(stream, 10)
     async with bench.egress(feed_of(stream, 2)) as running:
         await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
-        assert "begun with filters [], configured filters ['" in running.status(stream)["why"]
-        assert f"floe egress repartition -c site.yaml --feed {stream}" in running.status(stream)["hint"]
+        cut = f"configured with 2 partitions ({stream}.0.>, {stream}.1.>)"
+        assert f"begun with the whole stream, {cut}" in running.status(stream)["why"]
+        assert f"--feed {stream}" in running.status(stream)["hint"]
     assert bench.chains.read_chain(Chain(SITE, stream, 0, 1)) is None
 
 
@@ -243,7 +244,7 @@ async def test_a_relay_that_was_begun_as_none_stops_the_feed(bench: Bench) -> No
         await bench.archived_to(stream, 10)
     async with bench.egress({"stream": stream, "relay": True}) as running:
         await soon(lambda: running.state(stream) == "stopped")
-        assert "configured filters [] as a relay" in running.status(stream)["why"]
+        assert "configured with the whole stream as a relay" in running.status(stream)["why"]
 
 
 async def test_created_that_drifts_does_not_stop_a_partition_without_messages(bench: Bench) -> None:

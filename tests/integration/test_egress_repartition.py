@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -126,6 +128,43 @@ async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_an
     await check_all(bench, stream, stream)
 
 
+async def test_people_read_words_and_what_the_new_filters_leave_out(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    await uneven(bench, stream, 100)
+    await publish_over(bench, stream, ["1.b", "1.c"], 11, "left")
+    await publish_over(bench, stream, ["0.x"], 1, "left")
+    feed = {"stream": stream, "partitions": [f"{stream}.0.a", f"{stream}.0.b", f"{stream}.1.a"]}
+    left = [
+        f"{stream}.0.>: 1 message on 1 subject, {stream}.0.x, belongs to no partition any more",
+        f"{stream}.1.>: 36 messages on 2 subjects, such as {stream}.1.b, belong to no partition any more",
+    ]
+    shown = await repartition(bench, feed, "--dry-run")
+    assert shown.out.splitlines() == [
+        f"site/{stream}/0000 would be closed at 200, and the next incarnation begin behind it",
+        f"from: 2 partitions ({stream}.0.>, {stream}.1.>)",
+        f"to: 3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)",
+        "partition 0: nothing still to read",
+        "partition 1: 100 sequences still to read",
+        *left,
+    ]
+    assert shown.err == ""
+    as_json = await repartition(bench, feed, "--dry-run", "--json")
+    assert as_json.json()["left_out"] == [
+        {"filter": f"{stream}.0.>", "messages": 1, "subjects": 1, "example": f"{stream}.0.x"},
+        {"filter": f"{stream}.1.>", "messages": 36, "subjects": 2, "example": f"{stream}.1.b"},
+    ]
+    unasked = await repartition(bench, feed)
+    assert all(f"warning: {line}" in unasked.err for line in left)
+    done = await until_cut(bench, feed)
+    assert done.err.splitlines() == [f"warning: {line}" for line in left]
+    assert done.out.splitlines()[:3] == [
+        f"partition 0 of site/{stream}/0000: ends at 200",
+        f"partition 1 of site/{stream}/0000: ends at 200",
+        f"site/{stream}/0001 begins at 201: 3 partitions ({stream}.0.a, {stream}.0.b, {stream}.1.a)",
+    ]
+    assert not re.search(r"[\[\]{}]", done.out)
+
+
 async def test_a_running_egress_is_left_alone(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     parts = Partitioned(bench, stream, 2)
@@ -134,7 +173,7 @@ async def test_a_running_egress_is_left_alone(bench: Bench) -> None:
         await parts.archived_to(20)
         done = await repartition(bench, {"stream": stream}, "--yes")
     assert done.code == 75
-    assert f"partition 0 of feed {stream} is frozen by -/" in done.err
+    assert f"partition 0 of feed {stream} is frozen by {gethostname()} (process {os.getpid()})" in done.err
     assert bench.chains.read_stream(parts.chain(0, 1)) is None
     assert parts.ends() == {0: 20, 1: 20}
 

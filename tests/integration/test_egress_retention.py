@@ -594,3 +594,24 @@ async def test_init_is_a_command(bench: Bench, tmp_path: Path) -> None:
     made = await asyncio.to_thread(run_floe, "egress", "init", "-c", str(config), "--json")
     assert made.returncode == 0
     assert [each["result"] for each in json.loads(made.stdout)] == ["there", "there", "made"]
+
+
+async def test_init_shows_people_no_durables_that_are_not_needed(bench: Bench, tmp_path: Path) -> None:
+    stream = await bench.make_stream(unique("T"))
+    document = {
+        "site": SITE,
+        "nats": {"url": bench.url},
+        "store": bench.store_config,
+        "egress": {
+            "feeds": [{"stream": stream}],
+            "lease_bucket": bench.lease_bucket,
+            "state_bucket": bench.state_bucket,
+        },
+    }
+    config = tmp_path / "site.yaml"
+    config.write_text(yaml.safe_dump(document))
+    command = ("egress", "init", "-c", str(config))
+    shown = (await asyncio.to_thread(run_floe, *command)).stdout
+    assert [line.split()[0] for line in shown.splitlines()] == ["what", "bucket", "bucket"]
+    found = json.loads((await asyncio.to_thread(run_floe, *command, "--json")).stdout)
+    assert [each["result"] for each in found] == ["there", "there", "not needed"]

@@ -18,6 +18,7 @@ from common.jetstream.streams import create_stream
 from common.segments.segment import Message
 from egress import metrics
 from egress.advisories.document import parse
+from egress.initialise import initialise
 from infra.oracle_streams import read_stream
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore
@@ -307,3 +308,39 @@ async def test_a_lease_to_be_given_back_goes_at_the_end_of_a_segment(
         assert [str(footer.coverage) for footer in bench.footers(feed["stream"])] == ["1..15", "16..18"]
         await soon(lambda: states(bench)[-1].name.startswith(f"{19:020d}-"))
     assert kept(bench, feed) == list(range(1, 19))
+
+
+async def test_advisories_that_would_feed_themselves_stop_the_feed_before_it_begins(bench: Bench) -> None:
+    name = unique("LOOP")
+    await bench.make_stream(name, subjects=[f"{name}.>"])
+    advisory = {"subject": f"{name}.adv.%s.%v", "reliable": False}
+    feed = {"stream": name, "inspect_subject_token": -1, "inspect_duration": "60s", "advisory": advisory}
+    await bench.publish(name, documents("ab"), subject="data")
+    done, problems = await initialise(bench.client, bench.settings(feed))
+    assert [problem.code for problem in problems] == ["E-ADVISORY-LOOP"]
+    assert ("advisories", "refused") in [(each.what, each.result) for each in done]
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(name) == "stopped")
+        assert f"{name}.adv.new.>" in running.status(name)["why"]
+    assert await bench.last(name) == 2
+    assert bench.refs(name) == []
+    feed["filter_subject"] = f"{name}.data"  # nothing has begun, so it may still be filtered
+    async with bench.egress(feed):
+        await bench.archived_to(name, 2)
+    assert (await initialise(bench.client, bench.settings(feed)))[1] == []
+
+
+async def test_a_feed_that_has_begun_stops_where_its_stream_takes_its_advisories_too(bench: Bench) -> None:
+    feed = await make(bench)
+    name = feed["stream"]
+    feed["advisory"] = {"subject": f"{name}_OWN.%s", "reliable": False}
+    await send(bench, feed, NODES)
+    await freeze(bench, feed)
+    config = (await bench.client.api(f"STREAM.INFO.{name}"))["config"]
+    subjects = config["subjects"]
+    await bench.client.api(f"STREAM.UPDATE.{name}", {**config, "subjects": [*subjects, f"{name}_OWN.*"]})
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(name) == "stopped")
+        assert f"{name}_OWN.new" in running.status(name)["why"]
+        await bench.client.api(f"STREAM.UPDATE.{name}", {**config, "subjects": subjects})
+        await soon(lambda: running.state(name) == "reading")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from common.chain import Chain
 from common.objects.local import LocalObjects
+from common.segments import listing
 from common.segments.cli import segments
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.layout import Layout
@@ -167,6 +169,33 @@ def test_a_segment_is_described_by_its_footer(run: Run, archive: Archive, merged
             "raw_bytes": found["row_groups"][0]["raw_bytes"],
         }
     assert "ledger.deleted" in run("info", merged[0].key).stdout
+
+
+def test_people_see_times_durations_and_what_was_sampled_out() -> None:
+    found = {
+        "rows": 1592,
+        "ledger": {"sampled_out": 8529, "deleted": 3},
+        "first_timestamp_ns": None,
+        "last_timestamp_ns": 1_700_000_000_123_456_789,
+        "sampling": {"inspect_duration_ns": 20_000_000_000, "max_age_ns": 0, "x_ns": 10**400, "y_ns": 1},
+    }
+    assert listing.readable(found) == {
+        "rows": 1592,
+        "ledger": {"sampled_out": 8529, "deleted": 3},
+        "first_timestamp": None,
+        "last_timestamp": "2023-11-14T22:13:20.123456789Z",
+        "sampling": {"inspect_duration": "20s", "max_age": "0s", "x": f"{10**400}ns", "y": "1ns"},
+        "sampled out": "8,529 of 10,121 (84 %)",
+    }
+    assert listing.readable({"rows": 0, "ledger": {}, "sampling": {}})["sampled out"] == "0 of 0 (0 %)"
+    assert "sampled out" not in listing.readable({"rows": 1, "ledger": {}, "sampling": None})
+
+
+def test_programs_see_nanoseconds(run: Run, merged: Merged) -> None:
+    assert isinstance(json.loads(run("info", merged[0].key, "--json").stdout)["last_timestamp_ns"], int)
+    shown = run("info", merged[0].key).stdout
+    assert re.search(r"^last_timestamp +20\d\d-\d\d-\d\dT[0-9:.]+Z$", shown, re.MULTILINE)
+    assert "_ns" not in shown
 
 
 def test_a_segment_that_is_not_there_or_damaged_is_an_error_with_its_key(

@@ -79,7 +79,10 @@ def test_values_stand_in_their_order_with_what_is_known_of_them(site: Site) -> N
 
 def test_stderr_says_how_old_the_snapshot_is_and_what_it_holds(site: Site) -> None:
     site.known(("b", 0), ("a", 1))
-    assert site.state("a").stderr == (f"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is 0 s old\n")
+    assert site.state("a").stderr == (
+        f"{CHAIN}: 1 of 2 values, as of sequence 10; the snapshot is 0 s old; "
+        "expired since then, unless seen again: 1\n"
+    )
 
 
 def test_json_is_one_object_a_line(site: Site) -> None:
@@ -116,6 +119,41 @@ def test_silent_values_are_those_beyond_the_warning(site: Site) -> None:
     site.save(sampler, 12)
     [old] = map(json.loads, site.state("--silent", "--json").stdout.splitlines())
     assert (old["value"], old["advised"]) == ("old", "timeout")
+
+
+def test_values_that_had_expired_are_not_known_any_more(site: Site) -> None:
+    sampler = site.known(("old", 0), ("silent", 20), ("last", 100))
+    assert site.values() == ["last", "silent"]  # not forgotten yet, and expired by the last message
+    assert site.values("--silent") == ["silent"]
+    assert "2 of 2 values" in site.state().stderr
+    assert "; expired by then and not listed: 1;" in site.state().stderr
+    sampler.advance(sampler.watermark_ns + 50 * SECOND)  # the server's time, while nothing is published
+    site.save(sampler, 12)
+    assert (site.values(), site.values("--silent"), sampler.values) == (["last"], [], 1)
+    sampler.advance(sampler.watermark_ns + 100 * SECOND)
+    site.save(sampler, 13)
+    assert (site.values("--silent"), sampler.values) == ([], 0)
+    assert "0 of 0 values" in site.state("--silent").stderr
+
+
+def test_messages_that_were_not_folded_in_silence_nobody(site: Site) -> None:
+    sampler = site.known(("a", 0), ("b", 10))
+    site.save(sampler, 12, newest_ns=sampler.watermark_ns + 1000 * SECOND)
+    assert (site.values(), site.values("--silent")) == (["a", "b"], [])
+
+
+def test_values_that_expired_since_the_snapshot_are_listed_and_counted(site: Site) -> None:
+    sampler = Sampler(site.sampling)
+    now = round(SystemClock().now() * SECOND)
+    early, late = (
+        type(each)(each.sequence, now - ago * SECOND, each.subject, None, b"")
+        for each, ago in ((sent(1, "early", 0), 150), (sent(2, "late", 0), 60))
+    )
+    sampler.fold(columns_of([early, late]))
+    site.save(sampler, 12)
+    found = site.state("--values")
+    assert found.stdout.split() == ["early", "late"]
+    assert found.stderr.endswith("; expired since then, unless seen again: 1\n")
 
 
 def test_since_counts_from_now(site: Site) -> None:

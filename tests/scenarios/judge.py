@@ -82,7 +82,7 @@ async def judge(world: World, config: Path, sources: Sources, seconds: float = 6
     assert arrived.foreign == 0, f"{arrived.foreign} messages without provenance in the target"
     assert set(arrived.traces) <= set(sources), f"unexpected chains {set(arrived.traces) - set(sources)}"
     verdict = Verdict(
-        total(_archive(store, chain, source.plain) for chain, source in sources.items()),
+        total(archive_of(store, chain, source.plain) for chain, source in sources.items()),
         total(
             compare(source.mapped, arrived.traces.get(chain, Trace()), name=f"{chain} target")
             for chain, source in sources.items()
@@ -94,7 +94,8 @@ async def judge(world: World, config: Path, sources: Sources, seconds: float = 6
     return verdict
 
 
-def _archive(store: SegmentStore, chain: Chain, source: Trace) -> Comparison:
+def archive_of(store: SegmentStore, chain: Chain, source: Trace) -> Comparison:
+    """What the archive holds of a chain against `source`. Fails where its segments do not account for all."""
     assert archive_holes(store, chain) == [], f"{chain}: holes {archive_holes(store, chain)}"
     for ref in store.list(chain):
         footer = store.footer(ref)

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
+from common.jetstream.client import FloeClient
 from common.jetstream.streams import create_stream
 from common.segments.rows import Columns, columns
 from common.segments.segment import Message
+from common.segments.store import SegmentStore
 from common.sequences import cover
 from common.settings.egress import FeedSettings
 from egress.advisories.document import event_id, parse
@@ -143,7 +145,7 @@ class Lap:
             turn += 1
             silent[rng.randrange(30)] = turn + rng.randrange(10, 40)
             nodes = [n for n in range(30) if silent.get(n, 0) <= turn and rng.random() < 0.5]
-            await self.bench.publish(self.stream, [_payload(rng, node) for node in nodes])
+            await self.bench.publish(self.stream, [payload_of(rng, node) for node in nodes])
             await asyncio.sleep(0.1)
 
     # The feeds
@@ -172,7 +174,7 @@ class Lap:
         """Let both feeds come to the end of the log and of all silence."""
         log: list[Message] = []
         await read_stream(self.bench.client, self.stream, log.append)
-        self._log = _columns(log)
+        self._log = columns_of(log)
         for feed in (self.crashing, self.undisturbed):
             expected = self._ids(feed)
             with processes() as started:
@@ -186,50 +188,56 @@ class Lap:
 
     # What is right
 
-    def _fold(self, feed: dict[str, Any]) -> tuple[Columns, list[Advisory]]:
-        """What is kept and what is told by one fold over the whole log and the silence behind it."""
-        sampling = Sampling.of(FeedSettings.model_validate(feed))
-        assert sampling is not None
-        sampler = Sampler(sampling)
-        choices = sampler.fold(self._log)
-        kept = chosen(self._log, choices.kept, choices.keys)
-        return kept, [*choices.advisories, *sampler.advance(self._log.timestamps_ns[-1] + 10**12)]
-
     def _ids(self, feed: dict[str, Any]) -> Counter[str]:
         chain = Chain(SITE, feed["name"])
-        return Counter(event_id(chain, advisory) for advisory in self._fold(feed)[1])
+        return Counter(event_id(chain, advisory) for advisory in fold_of(feed, self._log)[1])
 
     async def compare(self) -> None:
         """Rows, ledger and advisories of both feeds against the fold."""
         for feed in (self.undisturbed, self.crashing):
             name = feed["name"]
-            kept = rows_of(self._fold(feed)[0])
+            kept = rows_of(fold_of(feed, self._log)[0])
             assert self.rows(name) == kept, f"{name}: other rows"
             self.bench.check(name)
             left_out = len(self._log.sequences) - len(kept)
             assert self.bench.ledger(name) == {"sampled_out": left_out}, self.bench.ledger(name)
-            told, expected = await self._told(name), self._ids(feed)
-            assert told == expected, f"{name}: {_difference(told, expected)}"
+            told, expected = await told_in(self.bench.client, name), self._ids(feed)
+            assert told == expected, f"{name}: {difference(told, expected)}"
         self._tally.counts["messages"] += len(self._log.sequences)
         self._tally.counts["rows"] += len(kept)
         self._tally.counts["advisories"] += expected.total()
 
     def rows(self, name: str) -> list[Row]:
-        """What the archive of a feed holds, in order."""
-        found: list[Row] = []
-        for stretch in cover(self.bench.refs(name), 1):
-            with self.bench.store.open(stretch.segment, rows=stretch.rows) as reader:
-                for batch in reader.batches(stretch.rows):
-                    keys = batch.column("sample_key").to_pylist()
-                    found += rows_of(replace(columns(batch), sample_keys=keys))
-        return found
+        return rows_in(self.bench.store, self.bench.chain(name))
 
-    async def _told(self, name: str) -> Counter[str]:
-        """How often each advisory is stored, by its id."""
-        stored: list[Message] = []
-        await read_stream(self.bench.client, name, stored.append)
-        documents = [parse(message.payload) for message in stored]
-        return Counter(document.event_id for document in documents if document is not None)
+
+def fold_of(feed: dict[str, Any], log: Columns) -> tuple[Columns, list[Advisory]]:
+    """What is kept and what is told by one fold over the whole log and the silence behind it."""
+    sampling = Sampling.of(FeedSettings.model_validate(feed))
+    assert sampling is not None
+    sampler = Sampler(sampling)
+    choices = sampler.fold(log)
+    kept = chosen(log, choices.kept, choices.keys)
+    return kept, [*choices.advisories, *sampler.advance(log.timestamps_ns[-1] + 10**12)]
+
+
+def rows_in(store: SegmentStore, chain: Chain) -> list[Row]:
+    """What the archive of a chain holds, in order."""
+    found: list[Row] = []
+    for stretch in cover(store.list(chain), 1):
+        with store.open(stretch.segment, rows=stretch.rows) as reader:
+            for batch in reader.batches(stretch.rows):
+                keys = batch.column("sample_key").to_pylist()
+                found += rows_of(replace(columns(batch), sample_keys=keys))
+    return found
+
+
+async def told_in(client: FloeClient, stream: str) -> Counter[str]:
+    """How often each advisory is stored, by its id."""
+    stored: list[Message] = []
+    await read_stream(client, stream, stored.append)
+    documents = [parse(message.payload) for message in stored]
+    return Counter(document.event_id for document in documents if document is not None)
 
 
 def rows_of(rows: Columns) -> list[Row]:
@@ -238,7 +246,8 @@ def rows_of(rows: Columns) -> list[Row]:
     return list(zip(*lists, rows.sample_keys or [], strict=True))
 
 
-def _columns(log: Sequence[Message]) -> Columns:
+def columns_of(log: Sequence[Message]) -> Columns:
+    """The log as lists."""
     return Columns(
         [message.sequence for message in log],
         [message.timestamp_ns for message in log],
@@ -248,13 +257,14 @@ def _columns(log: Sequence[Message]) -> Columns:
     )
 
 
-def _difference(told: Counter[str], expected: Counter[str]) -> str:
+def difference(told: Counter[str], expected: Counter[str]) -> str:
+    """How advisories differ from those that should be, in words."""
     twice = sum(count - 1 for count in told.values() if count > 1)
     lost, unexpected = expected.keys() - told.keys(), told.keys() - expected.keys()
     return f"{len(lost)} advisories lost, {twice} told twice, {len(unexpected)} unexpected"
 
 
-def _payload(rng: random.Random, node: int) -> bytes:
+def payload_of(rng: random.Random, node: int) -> bytes:
     """A document of one node; some name none, some are no JSON, some are forced."""
     chance = rng.random()
     if chance < 0.01:

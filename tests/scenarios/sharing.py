@@ -7,7 +7,9 @@ import random
 import signal
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from infra.acked import AckedPublisher
 from infra.oracle import Trace, total
 from infra.oracle_streams import read_stream
 from tests.scenarios.faults import Outcome
-from tests.scenarios.judge import Verdict, _archive
+from tests.scenarios.judge import Verdict, archive_of
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import Service
 from tests.scenarios.world import LEASE_TTL, World
@@ -39,20 +41,48 @@ def chains() -> list[Chain]:
     return [Chain(SITE, STREAM, partition=number) for number in range(PARTITIONS)]
 
 
-async def shared(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -> Outcome:
-    """Random SIGKILL, SIGSTOP and cuts for `seconds` under load: chains exact, then shares fair (I1, I9).
+# Publishes until a time of the monotonic clock.
+Load = Callable[[World, random.Random, float], Coroutine[Any, Any, None]]
 
-    Each process has a connection of its own that can be broken, and faults of its own: they overlap.
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What was disturbed: the processes, which run, the configuration of one, and which faults there were."""
+
+    services: list[Service]
+    config: Path
+    faults: Counter[str]
+
+
+async def shared(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -> Outcome:
+    """Random SIGKILL, SIGSTOP and cuts for `seconds` under load: chains exact, then shares fair (I1, I9)."""
+
+    async def load(world: World, rng: random.Random, until: float) -> None:
+        await _load(world, rng, rate, until)
+
+    with World(s3, SITE) as world:
+        started = time.monotonic()
+        async with disturbed(world, rng, seconds, load) as members:
+            verdict = await _judge(world, members.config)
+        return Outcome(verdict, time.monotonic() - started, members.faults)
+
+
+@asynccontextmanager
+async def disturbed(
+    world: World, rng: random.Random, seconds: float, load: Load, **feed: Any
+) -> AsyncIterator[Members]:
+    """Three members disturbed for `seconds` under load; the block behind that has them running, unbroken.
+
+    Each process has a connection of its own that can be broken, and faults of its own: they overlap. At the
+    end shares are fair, and leases given back. `feed`: more keys of the feed.
     """
     async with AsyncExitStack() as stack:
-        world = stack.enter_context(World(s3, SITE))
         await _prepare(world, rng)
         proxies = [await stack.enter_async_context(TcpProxy(world.sites[SITE].port)) for _ in range(MEMBERS)]
-        configs = [_config(world, number, proxy) for number, proxy in enumerate(proxies)]
+        configs = [_config(world, number, proxy, feed) for number, proxy in enumerate(proxies)]
         services = [world.egress(config, f"egress-{n}") for n, config in enumerate(configs)]
-        started, faults = time.monotonic(), Counter[str]()
-        until = started + seconds
-        loading = asyncio.create_task(_load(world, random.Random(rng.random()), rate, until))
+        until, faults = time.monotonic() + seconds, Counter[str]()
+        loading = asyncio.create_task(load(world, random.Random(rng.random()), until))
         await asyncio.gather(
             *(
                 _trouble(service, proxy, random.Random(rng.random()), until, faults)
@@ -60,13 +90,12 @@ async def shared(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -
             )
         )
         await loading
-        verdict = await _judge(world, configs[0])
+        yield Members(services, configs[0], faults)
         await _settled(world, services)
         for service in services:
             code = await asyncio.to_thread(service.drain)
             assert code == 0, f"{service.name} ended with {code} on SIGTERM\n{service.tail()}"
         assert await _owners(world) == [""] * PARTITIONS, "a drained member gives its leases back"
-        return Outcome(verdict, time.monotonic() - started, faults)
 
 
 async def _prepare(world: World, rng: random.Random) -> None:
@@ -84,8 +113,12 @@ async def _prepare(world: World, rng: random.Random) -> None:
             await client.api(f"STREAM.MSG.DELETE.{STREAM}", {"seq": sequence})
 
 
-def _config(world: World, number: int, proxy: TcpProxy) -> Path:
-    feed = {"stream": STREAM, "partitions": {"count": PARTITIONS, "subject": SUBJECT}}
+def feed_of(more: dict[str, Any]) -> dict[str, Any]:
+    """The feed of the members, with more keys."""
+    return {"stream": STREAM, "partitions": {"count": PARTITIONS, "subject": SUBJECT}, **more}
+
+
+def _config(world: World, number: int, proxy: TcpProxy, feed: dict[str, Any]) -> Path:
     return world.write(
         f"{SITE}-{number}",
         {
@@ -97,7 +130,7 @@ def _config(world: World, number: int, proxy: TcpProxy) -> Path:
                 "monitor": {"listen": ""},
                 "lease_ttl": LEASE_TTL,
                 "defaults": {"segment": world.segment},
-                "feeds": [feed],
+                "feeds": [feed_of(feed)],
             },
         },
     )
@@ -142,33 +175,36 @@ async def _trouble(
 
 async def _judge(world: World, config: Path) -> Verdict:
     """Wait until the archive ends where the partitions do, then compare message by message."""
-    sources = await _sources(world)
+    sources = {chain: Trace.of(log) for chain, log in (await logs_of(world)).items()}
     store = open_store(load_settings(str(config)))
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not all(
-        _end(store, chain) >= trace.through for chain, trace in sources.items()
-    ):
-        await asyncio.sleep(0.3)
-    compared = total(_archive(store, chain, trace) for chain, trace in sources.items())
+    await archived_to(store, {chain: trace.through for chain, trace in sources.items()})
+    compared = total(archive_of(store, chain, trace) for chain, trace in sources.items())
     verdict = Verdict(compared, compared, sum(len(store.list(chain)) for chain in sources))
     if not verdict.ok:
         world.print_tails()
     return verdict
 
 
-async def _sources(world: World) -> dict[Chain, Trace]:
+async def logs_of(world: World) -> dict[Chain, list[Message]]:
     """What the stream holds of each partition."""
-    found = {chain: Trace() for chain in chains()}
-    starts = {f"{SITE}.p{chain.partition}.".encode(): trace for chain, trace in found.items()}
+    found: dict[Chain, list[Message]] = {chain: [] for chain in chains()}
+    starts = {f"{SITE}.p{chain.partition}.".encode(): log for chain, log in found.items()}
 
     def take(message: Message) -> None:
-        for start, trace in starts.items():
+        for start, log in starts.items():
             if message.subject.startswith(start):
-                trace.add(message)
+                log.append(message)
 
     async with client_of(world.sites[SITE].url) as client:
         await read_stream(client, STREAM, take)
     return found
+
+
+async def archived_to(store: SegmentStore, ends: dict[Chain, int], seconds: float = 60) -> None:
+    """Wait until each chain is archived so far. What is missing then is for the comparison to name."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(_end(store, chain) < end for chain, end in ends.items()):
+        await asyncio.sleep(0.3)
 
 
 def _end(store: SegmentStore, chain: Chain) -> int:

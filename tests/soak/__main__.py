@@ -20,6 +20,7 @@ from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
 from tests.scenarios.histories import recreated_unput, recreated_while_down, recreated_while_running
 from tests.scenarios.retention import retention
 from tests.scenarios.sharing import shared
+from tests.scenarios.sharing_sampled import sampled_shared
 from tests.support import SharedS3
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "soak.json"
@@ -38,6 +39,7 @@ RUNS: dict[str, Callable[[Any, random.Random], Awaitable[Ran]]] = {
     "shuffled": lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000),
     "sampled_crashes": lambda _, rng: sampling.run(100, rng.getrandbits(32)),
     "sharing": lambda s3, rng: shared(s3, rng, seconds=60),
+    "sharing_sampled": lambda s3, rng: sampled_shared(s3, rng, seconds=60),
     "retention": lambda s3, rng: retention(s3, rng, seconds=60),
 }
 

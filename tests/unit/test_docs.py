@@ -57,6 +57,14 @@ def test_every_metric_is_documented_and_every_documented_metric_exists() -> None
     assert documented == metric_names()
 
 
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_metrics_named_in_the_docs_exist(path: Path) -> None:
+    known = {re.sub("_total$", "", name) for name in metric_names()}
+    named = set(re.findall(r"\bfloe_[a-z][a-z_]*[a-z]\b", path.read_text()))
+
+    assert {name for name in named if re.sub("_(total|bucket|sum|count)$", "", name) not in known} == set()
+
+
 def test_every_error_code_is_documented() -> None:
     used = set(re.findall(r'"(E-[A-Z0-9-]*[A-Z0-9])"', sources()))
 
@@ -80,6 +88,15 @@ def test_the_configurations_of_the_readme_parse(monkeypatch: pytest.MonkeyPatch)
         text = "\n".join(line[3:] if line.startswith("   ") else line for line in block.splitlines())
         assert isinstance(yaml.safe_load(text), dict)
         config.parse(text, "README.md")
+
+
+def test_every_command_stands_in_the_table_of_operations() -> None:
+    documented = set()
+    for row in re.findall(r"^\| (`floe [^|]+`) \|", OPERATIONS, re.MULTILINE):
+        first, *others = re.findall("`([^`]+)`", row)
+        documented |= {first, *(f"{first.rpartition(' ')[0]} {other}" for other in others)}
+
+    assert documented == {f"floe {' '.join(command)}" for command in commands(floe.cli)}
 
 
 @pytest.mark.parametrize("command", commands(floe.cli), ids=" ".join)

@@ -371,6 +371,13 @@ def test_values_out_of_range_are_refused_with_the_range_and_the_reason(keys: dic
     assert f"expected {why}" in problem(lambda: site(**keys))
 
 
+@pytest.mark.parametrize("subject", ["adv.%x", "adv.%%x", "adv.%s.%V", "adv.%", "adv.%S.%v", "adv.%s%"])
+def test_other_letters_in_the_subject_of_advisories_are_refused(subject: str):
+    sampled = FEED | {"inspect_field": "sender", "inspect_duration": "1h"}
+    told = problem(lambda: site(feeds=[sampled | {"advisory": {"subject": subject}}]))
+    assert "%s for the event, %v for the value" in told
+
+
 def test_zero_switches_off_what_may_be_off():
     assert site(feeds=[FEED | {"max_age": "0s"}]).egress.feeds[0].max_age == 0.0
 

@@ -1,0 +1,268 @@
+"""Stops that test_egress_resolve.py does not bring about, and what their hints say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.segments.documents import StreamDocument
+from egress.parts import Confirming
+from infra.local.ports import free_port
+from tests.commands import command_of, configuration, floe, paste
+from tests.egress_bench import QUICK, SITE, Bench, connected
+from tests.faulty_store import FaultyStore
+from tests.integration.test_egress_workers import parent
+from tests.partitions import Partitioned, feed_of, publish_over
+from tests.support import soon, unique
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+async def begun(bench: Bench, **feed: Any) -> str:
+    """A stream of which ten messages are archived."""
+    stream = await bench.make_stream(unique("T"))
+    await bench.publish(stream, [b"first"] * 10)
+    async with bench.egress({"stream": stream, **feed}):
+        await bench.archived_to(stream, 10)
+    return stream
+
+
+async def resolved(bench: Bench, stream: str, **feed: Any) -> tuple[int, list[str]]:
+    """What `floe egress resolve` shows, and its exit code."""
+    config = configuration(bench, {"stream": stream, **feed})
+    done = await floe("egress", "resolve", "-c", str(config), stream)
+    assert done.err == ""
+    return done.code, done.out.splitlines()
+
+
+# E-UNSURE
+
+
+async def test_a_stream_that_answers_differently_each_time_is_asked_until_it_does_not(bench: Bench) -> None:
+    stream = await begun(bench)
+    tuning = replace(QUICK, confirming=Confirming(times=3, span=0.6, attempts=4))
+    is_calm = asyncio.Event()
+
+    async def churn() -> None:
+        while not is_calm.is_set():
+            await bench.delete_stream(stream)
+            await bench.make_stream(stream)
+            await asyncio.sleep(0.05)
+
+    churning = asyncio.create_task(churn())
+    async with bench.egress({"stream": stream}, tuning=tuning) as running:
+        await soon(lambda: "answers differently" in running.status(stream).get("why", ""), 20)
+        assert running.state(stream) == "waiting"
+        assert running.status(stream)["hint"].startswith("nothing to do, it is asked again by itself")
+        assert bench.chains.read_stream(bench.chain(stream, 1)) is None
+        is_calm.set()
+        await churning
+        await bench.publish(stream, [b"second"] * 20)
+        await bench.archived_to(stream, 20, incarnation=1, seconds=30)
+    await bench.same(stream, stream, 1)
+
+
+# E-INCARNATION
+
+
+async def test_an_incarnation_that_another_site_made_is_left_behind_by_the_command(bench: Bench) -> None:
+    stream = await begun(bench)
+    await bench.delete_stream(stream)
+    await bench.make_stream(stream)
+    await bench.publish(stream, [b"second"] * 20)
+    key = bench.chains.layout.stream_document(bench.chain(stream, 1))
+    cut = bench.chains.read_stream(bench.chain(stream))
+    assert cut is not None
+    theirs = StreamDocument({}, "2001-01-01T00:00:00Z", {0: 10}, cut.chains)
+
+    def race(real: Any, written: str, *args: Any, **kwargs: Any) -> Any:
+        """Another site is faster."""
+        if written == key:
+            bench.objects.put(key, theirs.to_json())
+        return real(written, *args, **kwargs)
+
+    objects = FaultyStore(bench.objects).on("put_if_absent", race)
+    async with bench.egress({"stream": stream}, objects=objects) as running:
+        await soon(lambda: "made for the stream created at 2001" in running.status(stream).get("why", ""))
+        hint = running.status(stream)["hint"]
+        assert "give one of them another `site`" in hint
+        await paste(bench, hint, {"stream": stream})
+        await bench.archived_to(stream, 20, incarnation=2)
+    await bench.same(stream, stream, 2)
+
+
+# E-HISTORY
+
+
+async def test_a_stream_document_that_is_missing_is_restored(bench: Bench) -> None:
+    stream = await begun(bench)
+    key = bench.chains.layout.stream_document(bench.chain(stream))
+    kept = bench.objects.get(key)
+    assert kept is not None
+    bench.objects.delete(key)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert f"expected {key} beside its chain.json" in running.status(stream)["why"]
+        assert "restore that object: the feed then goes on by itself" in running.status(stream)["hint"]
+        code, lines = await resolved(bench, stream)
+        assert (code, lines[0].split(": ")[0]) == (3, f"{SITE}/{stream}/0000/0  E-HISTORY")
+        assert lines[1].strip() == running.status(stream)["hint"]
+        bench.objects.put(key, kept)
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 15)
+    await bench.same(stream, stream)
+
+
+async def test_a_chain_document_that_contradicts_is_made_again(bench: Bench) -> None:
+    stream = await begun(bench)
+    key = bench.chains.layout.chain_document(bench.chain(stream))
+    document = bench.chains.read_chain(bench.chain(stream))
+    assert document is not None
+    bench.objects.put(key, replace(document, relay=True).to_json())
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "does not say what stream.json says" in running.status(stream)["why"]
+        assert f"put {key} away" in running.status(stream)["hint"]
+        bench.objects.delete(key)
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 15)
+    await bench.same(stream, stream)
+
+
+# E-FILTERS
+
+
+async def test_other_partitions_go_on_with_the_command_of_the_hint(bench: Bench) -> None:
+    stream = await begun(bench)
+    feed = feed_of(stream, 2)
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == running.state(f"{stream}/1") == "stopped")
+        hint = running.status(stream)["hint"]
+    assert "stop egress" in hint
+    await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
+    await paste(bench, hint, feed)
+    async with bench.egress(feed):
+        await Partitioned(bench, stream, 2).archived_to(20, 1)
+
+
+async def test_resolve_says_once_for_the_feed_that_it_is_cut_otherwise(bench: Bench) -> None:
+    stream = await begun(bench)
+    two, three = feed_of(stream, 2), feed_of(stream, 3)
+    await publish_over(bench, stream, ["0.a", "1.a"], 10, "more")
+    done = await floe(
+        "egress", "repartition", "-c", str(configuration(bench, two)), "--feed", stream, "--yes"
+    )
+    assert done.code == 0, done
+    async with bench.egress(two):
+        await Partitioned(bench, stream, 2).archived_to(20, 1)
+    code, lines = await resolved(bench, **three)
+    assert code == 3
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        f"{SITE}/{stream}/0001  E-FILTERS: begun with 2 partitions ({stream}.0.>, {stream}.1.>), "
+    )
+    assert f"--feed {stream}" in lines[1]
+    await paste(bench, lines[1], three)
+    async with bench.egress(three):
+        await publish_over(bench, stream, ["0.a", "1.a", "2.a"], 9, "last")
+        await Partitioned(bench, stream, 3).archived_to(29, 2)
+
+
+# E-SOURCE-GONE
+
+
+async def test_resolve_says_that_the_stream_of_a_feed_does_not_exist(bench: Bench) -> None:
+    stream = unique("T")
+    code, lines = await resolved(bench, stream)
+    assert (code, lines) == (
+        3,
+        [
+            f"{SITE}/{stream}/0000/0  E-SOURCE-GONE: stream {stream} does not exist",
+            "  create it: the feed then begins by itself",
+        ],
+    )
+    await bench.make_stream(stream)
+    assert (await resolved(bench, stream))[0] == 0
+
+
+@pytest.mark.parametrize("policy", ["continue", "halt"])
+async def test_resolve_gives_the_choices_where_the_stream_was_deleted(bench: Bench, policy: str) -> None:
+    stream = await begun(bench)
+    feed = {"stream": stream, "on_recreated": policy}
+    await bench.delete_stream(stream)
+    code, lines = await resolved(bench, **feed)
+    assert (code, lines[0].split(": ")[0]) == (3, f"{SITE}/{stream}/0000/0  E-SOURCE-GONE")
+    assert lines[-1].startswith("  restore the stream as it was: the feed goes on; or create it again")
+    assert ("begins by itself" in lines[-1]) is (policy == "continue")
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        await bench.make_stream(stream)
+        await bench.publish(stream, [b"second"] * 20)
+        if policy == "halt":
+            again = await floe(*command_of(lines[-1]))
+            assert "E-RECREATED" in again.out
+            await paste(bench, next(line for line in again.out.splitlines() if "--new" in line), feed)
+        await bench.archived_to(stream, 20, incarnation=1)
+    await bench.same(stream, stream, 1)
+
+
+# The file that commands name
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_the_command_names_the_file_that_was_read(bench: Bench, workers: int) -> None:
+    stream, port = await begun(bench), free_port()
+    config = configuration(bench, feed_of(stream, 2))
+    document = yaml.safe_load(config.read_text())
+    document["egress"]["monitor"] = {"listen": f"127.0.0.1:{port}"}
+    config.write_text(yaml.safe_dump(document))
+    folder = bench.root / "it's here"
+    folder.mkdir()
+    config = config.rename(folder / "a site.yaml")
+    with parent(config, port, "--workers", str(workers)) as running:
+
+        def hints() -> set[str]:
+            body = json.loads(running.page("status")[1] or "{}")
+            found = [body, *body.get("workers", {}).values()]
+            parts = [part for each in found for part in each.get("parts", {}).values()]
+            return {part["hint"] for part in parts if part.get("state") == "stopped"}
+
+        hint = await soon(lambda: asyncio.to_thread(hints), 30)
+        running.process.terminate()
+        assert await running.ended() == 0
+    command = command_of(hint.pop())
+    assert str(config) in command
+    assert str(config).replace("'", "'\"'\"'") in running.log.read_text().replace('\\"', '"')
+    done = await floe(*command, "--yes")
+    left = f"warning: >: 10 messages on 1 subject, {stream}.a, belong to no partition any more\n"
+    assert (done.code, done.err) == (0, left)
+
+
+async def test_what_has_no_feed_names_its_file(bench: Bench) -> None:
+    config = str(configuration(bench))
+    line = f"error[E-CONFIG]: {config}: egress.feeds: expected at least one feed, found none\n"
+    for command in (["run"], ["run", "--workers", "2"], ["init"]):
+        done = await floe("egress", *command, "-c", config)
+        assert (done.code, done.err) == (78, line)
+
+
+async def test_a_command_that_ends_by_itself_logs_what_the_configuration_asks_for(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    config = configuration(bench, {"stream": stream})
+    quiet = await floe("egress", "init", "-c", str(config))
+    assert (quiet.code, quiet.err) == (0, "")
+    config.write_text(config.read_text() + "log: {level: info}\n")
+    told = await floe("egress", "init", "-c", str(config))
+    assert "nats connected" in told.err

@@ -1,0 +1,48 @@
+"""What `/status` tells of a feed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.segments.parquet import SpooledSegment
+from common.segments.segment import Footer, Ledger, Reason
+from common.sequences import SequenceRange
+from common.service.monitor import Health
+from egress.report import FeedReport
+from tests.support import unique
+
+
+def spooled(chain: Chain, first: int, last: int) -> SpooledSegment:
+    coverage = SequenceRange(first, last)
+    footer = Footer(
+        chain=chain,
+        level=0,
+        coverage=coverage,
+        rows=0,
+        ledger=Ledger({Reason.DELETED: len(coverage)}),
+        raw_bytes=0,
+        first_timestamp_ns=None,
+        last_timestamp_ns=None,
+        tip=None,
+        writer="test",
+    )
+    return SpooledSegment(Path("none"), footer, 1, "0" * 64)
+
+
+def test_the_position_is_the_first_sequence_that_is_not_accounted_for() -> None:
+    health, chain = Health(SystemClock()), Chain("s", unique("F"))
+    report = FeedReport(chain, "S", health)
+
+    def place() -> tuple[Any, Any]:
+        status = health.status()["parts"][f"egress {chain.feed}"]
+        return status["position"], status["end"]
+
+    report.reading(chain, 5, 4)
+    assert place() == (5, 4)
+    report.put(spooled(chain, 5, 9), 0.1)
+    assert place() == (10, 9)
+    report.put(spooled(chain, 10, 30), 0.1)
+    assert place() == (31, 30)
