@@ -9,19 +9,7 @@ from common.chain import Chain
 from infra.oracle import Comparison, Trace, allow, compare, total
 
 MIB = 2**20
-COLUMNS = (
-    "chain",
-    "source",
-    "left out",
-    "archive",
-    "target",
-    "segments",
-    "MiB",
-    "stored",
-    "ratio",
-    "msg/s",
-    "behind",
-)
+COLUMNS = ("chain", "source", "left out", "archive", "target", "segments", "MiB", "ratio", "behind")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 
 from common.chain import Chain
 from common.segments.segment import Message
-from infra.demo_result import Readings, Result, worst
+from infra.demo_result import COLUMNS, Readings, Result, worst
 from infra.oracle import Comparison, Trace
 
 CHAIN = Chain("us-east", "NODES")
@@ -82,6 +82,7 @@ def test_what_the_ledger_left_out_is_not_lost() -> None:
     assert result(sampled).ok
     assert "1 of them were sampled out" in " ".join(result(sampled).figures())
     assert sampled.row()[1:5] == ("3", "1", "2", "2")
+    assert len(sampled.row()) == len(COLUMNS)
 
 
 @pytest.mark.parametrize("left_out", [0, 2, 3])
