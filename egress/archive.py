@@ -57,29 +57,16 @@ class Marks:
 
     async def set(self, chain: Chain, end: int) -> None:
         """Have the mark at `end`, whatever it was."""
-        key, value = self.key(chain), self.value(end).encode()
-        while True:
-            entry = await self._state.get(key)
-            if entry is None:
-                done = await self._state.create(key, value)
-            else:
-                done = await self._state.update(key, value, entry.revision)
-            if done is not None:
-                return
+        await self._state.put(self.key(chain), self.value(end).encode())
 
     async def raise_to(self, chain: Chain, end: int) -> None:
         """Have the mark at `end` or above."""
-        key, value = self.key(chain), self.value(end).encode()
-        while True:
-            entry = await self._state.get(key)
-            if entry is None:
-                done = await self._state.create(key, value)
-            elif self._parse(chain, entry.value) >= end:
-                return
-            else:
-                done = await self._state.update(key, value, entry.revision)
-            if done is not None:
-                return
+
+        def raised(found: bytes | None) -> bytes | None:
+            is_there = found is not None and self._parse(chain, found) >= end
+            return None if is_there else self.value(end).encode()
+
+        await self._state.change(self.key(chain), raised)
 
     def _parse(self, chain: Chain, value: bytes) -> int:
         try:

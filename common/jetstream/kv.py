@@ -119,6 +119,21 @@ class KeyValue:
         """Replace the value of that revision; the new revision, or None where the key has moved on."""
         return await self._write(key, value, revision)
 
+    async def change(self, key: str, step: Callable[[bytes | None], bytes | None]) -> None:
+        """Have at `key` what `step` makes of its value (None: none is there), whoever else changes it too.
+
+        Where `step` gives None the key stays as it is. What `step` raises is raised.
+        """
+        done = None
+        while done is None:
+            entry = await self.get(key)
+            value = step(None if entry is None else entry.value)
+            if value is None:
+                return
+            done = await (
+                self.create(key, value) if entry is None else self.update(key, value, entry.revision)
+            )
+
     async def put(self, key: str, value: bytes) -> int:
         """Set `key` whatever it holds; its revision."""
         revision = await self._write(key, value, None)

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 from common.errors import FloeError
 from common.objects.checksums import ChecksumMismatch
 from common.objects.port import ObjectStore
+from common.service.logs import get_logger
 
 PROBE_PREFIX = "_floe/probe/"
 
+log = get_logger("objects.probe")
+
+_guard = threading.Lock()
 _answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 
 
 def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
     """`verifies_checksums`, asked once for each `objects`."""
-    answer = _answers.get(objects)
-    if answer is None:
-        answer = _answers[objects] = verifies_checksums(objects, prefix)
-    return answer
+    with _guard:
+        answer = _answers.get(objects)
+        if answer is None:
+            answer = _answers[objects] = verifies_checksums(objects, prefix)
+            if not answer:
+                log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
+        return answer
 
 
 def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:

@@ -7,7 +7,6 @@ put that is repeated, doubled or late can only put right what is there.
 from __future__ import annotations
 
 import builtins
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.objects.checksums import ChecksumMismatch
 from common.objects.port import ObjectInfo, ObjectStore
-from common.objects.probe import verifies_checksums
+from common.objects.probe import is_verifying
 from common.segments.faults import SegmentGone
 from common.segments.fetching import Fetcher
 from common.segments.layout import MAX_LEVEL, Layout
@@ -58,8 +57,6 @@ class SegmentStore:
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
         self._fetcher = Fetcher(objects, self._spool, self._clock)
-        self._guard = threading.Lock()
-        self._verifies: bool | None = None
 
     # Listing
 
@@ -148,19 +145,12 @@ class SegmentStore:
         info = self.objects.head(ref.key)
         if info is None or info.size != ref.size:
             return None
-        proven = info.sha256 is not None and self._is_verifying(ref.chain)
+        proven = info.sha256 is not None and is_verifying(self.objects, self._probe_prefix(ref.chain))
         sha256 = info.sha256 if proven else self._fetcher.stored_sha256(ref)
         return info if sha256 is not None and sha256.startswith(digest) else None
 
-    def _is_verifying(self, chain: Chain) -> bool:
-        """Whether the store's own checksums are worth anything; asked once."""
-        with self._guard:
-            if self._verifies is None:
-                prefix = f"{self.layout.documents_prefix(chain.site, chain.feed)}probe/"
-                self._verifies = verifies_checksums(self.objects, prefix)
-                if not self._verifies:
-                    log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
-            return self._verifies
+    def _probe_prefix(self, chain: Chain) -> str:
+        return f"{self.layout.documents_prefix(chain.site, chain.feed)}probe/"
 
     # Opening
 

@@ -31,19 +31,16 @@ class Closings:
 
     async def change(self, chain: Chain, step: Callable[[Closing], Closing]) -> Closing:
         """Make what `step` makes of it, whoever else changes it meanwhile; what is there then."""
-        key = self.key(chain)
-        while True:
-            entry = await self._state.get(key)
-            former = Closing() if entry is None else self._parse(chain, entry.value)
-            changed = step(former)
-            if changed == former:
-                return former
-            if entry is None:
-                done = await self._state.create(key, changed.to_json())
-            else:
-                done = await self._state.update(key, changed.to_json(), entry.revision)
-            if done is not None:
-                return changed
+        result = Closing()
+
+        def changed(found: bytes | None) -> bytes | None:
+            nonlocal result
+            former = Closing() if found is None else self._parse(chain, found)
+            result = step(former)
+            return None if result == former else result.to_json()
+
+        await self._state.change(self.key(chain), changed)
+        return result
 
     def _parse(self, chain: Chain, value: bytes) -> Closing:
         try:

@@ -38,12 +38,4 @@ class Acceptances:
 
     async def put(self, chain: Chain, acceptance: Acceptance) -> None:
         """Have this acceptance, whatever there was before."""
-        key, value = self.key(chain), acceptance.to_json()
-        while True:
-            entry = await self._state.get(key)
-            if entry is None:
-                done = await self._state.create(key, value)
-            else:
-                done = await self._state.update(key, value, entry.revision)
-            if done is not None:
-                return
+        await self._state.put(self.key(chain), acceptance.to_json())

@@ -41,6 +41,25 @@ async def test_a_key_is_created_once_and_changed_by_revision(kv: KeyValue):
     assert await kv.get("a.b") == Entry(b"", third)
 
 
+async def test_changes_made_at_the_same_time_all_count(kv: KeyValue):
+    def one_more(found: bytes | None) -> bytes:
+        return b"%d" % (int(found or b"0") + 1)
+
+    await asyncio.gather(*(kv.change("count", one_more) for _ in range(20)))
+
+    entry = await kv.get("count")
+    assert entry is not None
+    assert entry.value == b"20"
+
+
+async def test_a_change_that_gives_nothing_leaves_the_key_as_it_is(kv: KeyValue):
+    await kv.change("k", lambda found: None)
+    assert await kv.get("k") is None
+    revision = await kv.create("k", b"1")
+    await kv.change("k", lambda found: None)
+    assert await kv.get("k") == Entry(b"1", revision)
+
+
 async def test_a_deleted_key_is_absent_and_may_be_created_again(kv: KeyValue):
     first = await kv.create("k", b"1")
     assert not await kv.delete("k", first + 7)
