@@ -11,20 +11,21 @@ A crash anywhere leaves the checkpoint, or an open intent that whoever comes nex
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import AnotherWriter, Unavailable
 from common.failpoints import failpoint
 from common.service.logs import get_logger
 from ingress import metrics
-from ingress.blocks import Rows
-from ingress.choices import Choices
-from ingress.intent import Checkpoint, Intent, TargetState, close_intent, open_intent
+from ingress.checkpoints.intent import Checkpoint, Intent, TargetState, close_intent, open_intent
+from ingress.checkpoints.state import Stored
 from ingress.ports import Looker, RowSource, StateKeeper, Tenure
-from ingress.publisher import Outcome, Publisher
-from ingress.replies import Unclear
-from ingress.settler import LOOK_SPACING, Settler, StateMoved
-from ingress.state import Stored
+from ingress.publishing.publisher import Outcome, Publisher
+from ingress.publishing.replies import Unclear
+from ingress.rows.blocks import Rows
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.settler import LOOK_SPACING, Settled, Settler, StateMoved
 
 log = get_logger("ingress.carrier")
 
@@ -129,40 +130,41 @@ class Carrier:
         """
         started = self._clock.monotonic()
         if rows is not None:
-            await self._publish(intent, rows, 0)
+            base = await self._publish(intent, rows, Settled(intent.base, 0))
         else:
-            await self._publish_rest(intent)
+            base = await self._publish_rest(intent)
         failpoint("ingress.before_close")
-        await self._save(close_intent(self.state))
+        await self._save(close_intent(self.state, base))
         failpoint("ingress.after_close")
         metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
         metrics.closed(self.target, intent)
         self._supply.closed(self.state.checkpoint.positions)
 
-    async def _publish_rest(self, intent: Intent) -> None:
-        stored = await self._settler.settle(self._known, None)
-        if stored == intent.count:
-            return
-        rows = await self._supply.recall.rows(intent, stored)
+    async def _publish_rest(self, intent: Intent) -> int:
+        settled = await self._settler.settle(self._known, None)
+        if settled.stored == intent.count:
+            return settled.base
+        rows = await self._supply.recall.rows(intent, settled.stored)
         try:
-            await self._publish(intent, rows, stored)
+            return await self._publish(intent, rows, settled)
         finally:
             self._supply.release(rows)
 
-    async def _publish(self, intent: Intent, rows: Rows, stored: int) -> None:
-        """Publish until all rows of the intent are stored."""
+    async def _publish(self, intent: Intent, rows: Rows, settled: Settled) -> int:
+        """Publish until all rows of the intent are stored; the base that the last of them stands by."""
         slow = 0
-        while stored < intent.count:
+        while settled.stored < intent.count:
             self._settler.check_lease()
-            outcome = await self._publisher.publish(rows, intent.base, stored)
-            before, stored = stored, outcome.stored
+            outcome = await self._publisher.publish(rows, settled.base, settled.stored)
+            before, settled = settled.stored, replace(settled, stored=outcome.stored)
             if outcome.unclear is not None:
                 self._note(outcome, outcome.unclear)
-                stored = await self._settler.settle(self._known, rows)
-                slow = 0 if stored > before else slow + 1
+                settled = await self._settler.settle(self._known, rows)
+                slow = 0 if settled.stored > before else slow + 1
                 await self._pause(slow, outcome.unclear)
         self.trouble = ""
         failpoint("ingress.after_commit")
+        return settled.base
 
     def _note(self, outcome: Outcome, unclear: Unclear) -> None:
         self.trouble = unclear.why

@@ -14,9 +14,9 @@ from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
 from common.settings.root import Settings
-from ingress.discovery import Discovery
+from ingress.discovery.discovery import Discovery
 from ingress.runner import Parts, Runner
-from ingress.settler import LOOK_SPACING
+from ingress.verdicts.settler import LOOK_SPACING
 
 log = get_logger("ingress.controller")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from common.chain import Chain
 from common.service.metrics import counter, gauge, histogram
-from ingress.intent import Intent
-from ingress.lane import Lane
+from ingress.chains.lane import Lane
+from ingress.checkpoints.intent import Intent
 
 _CHAIN = ("target", "site", "feed", "partition")
 

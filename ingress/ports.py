@@ -7,34 +7,34 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from common.chain import Chain
-from ingress.blocks import Rows
-from ingress.intent import Intent, TargetState
-from ingress.state import Stored
-from ingress.verdict import Reading
+from ingress.checkpoints.intent import Intent, TargetState
+from ingress.checkpoints.state import Stored
+from ingress.rows.blocks import Rows
+from ingress.verdicts.verdict import Reading
 
 
 class StateKeeper(Protocol):
-    """Where the state is kept (`ingress.state.StateStore`)."""
+    """Where the state is kept (`ingress.checkpoints.state.StateStore`)."""
 
     async def load(self) -> Stored: ...
     async def save(self, state: TargetState, revision: int) -> Stored | None: ...
 
 
 class Looker(Protocol):
-    """Who looks at the target (`ingress.target.Target`)."""
+    """Who looks at the target (`ingress.verdicts.target.Target`)."""
 
     async def read(self) -> Reading | None: ...
     async def read_fresh(self) -> Reading | None: ...
 
 
 class Recaller(Protocol):
-    """Who finds the rows of an open intent again (`ingress.recall.Recall`)."""
+    """Who finds the rows of an open intent again (`ingress.chains.recall.Recall`)."""
 
     async def rows(self, intent: Intent, stored: int) -> Rows: ...
 
 
 class RowSource(Protocol):
-    """Who has rows ready (`ingress.supply.Supply`)."""
+    """Who has rows ready (`ingress.chains.supply.Supply`)."""
 
     @property
     def recall(self) -> Recaller: ...

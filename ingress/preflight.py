@@ -14,8 +14,8 @@ from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from common.settings.units import format_duration
-from ingress.prepare import Shape
-from ingress.subjects import Accepting
+from ingress.rows.prepare import Shape
+from ingress.rows.subjects import Accepting
 
 log = get_logger("ingress.preflight")
 

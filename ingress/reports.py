@@ -18,8 +18,8 @@ from common.service.threads import Threads
 from common.service.wiring import open_chains, open_store
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
-from ingress.intent import Intent, TargetState
-from ingress.state import ROLE, StateStore
+from ingress.checkpoints.intent import Intent, TargetState
+from ingress.checkpoints.state import ROLE, StateStore
 
 PARALLEL = 8  # chains that are asked for at the same time
 

@@ -22,16 +22,16 @@ from common.service.threads import Threads
 from common.settings.ingress import IngressSettings, TargetSettings
 from ingress import metrics
 from ingress.carrier import Carrier
-from ingress.choices import Choices
-from ingress.discovery import Discovery
+from ingress.chains.roster import Roster
+from ingress.chains.supply import Supply
+from ingress.checkpoints.state import ROLE, StateStore
+from ingress.discovery.discovery import Discovery
 from ingress.preflight import control_headers, ensure_target, shape_of
-from ingress.publisher import PUBLISHERS, Publisher, choose, offered
-from ingress.replies import Replies
-from ingress.roster import Roster
-from ingress.settler import LOOK_SPACING
-from ingress.state import ROLE, StateStore
-from ingress.supply import Supply
-from ingress.target import Target
+from ingress.publishing.publisher import PUBLISHERS, Publisher, choose, offered
+from ingress.publishing.replies import Replies
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.settler import LOOK_SPACING
+from ingress.verdicts.target import Target
 
 log = get_logger("ingress.runner")
 

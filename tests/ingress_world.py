@@ -29,8 +29,8 @@ from common.service.config import load
 from common.service.monitor import Health
 from common.settings.nats import NatsSettings
 from common.settings.root import Settings
+from ingress.checkpoints.state import StateStore
 from ingress.controller import Controller
-from ingress.state import StateStore
 from tests.segment_files import message, write_segment
 from tests.support import soon, unique
 

@@ -17,12 +17,12 @@ from common.segments.layout import SegmentName
 from common.segments.rows import record_batch
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from ingress.blocks import Block, Rows
-from ingress.intent import Piece
-from ingress.prepare import PUBLISHER_LINES, Preparer, Shape
-from ingress.publisher import PUBLISHERS, Outcome, Publisher
-from ingress.replies import Expected, Replies, Unclear, judge_ack
-from ingress.subjects import Accepting, SubjectRule
+from ingress.checkpoints.intent import Piece
+from ingress.publishing.publisher import PUBLISHERS, Outcome, Publisher
+from ingress.publishing.replies import Expected, Replies, Unclear, judge_ack
+from ingress.rows.blocks import Block, Rows
+from ingress.rows.prepare import PUBLISHER_LINES, Preparer, Shape
+from ingress.rows.subjects import Accepting, SubjectRule
 from tests.ingress_world import arrived, client_of
 from tests.segment_files import START_NS
 from tests.support import soon, unique

@@ -15,7 +15,7 @@ from common.segments.layout import SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
 from tests.ingress_world import (
     CHAIN,
     Archive,

@@ -20,8 +20,8 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from ingress.intent import Checkpoint, Intent, Piece, TargetState
-from ingress.state import StateStore
+from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoints.state import StateStore
 from tests.egress_bench import Bench, connected
 from tests.ingress_world import Archive, Centre
 from tests.segment_files import message

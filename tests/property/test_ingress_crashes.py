@@ -17,14 +17,14 @@ from common.chain import Chain
 from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Unavailable
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
-from ingress.blocks import Block, Material, Rows
 from ingress.carrier import Carrier
-from ingress.choices import Choices
-from ingress.intent import Intent, Piece, TargetState
-from ingress.publisher import Outcome
-from ingress.replies import Unclear
-from ingress.state import StateStore, Stored
-from ingress.verdict import Origin, Reading, Unread
+from ingress.checkpoints.intent import Intent, Piece, TargetState
+from ingress.checkpoints.state import StateStore, Stored
+from ingress.publishing.publisher import Outcome
+from ingress.publishing.replies import Unclear
+from ingress.rows.blocks import Block, Material, Rows
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.verdict import Origin, Reading, Unread
 from tests.support import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]

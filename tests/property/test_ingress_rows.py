@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from common.chain import Chain
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
-from ingress.blocks import Block, Material, Rows
-from ingress.intent import Intent, Piece
+from ingress.checkpoints.intent import Intent, Piece
+from ingress.rows.blocks import Block, Material, Rows
 
 NAME = SegmentName(Chain("us", "A"), 0, SequenceRange(1, 10_000), "0" * 16)
 

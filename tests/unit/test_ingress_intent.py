@@ -12,8 +12,8 @@ from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
-from ingress.documents import from_json, to_json
-from ingress.intent import (
+from ingress.checkpoints.documents import from_json, to_json
+from ingress.checkpoints.intent import (
     Checkpoint,
     CheckpointConflict,
     Intent,
@@ -23,7 +23,7 @@ from ingress.intent import (
     merged,
     open_intent,
 )
-from ingress.state import StateStore
+from ingress.checkpoints.state import StateStore
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
@@ -131,7 +131,7 @@ def stored(**changes: Any) -> bytes:
         (stored(positions={"us/NODES": True}), "position: expected a number from 0, found True"),
         (stored(intent={"base": 0, "rows": [["us/N", "0/9-1-xyz", 1, 9, 9]]}), "digest 'xyz'"),
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 10, 9]]}), "inside 1..9"),
-        (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "10 of them"),
+        (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "at most 9 of 1..9, found 10"),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
         (stored(intent=7), "not subscriptable"),
     ],

@@ -6,7 +6,7 @@ from common.chain import Chain
 from common.segments.layout import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from ingress.plan import ChainPlan, Phase, first_position, plan_chain, unfinished
+from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain, unfinished
 
 CHAIN = Chain("us-east", "NODES")
 

@@ -9,7 +9,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.ingress import TargetSettings
 from ingress.preflight import add_command, problems, stream_config
-from ingress.publisher import choose, offered
+from ingress.publishing.publisher import choose, offered
 
 
 def target(**keys: Any) -> TargetSettings:

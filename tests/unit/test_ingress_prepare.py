@@ -5,9 +5,9 @@ from __future__ import annotations
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
-from ingress.blocks import Material
-from ingress.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, Shape
-from ingress.subjects import Accepting, SubjectRule
+from ingress.rows.blocks import Material
+from ingress.rows.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, Shape
+from ingress.rows.subjects import Accepting, SubjectRule
 from tests.segment_files import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)

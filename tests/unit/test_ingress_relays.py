@@ -14,9 +14,9 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.layout import Layout
 from common.service.threads import Threads
-from ingress.prepare import Preparer, Shape
-from ingress.relays import Relays
-from ingress.subjects import Accepting, SubjectRule
+from ingress.chains.relays import Relays
+from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.subjects import Accepting, SubjectRule
 from tests.segment_files import batch_of, message
 
 CITY, REGION = Chain("city", "NODES"), Chain("region", "FLEET", 0, 1)

@@ -9,9 +9,9 @@ import pytest
 from common.chain import Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
-from ingress.prepare import Shape
-from ingress.roster import Roster
-from ingress.subjects import Accepting
+from ingress.chains.roster import Roster
+from ingress.rows.prepare import Shape
+from ingress.rows.subjects import Accepting
 
 CHAIN = Chain("us-east", "NODES")
 NEXT = CHAIN.next_incarnation()

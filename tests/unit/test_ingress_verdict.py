@@ -8,9 +8,9 @@ from common.chain import Chain
 from common.errors import AnotherWriter, Stopped
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
-from ingress.choices import Choices
-from ingress.intent import Checkpoint, Piece, TargetState, open_intent
-from ingress.verdict import Finding, Origin, Reading, Unread, Verdict, judge
+from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.verdict import Finding, Origin, Reading, Unread, Verdict, judge
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 

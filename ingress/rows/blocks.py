@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 from typing import Any
 
-from ingress.intent import Piece, merged
+from ingress.checkpoints.intent import Piece, merged
 
 # One message as the publisher needs it: subject, everything of its header block behind the version line, and
 # a view of its payload, because a copy would cost as much as all the rest.

@@ -10,14 +10,14 @@ from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch, cover, until_hole
 from common.service.logs import get_logger
 from common.service.threads import Threads
-from ingress.blocks import Block, Rows
-from ingress.budget import Budget
-from ingress.decoder import Decoder
-from ingress.intent import Intent, Piece
-from ingress.relays import Relays
-from ingress.roster import Roster
+from ingress.chains.relays import Relays
+from ingress.chains.roster import Roster
+from ingress.checkpoints.intent import Gap, Intent, Piece
+from ingress.rows.blocks import Block, Rows
+from ingress.rows.budget import Budget
+from ingress.rows.decoder import Decoder
 
-log = get_logger("ingress.recall")
+log = get_logger("ingress.chains.recall")
 
 NEIGHBOURS = 20  # segments that may end where one segment ends
 
@@ -71,6 +71,7 @@ class Recall:
     async def _named(self, piece: Piece) -> list[SegmentRef]:
         """The segment that the piece names, by one short listing; empty if it is not there."""
         name, call = piece.segment, self._threads.run
+        assert not isinstance(name, Gap), "a gap has no rows to be found"
         last, level = name.coverage.last, name.level
         refs = await call(self._store.list, piece.chain, position=last, level=level, limit=NEIGHBOURS)
         return [ref for ref in refs if ref.segment == name]

@@ -4,16 +4,18 @@ itself.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from common.clock import Clock
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.service.logs import get_logger
-from ingress.blocks import Rows
-from ingress.choices import Choices
+from ingress.checkpoints.state import Stored
 from ingress.ports import Looker, StateKeeper, Tenure
-from ingress.state import Stored
-from ingress.verdict import Finding, Reading, Verdict, judge
+from ingress.rows.blocks import Rows
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.verdict import Finding, Reading, Verdict, judge
 
-log = get_logger("ingress.settler")
+log = get_logger("ingress.verdicts.settler")
 
 LOOKS = 3  # equal answers before a verdict that stops
 LOOK_SPACING = 10.0  # seconds between them
@@ -27,6 +29,16 @@ class StateMoved(Exception):
     def __init__(self, stored: Stored) -> None:
         super().__init__("state moved by another instance")
         self.stored = stored
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent
+    is to stand at target sequence base + n, from the first row that is not stored on.
+    """
+
+    base: int
+    stored: int
 
 
 class Settler:
@@ -45,8 +57,8 @@ class Settler:
         self._keeper, self._looker, self._lease = keeper, looker, lease
         self._clock, self._look_spacing = clock, look_spacing
 
-    async def settle(self, known: Stored, rows: Rows | None) -> int:
-        """How many messages of the open intent of `known` are stored (0 without one), by the target itself.
+    async def settle(self, known: Stored, rows: Rows | None) -> Settled:
+        """How many messages of the open intent of `known` are stored, by the target itself.
 
         `rows`: the intent's messages, where they are in memory. Raises StateMoved where another instance
         went on; Stopped or AnotherWriter where the target is not what the state says, three times over;
@@ -56,7 +68,7 @@ class Settler:
             reading = await self.reading()
             verdict = _judge(known, reading, rows)
             if verdict.finding is Finding.STORED:
-                return verdict.stored
+                return Settled(_base(known), verdict.stored)
             await self.check_moved(known)
             await self._confirm(known, reading, verdict, rows)
 
@@ -125,6 +137,11 @@ class Settler:
 
     def _error(self, verdict: Verdict, seen: list[Reading | None]) -> FloeError:
         return self._choices.error(verdict, [each for each in seen if each is not None])
+
+
+def _base(known: Stored) -> int:
+    assert known.state is not None, "only what exists is settled"
+    return known.state.checkpoint.target_sequence
 
 
 def _judge(known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:

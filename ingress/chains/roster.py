@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from common.chain import Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import SourceSettings, TargetSettings
-from ingress.lane import Lane
-from ingress.plan import unfinished
-from ingress.prepare import Preparer, Shape
-from ingress.subjects import SubjectRule
+from ingress.chains.lane import Lane
+from ingress.chains.plan import unfinished
+from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.subjects import SubjectRule
 
 Positions = Mapping[Chain, int]
 

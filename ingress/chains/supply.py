@@ -18,17 +18,17 @@ from common.sequences import Stretch
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from ingress import metrics
-from ingress.blocks import Block, Rows
-from ingress.budget import Budget
-from ingress.decoder import Decoder
-from ingress.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS
-from ingress.lane import Lane
-from ingress.lookout import Lookout
-from ingress.recall import Recall
-from ingress.relays import Relays
-from ingress.roster import Roster
+from ingress.chains.lane import Lane
+from ingress.chains.lookout import Lookout
+from ingress.chains.recall import Recall
+from ingress.chains.relays import Relays
+from ingress.chains.roster import Roster
+from ingress.checkpoints.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS
+from ingress.rows.blocks import Block, Rows
+from ingress.rows.budget import Budget
+from ingress.rows.decoder import Decoder
 
-log = get_logger("ingress.supply")
+log = get_logger("ingress.chains.supply")
 
 TURNS = 3  # chains that are read at the same time
 LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says

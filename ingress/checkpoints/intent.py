@@ -31,14 +31,27 @@ class CheckpointConflict(DataError):
 
 
 @dataclass(frozen=True, slots=True)
+class Gap:
+    """Stands in the place of a segment where a stretch is given up: an accepted or a skipped gap."""
+
+    chain: Chain
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A stretch of one segment: the sequences `rows` are accounted for by `count` messages of it,
     perhaps none.
+
+    `left_out`: sequences of messages that the segment holds and that are parked, ascending; they are no part
+    of `count`. `out_of_turn`: parked messages that are tried again: they stand below the chain's position and
+    do not move it.
     """
 
-    segment: SegmentName
+    segment: SegmentName | Gap
     rows: SequenceRange
     count: int
+    left_out: tuple[int, ...] = ()
+    out_of_turn: bool = False
 
     @property
     def chain(self) -> Chain:
@@ -46,11 +59,13 @@ class Piece:
 
     def joined(self, following: Piece) -> Piece | None:
         """Both as one piece; None unless `following` continues this one in the same segment."""
+        both = (self, following)
         if following.segment != self.segment or not following.rows.follows(self.rows):
             return None
-        return Piece(
-            self.segment, SequenceRange(self.rows.first, following.rows.last), self.count + following.count
-        )
+        if any(piece.out_of_turn for piece in both):
+            return None
+        rows = SequenceRange(self.rows.first, following.rows.last)
+        return Piece(self.segment, rows, self.count + following.count, self.left_out + following.left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +102,14 @@ class Checkpoint:
     """What is stored for good: everything below `positions`, up to `target_sequence` of the target.
 
     `target_created` tells this target from another of the same name. A chain without a position has
-    not begun.
+    not begun. `begins`: what stands at or below this target sequence was there before Floe, or was accepted
+    by an operator as it is; it need not be ours.
     """
 
     target_sequence: int
     target_created: str
     positions: Mapping[Chain, int] = field(default_factory=dict)
+    begins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +135,30 @@ def open_intent(state: TargetState, pieces: Sequence[Piece]) -> TargetState:
     return replace(state, intent=Intent(state.checkpoint.target_sequence, tuple(pieces)))
 
 
-def close_intent(state: TargetState) -> TargetState:
+def close_intent(state: TargetState, base: int | None = None) -> TargetState:
     """The checkpoint behind the open intent; call it only when all rows are stored. Raises
     CheckpointConflict.
+
+    `base`: the target sequence that the last row stands at, less the number of rows, where foreign messages
+    in between have moved it (None: nothing has).
     """
     if state.intent is None:
         raise CheckpointConflict("expected an open intent, found none")
     positions = advanced(state.checkpoint.positions, state.intent.pieces)
-    return TargetState(replace(state.checkpoint, target_sequence=state.intent.end, positions=positions))
+    end = (state.intent.base if base is None else base) + state.intent.count
+    return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions))
 
 
 def advanced(positions: Mapping[Chain, int], pieces: Sequence[Piece]) -> dict[Chain, int]:
     """`positions` behind `pieces`; each piece must begin exactly where its chain stands (a new one:
-    anywhere).
+    anywhere; one that is out of turn: below).
 
     Raises CheckpointConflict, naming both sequences.
     """
     moved = dict(positions)
     for piece in pieces:
+        if piece.out_of_turn:
+            continue
         have = moved.get(piece.chain, piece.rows.first)
         if piece.rows.first != have:
             raise CheckpointConflict(

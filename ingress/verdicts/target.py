@@ -14,7 +14,7 @@ from common.jetstream.streams import (
     stored_message,
     stream_info,
 )
-from ingress.verdict import Origin, Reading, Unread
+from ingress.verdicts.verdict import Origin, Reading, Unread
 
 
 class Target:

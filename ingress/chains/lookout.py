@@ -12,12 +12,12 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from common.service.threads import Threads
-from ingress.lane import Lane
-from ingress.plan import ChainPlan, Phase, first_position, plan_chain
-from ingress.relays import Relays
-from ingress.roster import Roster
+from ingress.chains.lane import Lane
+from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain
+from ingress.chains.relays import Relays
+from ingress.chains.roster import Roster
 
-log = get_logger("ingress.lookout")
+log = get_logger("ingress.chains.lookout")
 
 LISTED = 200  # segments of level 0 that one look takes
 

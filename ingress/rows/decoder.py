@@ -16,10 +16,10 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.threads import Threads
-from ingress.blocks import Block, Material
-from ingress.budget import Budget
-from ingress.intent import Piece
-from ingress.prepare import Prepared, Preparer
+from ingress.checkpoints.intent import Piece
+from ingress.rows.blocks import Block, Material
+from ingress.rows.budget import Budget
+from ingress.rows.prepare import Prepared, Preparer
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of

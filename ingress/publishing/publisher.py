@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from common.errors import ConfigError, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient
-from ingress.blocks import Rows
-from ingress.replies import BATCH_TOO_LARGE, Expected, Replies, Reply, Unclear
+from ingress.publishing.replies import BATCH_TOO_LARGE, Expected, Replies, Reply, Unclear
+from ingress.rows.blocks import Rows
 
 MAX_BATCH = 1000  # messages; the server's own limit
 MAX_BATCH_BYTES = 8 * 1024 * 1024

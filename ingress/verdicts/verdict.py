@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.chain import Chain
-from ingress.intent import TargetState
+from ingress.checkpoints.intent import TargetState
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _vouches(reading: Reading, agrees: bool) -> bool:
 def _agrees(state: TargetState, reading: Reading, expected: int | None) -> bool:
     if not state.checkpoint.target_sequence <= reading.last_sequence <= state.expected_sequence:
         return False
-    if reading.tail is Unread.GONE or reading.last_sequence == 0:
+    if reading.tail is Unread.GONE or reading.last_sequence <= state.checkpoint.begins:
         return True
     return isinstance(reading.tail, Origin) and _stands_there(
         state, reading.last_sequence, reading.tail, expected

@@ -23,7 +23,7 @@ PARALLEL = 8  # tails that are read at the same time
 
 
 class Listener(Protocol):
-    """Who wants to know of chains (`ingress.supply.Supply`)."""
+    """Who wants to know of chains (`ingress.chains.supply.Supply`)."""
 
     def pairs(self) -> list[tuple[str, str]]: ...
     def found(self, chain: Chain, end: int | None = None) -> None: ...

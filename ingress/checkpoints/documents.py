@@ -11,9 +11,10 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.segments.layout import Layout, SegmentName
 from common.sequences import SequenceRange
-from ingress.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoints.intent import Checkpoint, Gap, Intent, Piece, TargetState
 
 VERSION = 1
+_GAP = "gap"  # in the place of a segment
 
 
 def to_json(target: str, state: TargetState) -> bytes:
@@ -27,6 +28,7 @@ def to_json(target: str, state: TargetState) -> bytes:
             "target_created": checkpoint.target_created,
             "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
             "intent": state.intent and _intent_json(state.intent),
+            **({"begins": checkpoint.begins} if checkpoint.begins else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -59,10 +61,15 @@ def _intent_json(intent: Intent) -> dict[str, Any]:
     return {"base": intent.base, "rows": [_piece_json(piece) for piece in intent.pieces]}
 
 
-def _piece_json(piece: Piece) -> list[str | int]:
-    name = piece.segment
-    segment = f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
-    return [str(piece.chain), segment, piece.rows.first, piece.rows.last, piece.count]
+def _piece_json(piece: Piece) -> list[Any]:
+    row = [str(piece.chain), _segment_text(piece.segment), piece.rows.first, piece.rows.last, piece.count]
+    return [*row, list(piece.left_out), piece.out_of_turn] if piece.left_out or piece.out_of_turn else row
+
+
+def _segment_text(name: SegmentName | Gap) -> str:
+    if isinstance(name, Gap):
+        return _GAP
+    return f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
 
 
 def _checkpoint(document: dict[str, Any]) -> Checkpoint:
@@ -70,7 +77,8 @@ def _checkpoint(document: dict[str, Any]) -> Checkpoint:
     created = document["target_created"]
     if not isinstance(created, str):
         raise TypeError(f"target_created: expected text, found {created!r:.40}")
-    return Checkpoint(_count(document["target_sequence"], "target_sequence"), created, positions)
+    begins = _count(document.get("begins", 0), "begins")
+    return Checkpoint(_count(document["target_sequence"], "target_sequence"), created, positions, begins)
 
 
 def _intent(document: Any) -> Intent | None:
@@ -79,16 +87,28 @@ def _intent(document: Any) -> Intent | None:
     return Intent(_count(document["base"], "base"), tuple(_piece(*row) for row in document["rows"]))
 
 
-def _piece(chain: str, segment: str, first: int, last: int, count: int) -> Piece:
-    level, _, name = segment.partition("/")
-    segment_last, segment_first, digest = name.split("-")
-    coverage = SequenceRange(int(segment_first), int(segment_last))
-    name_of = SegmentName(Chain.parse(chain), int(level), coverage, digest)
-    Layout().segment(name_of)  # raises ValueError for a level or a digest that no key has
+def _piece(
+    chain: str, segment: str, first: int, last: int, count: int, left_out: Any = (), out_of_turn: Any = False
+) -> Piece:
     rows = SequenceRange(_count(first, "first"), _count(last, "last"))
-    if not coverage.encloses(rows) or not 0 <= _count(count, "count") <= len(rows):
-        raise ValueError(f"piece {segment}: expected rows {rows} inside {coverage}, {count} of them")
-    return Piece(name_of, rows, count)
+    without = tuple(_count(sequence, "left out") for sequence in left_out)
+    most = len(rows) - len(without)
+    if not 0 <= _count(count, "count") <= most or any(sequence not in rows for sequence in without):
+        raise ValueError(f"piece {segment}: expected at most {most} of {rows}, found {count}")
+    return Piece(_segment(Chain.parse(chain), segment, rows), rows, count, without, out_of_turn is True)
+
+
+def _segment(chain: Chain, text: str, rows: SequenceRange) -> SegmentName | Gap:
+    if text == _GAP:
+        return Gap(chain)
+    level, _, name = text.partition("/")
+    last, first, digest = name.split("-")
+    coverage = SequenceRange(int(first), int(last))
+    found = SegmentName(chain, int(level), coverage, digest)
+    Layout().segment(found)  # raises ValueError for a level or a digest that no key has
+    if not coverage.encloses(rows):
+        raise ValueError(f"piece {text}: expected rows {rows} inside {coverage}")
+    return found
 
 
 def _count(value: Any, name: str) -> int:

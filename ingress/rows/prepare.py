@@ -18,8 +18,8 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
 from common.segments.segment import decode_subject
-from ingress.blocks import Material
-from ingress.subjects import Accepting, SubjectRule, problem
+from ingress.rows.blocks import Material
+from ingress.rows.subjects import Accepting, SubjectRule, problem
 
 # What a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes), batch
 # sequence, commit.

@@ -12,10 +12,10 @@ from common.errors import FloeError
 from common.segments.segment import SegmentRef
 from common.sequences import Stretch
 from common.service.logs import get_logger
-from ingress.plan import ChainPlan, Phase
-from ingress.prepare import Preparer
+from ingress.chains.plan import ChainPlan, Phase
+from ingress.rows.prepare import Preparer
 
-log = get_logger("ingress.lane")
+log = get_logger("ingress.chains.lane")
 
 
 @dataclass(slots=True, eq=False)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import OutcomeUnknown, Stopped
-from ingress.documents import from_json, to_json
-from ingress.intent import TargetState
+from ingress.checkpoints.documents import from_json, to_json
+from ingress.checkpoints.intent import TargetState
 
 ROLE = "ingress"
 MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import AnotherWriter, FloeError, Stopped
-from ingress.verdict import Finding, Origin, Reading, Verdict
+from ingress.verdicts.verdict import Finding, Origin, Reading, Verdict
 
 _GONE = Verdict(Finding.GONE, detail="expected the stream, found none")
 

@@ -1,0 +1,1 @@
+"""What flows into a target: which chains, from where, in which turns."""

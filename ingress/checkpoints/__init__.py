@@ -1,0 +1,1 @@
+"""What is stored of a target: checkpoint and open intent, and the steps between them."""

@@ -1,0 +1,1 @@
+"""How ingress learns that there is something new in the store."""

@@ -1,0 +1,1 @@
+"""What a target says, compared with what is stored of it."""
