@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
-from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -72,10 +73,27 @@ class ManualClock:
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until `event` is set or `seconds` have passed; whether it was set."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+    """Wait until `event` is set or `seconds` have passed; whether it was set.
+
+    Not by `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
+    """
+    if not event.is_set():
+        await first_of(event.wait(), seconds=seconds)
     return event.is_set()
+
+
+async def within(future: asyncio.Future[T], seconds: float) -> T:
+    """The result of `future`, cancelled where it does not come in `seconds`: then raises TimeoutError.
+
+    Instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
+    """
+    try:
+        await asyncio.wait((future,), timeout=seconds)
+        if not future.done():
+            raise TimeoutError
+        return future.result()
+    finally:
+        future.cancel()
 
 
 async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:

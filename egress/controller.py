@@ -19,13 +19,13 @@ from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
+from common.sharing.sharing import Sharing
+from common.tasks import end
 from egress import metrics
 from egress.backoff import Backoff
 from egress.parts import Parts, Pools
 from egress.report import FeedReport
-from egress.sharing.sharing import Sharing
 from egress.slices import Slice
-from egress.tasks import end
 from egress.worker import Worker
 
 log = get_logger("egress.controller")

@@ -20,8 +20,8 @@ from common.jetstream.requests import ApiError, api_error
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.settings.heartbeats import HeartbeatSettings, HeartbeatSubjectSettings
+from common.tasks import end
 from egress import metrics
-from egress.tasks import end
 
 log = get_logger("egress.heartbeats")
 

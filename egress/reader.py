@@ -26,6 +26,7 @@ from common.jetstream.streams import StreamInfo, consumer_info, delete_consumer,
 from common.segments.rows import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
+from common.tasks import end
 from egress import columns as lists
 from egress.acknowledging import Acknowledging
 from egress.budget import Account
@@ -34,7 +35,6 @@ from egress.doubt import DoubtError
 from egress.frames import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from egress.parts import Pulling
 from egress.slices import Slice
-from egress.tasks import end
 
 __all__ = ["SECOND", "DoubtError", "Reader", "Target"]
 

@@ -9,6 +9,7 @@ from common.clock import wait_for
 from common.errors import FloeError, LeaseLost
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
+from common.tasks import either, end, unless
 from egress.advisories.loop import look_for_loop
 from egress.archive import Archive
 from egress.backoff import Backoff
@@ -27,7 +28,6 @@ from egress.sampling.settings import Sampling
 from egress.sampling.snapshots import Snapshots
 from egress.session import Session
 from egress.slices import Slice
-from egress.tasks import either, end, unless
 
 log = get_logger("egress.reading")
 

@@ -25,14 +25,15 @@ from common.service.threads import Threads, busy_threads
 from common.service.version import version
 from common.service.wiring import open_chains, open_store
 from common.settings.root import Settings
+from common.sharing.sharing import Sharing
+from common.tasks import end
 from egress.backoff import Backoff
 from egress.budget import Budget
 from egress.controller import REEXAMINE, Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats
 from egress.parts import Parts, Tuning
-from egress.sharing.sharing import Sharing
+from egress.sharing import share_site
 from egress.slices import Slice, all_slices, require_feeds
-from egress.tasks import end
 from egress.workers.place import Place
 
 T = TypeVar("T")
@@ -169,7 +170,7 @@ class Service:
         return [Heartbeats(settings, leases, client, site, host, self._clock, self._rng, self._health)]
 
     def _sharing(self, leases: Leases, client: FloeClient, chains: Sequence[Slice]) -> Sharing:
-        return Sharing(
+        return share_site(
             leases,
             client,
             self._settings.site,

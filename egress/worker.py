@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from common.errors import Stopped
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
+from common.tasks import either, end, unless
 from egress.advisories.loop import refuse_loop
 from egress.archive import Archive, Marks
 from egress.consumers import LIMITS, check_start, hold
@@ -32,7 +33,6 @@ from egress.resolve.choices import never_begun, stopped_error
 from egress.resolve.decisions import Acceptances
 from egress.slices import Slice
 from egress.start import first_sequence, is_set
-from egress.tasks import either, end, unless
 
 log = get_logger("egress.worker")
 

@@ -19,11 +19,11 @@ from common.jetstream.streams import create_stream
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from common.settings.nats import NatsSettings
+from common.tasks import end
 from egress.advisories.advising import Advisories
 from egress.advisories.document import Document, parse
 from egress.advisories.event import Advisory, Event
 from egress.slices import Slice
-from egress.tasks import end
 from infra.oracle_streams import read_stream
 from tests.support import unique
 

@@ -24,7 +24,7 @@ from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
-from common.clock import Clock, SystemClock, wait_for
+from common.clock import Clock, SystemClock, wait_for, within
 from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.jetstream.auth import Credential, credential, tls_context, wants_tls
 from common.jetstream.context import with_context
@@ -400,7 +400,7 @@ class FloeClient(Asking, Client):
         try:
             self.send(b"PING\r\n")
             self._pongs.append(pong)
-            return await asyncio.wait_for(pong, timeout)
+            return await within(pong, timeout)
         except (TimeoutError, Unavailable):
             return False
 

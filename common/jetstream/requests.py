@@ -7,6 +7,7 @@ import json
 from asyncio import Future
 from typing import Any
 
+from common.clock import within
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.frames import frame
 
@@ -92,7 +93,7 @@ class Asking:
         token = self._requests.open(subject, waiter)
         try:
             self.send(frame(subject, payload, headers, self._inbox + token))
-            answer, block = await asyncio.wait_for(waiter, timeout)
+            answer, block = await within(waiter, timeout)
         except TimeoutError:
             raise OutcomeUnknown(f"no answer to {asked} within {timeout:g} s") from None
         finally:

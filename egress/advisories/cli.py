@@ -41,8 +41,8 @@ async def advisories(
     from common.jetstream.client import connect
     from common.service.shutdown import stop_on_signals
     from common.service.wiring import load_settings
+    from common.tasks import unless
     from egress.advisories.search import Search, Wanted
-    from egress.tasks import unless
 
     _check_stream(stream)
     settings, clock = load_settings(config, quiet=True), SystemClock()

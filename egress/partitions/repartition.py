@@ -25,6 +25,7 @@ from common.jetstream.streams import StreamInfo, consumer_names, delete_consumer
 from common.segments.documents import ChainDocument
 from common.service.logs import get_logger
 from common.settings.egress import FeedSettings
+from common.tasks import either, end
 from egress.archive import Archive, Marks
 from egress.consumers import INTEREST, WORK_QUEUE, Wanted, create
 from egress.controller import lease_key
@@ -41,7 +42,6 @@ from egress.reading import Reading, Stand
 from egress.resolve.choices import stopped_error
 from egress.resolve.decisions import Acceptances
 from egress.slices import Slice, slices
-from egress.tasks import either, end
 
 log = get_logger("egress.repartition")
 

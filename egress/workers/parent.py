@@ -15,8 +15,8 @@ from common.service.logs import flush
 from common.service.monitor import Health, Monitor
 from common.service.shutdown import exit_at_once, stop_on_signals
 from common.settings.root import Settings
+from common.tasks import end
 from egress.slices import require_feeds
-from egress.tasks import end
 from egress.workers.crew import Crew
 from egress.workers.pages import WorkerPages
 from egress.workers.process import WorkerProcess

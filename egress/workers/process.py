@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from common.service.logs import get_logger
-from egress.tasks import end
+from common.tasks import end
 from egress.workers.codes import exit_code
 from egress.workers.place import Place
 

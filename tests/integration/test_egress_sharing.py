@@ -20,10 +20,11 @@ from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.service.monitor import Health
 from common.settings.nats import NatsSettings
+from common.sharing.shares import fair_share
+from common.sharing.sharing import Sharing
+from common.tasks import end
 from egress.parts import Pace, Tuning
-from egress.sharing.shares import fair_share
-from egress.sharing.sharing import Sharing
-from egress.tasks import end
+from egress.sharing import share_site
 from infra.local.nats import NatsServer
 from tests.egress_bench import QUICK, SITE, Bench, Running, connected
 from tests.faulty_store import FaultyStore
@@ -120,7 +121,7 @@ class Circle:
         )
         keys = list(keys or self.keys)
         clock, rng = SystemClock(), random.Random(1)
-        sharing = Sharing(leases, client, self.site, keys, clock, rng, Health(clock), siblings=siblings)
+        sharing = share_site(leases, client, self.site, keys, clock, rng, Health(clock), siblings=siblings)
         self.members.append(Member(sharing, leases.owner, keys, **more))
         return self.members[-1]
 

@@ -19,8 +19,8 @@ from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.service.wiring import load_settings, open_store
 from common.settings.units import parse_duration
+from common.sharing.shares import fair_share
 from egress.controller import lease_key
-from egress.sharing.shares import fair_share
 from infra.acked import AckedPublisher
 from infra.oracle import Trace, total
 from infra.oracle_streams import read_stream

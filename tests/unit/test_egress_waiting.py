@@ -10,11 +10,11 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import Unavailable
+from common.tasks import end, unless
 from egress.backoff import DELAYS, Backoff
 from egress.budget import LARGEST_WINDOW, Budget
 from egress.evidence import confirm
 from egress.parts import Confirming
-from egress.tasks import end, unless
 
 
 def answers(*values: str) -> Callable[[], Awaitable[str]]:

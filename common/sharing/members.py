@@ -6,23 +6,18 @@ import asyncio
 
 from common.jetstream.kv import BucketGone, state_key
 from common.jetstream.lease import Lease, Leases
-from egress.tasks import end
-
-
-def member_prefix(site: str, circle: str) -> str:
-    """What the keys of all members of the circle begin with."""
-    return state_key("egress", "member", site, circle) + "."
+from common.tasks import end
 
 
 class Members:
-    """This process as a member of a circle, and how many there are.
+    """This process as a member of a circle, whose keys begin with `prefix`, and how many there are.
 
     A member that was killed counts until its key expires, one lease time at most.
     """
 
-    def __init__(self, leases: Leases, site: str, circle: str) -> None:
-        self._leases, self._prefix = leases, member_prefix(site, circle)
-        self.key = self._prefix + state_key(leases.owner)
+    def __init__(self, leases: Leases, prefix: str) -> None:
+        self._leases, self._prefix = leases, prefix
+        self.key = prefix + state_key(leases.owner)
         self._lease: Lease | None = None
         self._keeping: asyncio.Task[None] | None = None
 

@@ -11,18 +11,18 @@ from collections.abc import Callable, Collection
 from common.clock import wait_for
 from common.errors import FloeError, Refused
 from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.kv import state_key
 from common.jetstream.lease import Leases
 from common.service.logs import get_logger
-from egress.sharing.members import member_prefix
 
-log = get_logger("egress.bell")
+log = get_logger("sharing.bell")
 
 RETRY = 10.0  # seconds until a subscription that failed is tried again
 
 
 class Bell:
-    """`rung` is set when there is a reason to look; `released` holds the keys heard to be free.
+    """Hears of the leases `keys` under `pattern`, and of members whose keys begin with `prefix`.
+
+    `rung` is set when there is a reason to look; `released` holds the keys heard to be free.
 
     `taken` collects the keys that somebody has written, for whoever empties it.
     `is_missed`: the reason concerns every lease: members changed, or nothing was heard for a while.
@@ -30,10 +30,10 @@ class Bell:
     """
 
     def __init__(
-        self, leases: Leases, client: FloeClient, site: str, circle: str, keys: Collection[str]
+        self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]
     ) -> None:
         self._leases, self._client, self._keys = leases, client, frozenset(keys)
-        self._site, self._circle = site, circle
+        self._pattern, self._prefix = pattern, prefix
         self.rung = asyncio.Event()
         self.released: set[str] = set()
         self.taken: set[str] = set()
@@ -43,8 +43,8 @@ class Bell:
     async def run(self, stop: asyncio.Event) -> None:
         """Listen until `stop` is set; without the permission nothing is ever heard."""
         patterns: dict[str, Callable[[str, bytes | None], None]] = {
-            state_key("egress", self._site) + ".*.*": self._on_lease,
-            member_prefix(self._site, self._circle) + "*": self._on_member,
+            self._pattern: self._on_lease,
+            self._prefix + "*": self._on_member,
         }
         subscriptions: list[RawSubscription] = []
         forget = self._client.add_listener(self._on_connection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -55,3 +55,35 @@ async def either(*events: asyncio.Event) -> AsyncIterator[asyncio.Event]:
         yield one
     finally:
         await end(*tasks)
+
+
+async def together(*works: Coroutine[Any, Any, object]) -> None:
+    """Run `works` side by side to their ends; the first that fails ends the others.
+
+    Raises a BaseExceptionGroup of what failed. Unlike asyncio's TaskGroup it ends a task for certain.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    await _run(tasks, tasks)
+
+
+async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
+    """Run `main` to its end; the `sides` run as long, and one of them that fails ends everything.
+
+    Raises a BaseExceptionGroup of what failed.
+    """
+    tasks = [asyncio.create_task(work) for work in (main, *sides)]
+    await _run(tasks[:1], tasks)
+
+
+async def _run(needed: Sequence[asyncio.Task[object]], tasks: Sequence[asyncio.Task[object]]) -> None:
+    try:
+        while not all(task.done() for task in needed) and not any(map(_failure, tasks)):
+            await asyncio.wait([t for t in tasks if not t.done()], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end(*tasks)
+    if failures := [failure for failure in map(_failure, tasks) if failure is not None]:
+        raise BaseExceptionGroup("side by side", failures)
+
+
+def _failure(task: asyncio.Task[object]) -> BaseException | None:
+    return None if not task.done() or task.cancelled() else task.exception()

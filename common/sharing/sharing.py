@@ -18,25 +18,24 @@ from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from egress import metrics
-from egress.sharing.bell import Bell
-from egress.sharing.members import Members
-from egress.sharing.seat import Seat, Told
-from egress.sharing.shares import circle_of, fair_share, surplus
-from egress.tasks import end
+from common.sharing.bell import Bell
+from common.sharing.members import Members
+from common.sharing.scope import Counts, Scope
+from common.sharing.seat import Seat, Told
+from common.sharing.shares import circle_of, fair_share, surplus
+from common.tasks import end
 
-log = get_logger("egress.sharing")
+log = get_logger("sharing")
 
 JITTER = 0.02  # seconds, so that members who hear of one release do not all ask at once
 AT_ONCE = 16  # leases that are asked for side by side
 BESIDE_OTHERS = 4  # the same where other members ask too
 FOR_SIBLINGS = 3.0  # seconds to wait for the other processes of this host before the first lease is taken
-PART = "egress sharing"
 NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError)  # what a cluster says while it finds itself, too
 
 
 class Sharing:
-    """Shares the leases `keys` of `site` with all members that have the same.
+    """Shares the leases `keys` of `scope` with all members that have the same.
 
     `siblings`: how many processes were started together; the first leases wait until they are members too.
     """
@@ -45,19 +44,20 @@ class Sharing:
         self,
         leases: Leases,
         client: FloeClient,
-        site: str,
+        scope: Scope,
         keys: Iterable[str],
         clock: Clock,
         rng: random.Random,
         health: Health,
+        counts: Counts,
         siblings: int = 1,
     ) -> None:
         self._leases, self._clock, self._rng, self._health = leases, clock, rng, health
-        self._siblings, self._site = siblings, site
+        self._siblings, self._counts, self._part = siblings, counts, scope.part
         self._keys = sorted(set(keys))
-        circle = circle_of(self._keys)
-        self._members = Members(leases, site, circle)
-        self._bell = Bell(leases, client, site, circle, self._keys)
+        members = f"{scope.members}{circle_of(self._keys)}."
+        self._members = Members(leases, members)
+        self._bell = Bell(leases, client, scope.leases, members, self._keys)
         self._seats: dict[str, Seat] = {}
         self._share, self._count, self._asking = 0, 0, 0
         self._failure = ""
@@ -66,6 +66,12 @@ class Sharing:
         """The place of one of the keys; once for each."""
         self._seats[key] = Seat(key, told, self._vacated)
         return self._seats[key]
+
+    async def retire(self, seat: Seat) -> None:
+        """Nobody works on this key in this process any more; it still counts for the fair share."""
+        self._seats.pop(seat.key, None)
+        if (lease := seat.clear()) is not None:
+            await lease.release()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Take and give back until `stop` is set. Then this is no member any more, before all else."""
@@ -182,7 +188,7 @@ class Sharing:
 
     def _acquired(self, seat: Seat, lease: Lease) -> None:
         if seat.holder is not None and seat.holder != self._leases.owner:
-            metrics.take_overs.labels(self._site).inc()
+            self._counts.taken_over()
             log.info("lease taken over", action="take_over", key=seat.key, held_before=seat.holder)
         self._bell.released.discard(seat.key)
         seat.offer(lease)
@@ -200,7 +206,7 @@ class Sharing:
         lease = seat.clear()
         given_back = lease is not None and lease.give_back.is_set()
         reason = "lost" if lost else "surplus" if given_back else "drained"
-        metrics.hand_overs.labels(self._site, reason).inc()
+        self._counts.handed_over(reason)
         if given_back:
             seat.rests_until = self._clock.monotonic() + self._leases.ttl
             self._bell.taken.discard(seat.key)
@@ -217,11 +223,9 @@ class Sharing:
 
     def _show(self) -> None:
         held = self._held()
-        metrics.members.labels(self._site).set(self._count)
-        metrics.share.labels(self._site).set(self._share)
-        metrics.leases_held.labels(self._site).set(len(held))
+        self._counts.shown(self._count, self._share, len(held))
         self._health.set_status(
-            PART,
+            self._part,
             {
                 "owner": self._leases.owner,
                 "members": self._count,
