@@ -18,6 +18,8 @@ PULL_BATCH = 10_000
 PULL_BYTES = 16 * 2**20
 FILL_AHEAD = 3_000  # messages that may be on their way into a stream
 ATOMIC_BATCH = 1000
+FAST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
+FAST_AHEAD = 2  # acknowledgements that may be owed
 
 
 async def client_of(url: str) -> FloeClient:
@@ -136,5 +138,53 @@ async def raw_atomic(url: str, stream: str, subject: str, count: int, header: by
         ack = json.loads(await asyncio.wait_for(answers.get(), 10))
         assert ack.get("seq") == base + ATOMIC_BATCH, ack
     elapsed = time.perf_counter() - started
+    await client.aclose()
+    return count / elapsed
+
+
+async def raw_fast(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
+    """Messages a second that one client stores in one fast-ingest batch, at the server's pace.
+
+    The expected sequence stands on every message. `header`: a line that each message carries beside it, so
+    that sizes are those of Floe.
+    """
+    client, bodies = await client_of(url), payloads()
+    await create_stream(
+        client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_batched": True}
+    )
+    inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
+    await client.subscribe_raw(f"{inbox}.>", lambda _s, _r, payload, _h: answers.put_nowait(payload))
+    to = f"{inbox}.{secrets.token_hex(8)}.{FAST_FLOW}.fail".encode()
+    name, acked, every, sent = subject.encode(), 0, 1, 0
+
+    def frames(start: int, stop: int) -> bytes:
+        made: list[bytes] = []
+        for number in range(start + 1, stop + 1):
+            operation = 2 if number == count else 1 if number > 1 else 0
+            block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b\r\n" % (number - 1, header)
+            body = bodies[number % len(bodies)]
+            made.append(
+                b"HPUB %b.%d %b.%d.%d.$FI %d %d\r\n%b%b\r\n"
+                % (name, number, to, number, operation, len(block), len(block) + len(body), block, body)
+            )
+        return b"".join(made)
+
+    started = time.perf_counter()
+    while sent < count:
+        stop = min(count, sent + every)
+        ready = frames(sent, stop)
+        while (sent and sent + every > acked + FAST_AHEAD * every) or not answers.empty():
+            ack = json.loads(await asyncio.wait_for(answers.get(), 10))
+            assert ack.get("type") == "ack", ack
+            acked, every = ack["seq"], ack["msgs"]
+        client.send(ready)
+        await client.flush_writes()
+        if not sent:
+            every = json.loads(await asyncio.wait_for(answers.get(), 10))["msgs"]
+        sent = stop
+    while (ack := json.loads(await asyncio.wait_for(answers.get(), 10))).get("type") == "ack":
+        pass
+    elapsed = time.perf_counter() - started
+    assert ack.get("seq") == count, ack
     await client.aclose()
     return count / elapsed

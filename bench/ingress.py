@@ -1,60 +1,110 @@
-"""`ingress.atomic` and `memory.ingress`: segments in the store to messages stored in the target."""
+"""`ingress.*` and `memory.ingress`: segments in the store to messages stored in the target."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from bench.floors import client_of, fill, raw_atomic
+import yaml
+
+from bench.floors import client_of, fill, payloads, raw_atomic, raw_fast
 from bench.harness import Bench, Result, paired
-from bench.place import STREAM, TARGET, Place, archive_end, peak_mb, place, run, store_of, until
+from bench.place import STREAM, Place, archive_end, peak_mb, place, run, store_of, until
+from common.chain import Chain
 from common.jetstream.streams import stream_info
+from common.segments.documents import ChainDocument, StreamDocument
+from common.service.wiring import load_settings, open_chains
+from tests.scenarios.processes import Service
+from tests.segment_files import message, write_segment
 from tests.support import unique
 
 COUNT = 400_000
+CHAINS = 10
+DEADLINE = 60  # seconds for one run
+SEGMENT = 20_000  # messages of the segments that are written here
 # As long as the provenance line of the messages that Floe stores.
 PROVENANCE = b"Floe-Source: bench BENCH 0 0 200000 1700000000000000000\r\n"
 
+Raw = Callable[[str, str, str, int, bytes], Awaitable[float]]
 
-def frozen(at: Place) -> tuple[str, Path]:
-    """A bucket with all messages, and its configuration."""
-    bucket = at.s3.new_bucket()
-    config = at.config(bucket)
+
+def frozen(at: Place) -> Path:
+    """The configuration of a bucket that egress has filled with all messages, as one chain."""
+    config = at.config(at.s3.new_bucket())
     store = store_of(config)
     service = at.service("egress", "egress", "run", "-c", str(config))
     until(lambda: archive_end(store) >= COUNT, service, every=0.2)
     assert service.drain() == 0, service.tail()
-    return bucket, config
+    return config
 
 
-def melt(at: Place, bucket: str, config: Path) -> tuple[float, float]:
+def written(at: Place, chains: int) -> Path:
+    """The configuration of a bucket with all messages in this many chains of equal length."""
+    config = at.config(at.s3.new_bucket())
+    sites = [f"bench-{number}" for number in range(chains)]
+    _change(config, ["sources"], [{"site": sites, "feed": STREAM}])
+    for site in sites:
+        _write(config, Chain(site, STREAM), COUNT // chains)
+    return config
+
+
+def _write(config: Path, chain: Chain, count: int) -> None:
+    store, documents = store_of(config), open_chains(load_settings(str(config)))
+    bodies = payloads()
+    documents.create_stream(chain, StreamDocument({"name": STREAM}, "t0", None))
+    documents.create_chain(chain, ChainDocument((), 1, 1))
+    for first in range(1, count + 1, SEGMENT):
+        sequences = range(first, min(count, first + SEGMENT - 1) + 1)
+        rows = [message(s, bodies[s % len(bodies)], subject=b"%d" % (s % 1000)) for s in sequences]
+        path = store.new_spool()
+        store.put(write_segment(path, rows, chain=chain))
+        path.unlink()
+    documents.write_tail(chain, count)
+
+
+def melt(at: Place, config: Path, publisher: str) -> tuple[float, float]:
     """Messages a second from the first stored in the target to the last, and the peak resident size in MB.
 
     Each run has a target of its own and state of its own, so every run carries everything.
     """
     fresh = unique("T")
-    text = config.read_text().replace(f"{TARGET}_{bucket}", fresh).replace(f"S_{bucket}", f"S_{fresh}")
     own = config.with_name(f"{fresh}.yaml")
-    own.write_text(text.replace(f"subjects:\n      - {bucket}.>", f"subjects:\n      - {fresh}.>"))
-    own.write_text(own.read_text().replace(f"subject_prefix: {bucket}", f"subject_prefix: {fresh}"))
+    own.write_text(config.read_text())
     own.chmod(0o600)
+    _change(own, ["stream"], fresh)
+    _change(own, ["publisher"], publisher)
+    _change(own, ["create", "subjects"], [f"{fresh}.>"])
+    _change(own, ["sources", 0, "subject_prefix"], fresh)
     service = at.service("ingress", "ingress", "run", "-c", str(own))
     try:
-        rate = run(_watch(at.nats.url, fresh))
+        rate = run(_watch(at.nats.url, fresh, service))
         return rate, peak_mb(service)
     finally:
         service.drain()
         run(_delete(at.nats.url, fresh))
 
 
-async def _watch(url: str, stream: str) -> float:
+def _change(config: Path, path: Sequence[Any], value: Any) -> None:
+    """Set one key of the target in a configuration file."""
+    document = yaml.safe_load(config.read_text())
+    place = document["ingress"]["targets"][0]
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    config.write_text(yaml.safe_dump(document))
+
+
+async def _watch(url: str, stream: str, service: Service) -> float:
     client = await client_of(url)
-    first, started, deadline = 0, 0.0, time.perf_counter() + 120
+    first, started, deadline = 0, 0.0, time.perf_counter() + DEADLINE
     while True:
         info = await stream_info(client, stream)
         now = time.perf_counter()
-        assert now < deadline, f"{stream} did not fill"
+        assert now < deadline, f"{stream} did not fill\n{service.tail()}"
+        assert service.runs(), service.tail()
         if info and info.messages and not first:
             first, started = info.messages, now
         if info and info.messages >= COUNT:
@@ -69,32 +119,54 @@ async def _delete(url: str, stream: str) -> None:
     await client.aclose()
 
 
-async def _floor(url: str) -> float:
+async def _floor(url: str, raw: Raw) -> float:
     stream = unique("F")
-    rate = await raw_atomic(url, stream, stream, COUNT, PROVENANCE)
+    rate = await raw(url, stream, stream, COUNT, PROVENANCE)
     await _delete(url, stream)
     return rate
 
 
-def atomic() -> Result:
+def _against(name: str, publisher: str, raw: Raw) -> Result:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
-        bucket, config = frozen(at)
+        config = frozen(at)
         return paired(
-            "ingress.atomic",
+            name,
             "msg/s",
-            floor=lambda: run(_floor(at.nats.url)),
-            value=lambda: melt(at, bucket, config)[0],
+            floor=lambda: run(_floor(at.nats.url, raw)),
+            value=lambda: melt(at, config, publisher)[0],
+        )
+
+
+def atomic() -> Result:
+    return _against("ingress.atomic", "atomic", raw_atomic)
+
+
+def fast() -> Result:
+    return _against("ingress.fast", "fast", raw_fast)
+
+
+def ten_chains() -> Result:
+    """Ten chains into one target, and as many messages in one chain."""
+    with place() as at:
+        one, ten = written(at, 1), written(at, CHAINS)
+        return paired(
+            "ingress.ten_chains",
+            "msg/s",
+            floor=lambda: melt(at, one, "fast")[0],
+            value=lambda: melt(at, ten, "fast")[0],
         )
 
 
 def memory() -> Result:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
-        return Result("memory.ingress", melt(at, *frozen(at))[1], "MB")
+        return Result("memory.ingress", melt(at, frozen(at), "auto")[1], "MB")
 
 
 BENCHES = [
-    Bench("ingress.atomic", "msg/s", "ratio >= 0.7", atomic),
+    Bench("ingress.fast", "msg/s", "ratio >= 0.7", fast),
+    Bench("ingress.atomic", "msg/s", "ratio >= 0.8", atomic),
+    Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", ten_chains),
     Bench("memory.ingress", "MB", "<= 300", memory),
 ]

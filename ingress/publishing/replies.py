@@ -12,6 +12,7 @@ from asyncio import Future
 from dataclasses import dataclass
 from typing import Any
 
+from common.clock import within
 from common.jetstream.client import FloeClient, RawSubscription
 
 NO_RESPONDERS = b"NATS/1.0 503"
@@ -51,14 +52,15 @@ def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Uncl
     if not isinstance(ack, dict):
         return Unclear(f"acknowledgement: expected JSON, found {payload[:60]!r}")
     if isinstance(ack.get("error"), dict):
-        return _refusal(ack["error"])
+        return refusal(ack["error"])
     found = Expected(ack.get("stream", ""), ack.get("seq", 0), ack.get("batch", ""), ack.get("count", 0))
     if found != expected or ack.get("duplicate"):
         return Unclear(f"acknowledgement: expected {expected}, found {ack!r:.200}")
     return None
 
 
-def _refusal(error: dict[str, Any]) -> Unclear:
+def refusal(error: dict[str, Any]) -> Unclear:
+    """What the server says in an `error` of its answer."""
     code = error.get("err_code")
     return Unclear(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
 
@@ -116,10 +118,14 @@ class Replies:
         if self._subscription is not None:
             await self._subscription.unsubscribe()
 
+    def subject(self) -> bytes:
+        """Under it come the answers to one batch, and to no other."""
+        self._count += 1
+        return b"%b.%x" % (self.inbox.encode(), self._count)
+
     def make(self) -> Reply:
         """Subjects of their own for the answers to one batch."""
-        self._count += 1
-        return Reply(b"%b.%x" % (self.inbox.encode(), self._count))
+        return Reply(self.subject())
 
     def listen(self, reply: Reply) -> None:
         """Take the answers to this batch from now on, and drop those to all others."""
@@ -128,7 +134,7 @@ class Replies:
     async def judged(self, reply: Reply, expected: Expected, timeout: float) -> Unclear | None:
         """None once `expected` is acknowledged; else why not, at the latest after `timeout` seconds."""
         try:
-            answer = await asyncio.wait_for(reply.decisive, timeout)
+            answer = await within(reply.decisive, timeout)
         except TimeoutError:
             return reply.refusal or Unclear(f"no acknowledgement within {timeout:g} s")
         if answer is None:
