@@ -6,6 +6,7 @@ Synchronous, and called for every batch of messages: it only moves lists. What i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,6 +167,13 @@ class Builder:
             self.close(Close.AGE)
         elif now - self._piece_opened >= GAP_AGE and self._end - self._piece_first >= len(self._examined):
             self._emit_piece()
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until the open segment is old enough to close; infinite where it covers nothing."""
+        if self._opened is None:
+            return math.inf
+        return max(0.0, self._opened + self._max_age - self._clock.monotonic())
 
     def close(self, why: Close) -> None:
         """Close the segment; nothing where it covers nothing."""

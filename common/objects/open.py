@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote
 
+from common.objects.aws import Account
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Objects
 from common.objects.s3_options import S3Options
+from common.objects.sqs import SqsQueue
 from common.segments.layout import Layout
 from common.settings.store import StoreSettings
 
@@ -29,6 +31,18 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
         secret_access_key=settings.secret_access_key.get_secret_value() or None,
         options=_options(settings),
     )
+
+
+def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
+    """The queue `address`, a name or a whole address, with credential, region and TLS of the store.
+
+    It is not asked anything yet. Where it is reached: Amazon's address, or what AWS tools are told
+    (`AWS_ENDPOINT_URL_SQS`): the store's `endpoint_url` is a store. Raises ConfigError.
+    """
+    secret = settings.secret_access_key.get_secret_value()
+    verify = _options(settings).verification()
+    region = settings.region or None
+    return SqsQueue(address, Account(settings.access_key_id or None, secret or None, region, None, verify))
 
 
 def layout_of(settings: StoreSettings) -> Layout:

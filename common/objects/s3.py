@@ -1,4 +1,4 @@
-"""The object store port over S3, by boto3: the only module that imports it.
+"""The object store port over S3, by boto3.
 
 Answers are doubted: a listing must say what it lists, a body must be as long as announced, and a write whose
 answer was lost is `OutcomeUnknown`, also where a later try of it was refused.
@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import boto3.session
-from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -29,6 +27,7 @@ from botocore.parsers import ResponseParserError
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects import s3_errors
+from common.objects.aws import Account, make_client
 from common.objects.checksums import size_of
 from common.objects.keys import check_key, check_prefix
 from common.objects.port import Body, ObjectInfo
@@ -72,17 +71,12 @@ class S3Objects:
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
         self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
-        try:
-            session = boto3.session.Session(access_key_id, secret_access_key)
-            self._client: S3Client = session.client(
-                "s3",
-                endpoint_url=endpoint_url,
-                region_name=region or session.region_name or "us-east-1",
-                verify=self._options.verification(),
-                config=_config(self._options, endpoint_url),
-            )
-        except (BotoCoreError, ValueError) as error:
-            raise ConfigError(f"store s3://{bucket}: {error}", code="E-S3-REQUEST") from error
+        account = Account(
+            access_key_id, secret_access_key, region, endpoint_url, self._options.verification()
+        )
+        self._client: S3Client = make_client(
+            "s3", account, f"store s3://{bucket}", **_config(self._options, endpoint_url)
+        )
         self._client.meta.events.register("needs-retry.s3", self._doubts.note)
 
     def list(
@@ -304,20 +298,17 @@ class S3Objects:
         return f"s3://{self._bucket}/{key}"
 
 
-def _config(options: S3Options, endpoint_url: str | None) -> Config:
-    return Config(
-        retries={"mode": "standard", "total_max_attempts": options.attempts},
-        max_pool_connections=options.connections,
-        connect_timeout=options.connect_timeout,
-        read_timeout=options.read_timeout,
-        tcp_keepalive=True,
-        proxies={},  # none from the environment, which could send the data elsewhere
-        s3={"addressing_style": options.addressing(endpoint_url)},
+def _config(options: S3Options, endpoint_url: str | None) -> dict[str, Any]:
+    return {
+        "retries": {"mode": "standard", "total_max_attempts": options.attempts},
+        "max_pool_connections": options.connections,
+        "connect_timeout": options.connect_timeout,
+        "read_timeout": options.read_timeout,
+        "s3": {"addressing_style": options.addressing(endpoint_url)},
         # Checksums are set by this module: boto3's own come as trailers, which many stores refuse.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        user_agent_appid="floe",  # type: ignore[call-arg]  # the stubs do not know it
-    )
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
 
 
 def _is_not_met(error: ClientError, condition: Mapping[str, str]) -> bool:

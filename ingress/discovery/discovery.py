@@ -1,25 +1,35 @@
-"""What is in the store: one listing of `tails/` tells which chains have grown; now and then all are looked
-up.
+"""What is in the store, and when it is looked at.
+
+Three loops. One lists `tails/` now and then, which tells which chains have grown. One looks at the chains
+that notifications name, and at no others. One looks up all chains every few minutes. Whatever a notification
+says, what is carried is what the store holds: a lost, repeated, forged or late one costs a look or a poll.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock, first_of
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.segments.documents import ChainStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
+from common.tasks import together
+from ingress.errors import leading
 
 log = get_logger("ingress.discovery")
 
 LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
-PARALLEL = 8  # tails that are read at the same time
+LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
+TICK = 10.0  # seconds at most between two looks at chains that wait
+SPACING = 0.05  # seconds between two looks that notifications cause: a thousand in a second cause twenty
+MOST_NEW = (
+    64  # chains nobody has heard of that one look takes from notifications; the next poll finds the rest
+)
 
 
 class Listener(Protocol):
@@ -27,11 +37,12 @@ class Listener(Protocol):
 
     def pairs(self) -> list[tuple[str, str]]: ...
     def found(self, chain: Chain, end: int | None = None) -> None: ...
+    def wake(self, chain: Chain) -> None: ...
     async def tick(self) -> None: ...
 
 
 class Discovery:
-    """Looks at the store for all targets of this process."""
+    """Looks at the store for all targets of this process. `poll_interval`: seconds between two polls."""
 
     def __init__(
         self, documents: ChainStore, threads: Threads, clock: Clock, health: Health, poll_interval: float
@@ -39,74 +50,169 @@ class Discovery:
         self._documents, self._threads = documents, threads
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
         self._listeners: list[Listener] = []
+        self._pairs: frozenset[tuple[str, str]] = frozenset()
         self._known: dict[Chain, int | None] = {}
         self._etags: dict[Chain, str] = {}
-        self._looked_up = float("-inf")
-        self._soon = asyncio.Event()
+        self._woken: set[Chain] = set()
+        self._new: set[Chain] = set()
+        self._soon, self._at_once, self._anew = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    # For targets
 
     def add(self, listener: Listener) -> None:
         """Tell `listener` of every chain that is known, and of what changes from now on."""
         self._listeners.append(listener)
-        self._tell(self._known)
-        self._looked_up = float("-inf")
+        self._gather_pairs()
+        self._tell(self._known, [listener])
         self._soon.set()
+        self._anew.set()
 
     def remove(self, listener: Listener) -> None:
         """Tell it nothing more."""
         self._listeners.remove(listener)
+        self._gather_pairs()
+
+    def _gather_pairs(self) -> None:
+        self._pairs = frozenset(pair for listener in self._listeners for pair in listener.pairs())
+
+    # For notifications; on the event loop
+
+    def wake(self, chains: Iterable[Chain]) -> bool:
+        """Look at these chains at once; whether any of them may flow into a target of this process."""
+        wanted = [chain for chain in chains if (chain.site, chain.feed) in self._pairs]
+        for chain in wanted:
+            if chain in self._known:
+                self._woken.add(chain)
+            elif len(self._new) < MOST_NEW:
+                self._new.add(chain)
+        if wanted:
+            self._at_once.set()
+        return bool(wanted)
+
+    @property
+    def is_listened_to(self) -> bool:
+        """Whether any target is carried here."""
+        return bool(self._listeners)
+
+    def look_soon(self) -> None:
+        """Poll at once: notifications may have been lost."""
+        self._soon.set()
+
+    # The loops
 
     async def run(self) -> None:
-        """Look for ever; a store that does not answer is asked again."""
+        """Look for ever; a store that does not answer is asked again. Raises what it refuses."""
+        try:
+            await together(self._poll(), self._follow(), self._look_up())
+        except BaseExceptionGroup as errors:
+            raise leading(errors) from None
+
+    async def _poll(self) -> None:
         while True:
-            try:
-                await self.look()
-                self._health.set_ready("store", True)
-            except (Unavailable, OutcomeUnknown) as error:
-                self._health.set_ready("store", False, error.message)
-                log.warning("store not readable", action="store_error", error=str(error))
-            await first_of(self._soon.wait(), self._clock.sleep(self._poll_interval))
+            await self._poll_once(self.look)
+            due = self._clock.monotonic() + self._poll_interval
+            while not self._soon.is_set() and (rest := due - self._clock.monotonic()) > 0:
+                await first_of(self._soon.wait(), self._clock.sleep(min(rest, TICK)))
+                if rest > TICK and not self._soon.is_set():
+                    await self._poll_once(self._tick)
             self._soon.clear()
 
+    async def _poll_once(self, look: Callable[[], Awaitable[None]]) -> None:
+        error = await _error_of(look())
+        self._health.set_ready("store", error is None, error.message if error else "")
+
+    async def _follow(self) -> None:
+        while True:
+            await self._at_once.wait()
+            self._at_once.clear()
+            await _error_of(self._look_at_named())
+            await self._clock.sleep(SPACING)
+
+    async def _look_up(self) -> None:
+        while True:
+            self._anew.clear()
+            error = await _error_of(self.look_up_all())
+            await first_of(self._anew.wait(), self._clock.sleep(TICK if error else LOOK_UP_ALL))
+
+    # Looks; each raises what the store raises
+
     async def look(self) -> None:
-        """One look. Raises what the store raises."""
+        """One poll: a listing of the tails, and a look at the chains whose tail changed or that wait."""
         if not self._listeners:
             return
-        await self._look_at_tails()
-        if self._clock.monotonic() - self._looked_up >= LOOK_UP_ALL:
-            await self._look_up_all()
-            self._looked_up = self._clock.monotonic()
+        etags = await self._threads.run(self._documents.tails)
+        changed = {
+            chain: etag
+            for chain, etag in etags.items()
+            if self._etags.get(chain) != etag and (chain.site, chain.feed) in self._pairs
+        }
+        reads = [self._read_tail(chain, etag) for chain, etag in changed.items()]
+        answers = await asyncio.gather(*reads, return_exceptions=True)
+        await self._tick()
+        for failed in (answer for answer in answers if answer is not None):
+            raise failed
+
+    async def _read_tail(self, chain: Chain, etag: str) -> None:
+        end = await self._threads.run(self._documents.read_tail, chain)
+        self._known[chain], self._etags[chain] = end, etag
+        self._tell([chain], self._listeners)
+
+    async def look_up_all(self) -> None:
+        """Chains without a tail exist too: a crash may stand between a segment and its tail."""
+        gate = asyncio.Semaphore(LOOK_UPS)
+
+        async def read(site: str, feed: str) -> list[Chain]:
+            async with gate:
+                return await self._threads.run(self._documents.chains, site, feed)
+
+        reads = (read(site, feed) for site, feed in sorted(self._pairs))
+        answers = await asyncio.gather(*reads, return_exceptions=True)
+        found = [chain for answer in answers if not isinstance(answer, BaseException) for chain in answer]
+        await self._add_chains(chain for chain in found if chain not in self._known)
+        for failed in (answer for answer in answers if isinstance(answer, BaseException)):
+            raise failed
+
+    async def _look_at_named(self) -> None:
+        """Look at the chains that notifications named since the last time."""
+        woken, self._woken = self._woken, set()
+        new, self._new = self._new, set()
+        for listener in self._listeners:
+            for chain in woken:
+                listener.wake(chain)
+        exist = await asyncio.gather(*(self._exists(chain) for chain in new))
+        await self._add_chains(chain for chain, is_there in zip(new, exist, strict=True) if is_there)
+
+    async def _exists(self, chain: Chain) -> bool:
+        """Whether the store knows a chain that nobody but a notification has named."""
+        key = self._documents.layout.chain_document(chain)
+        try:
+            return await self._threads.run(self._documents.objects.head, key) is not None
+        except FloeError as error:
+            log.info("left to the next poll", action="event_unread", error=str(error), **chain.log_context())
+            return False
+
+    async def _add_chains(self, chains: Iterable[Chain]) -> None:
+        new = [chain for chain in chains if chain not in self._known]
+        self._known.update(dict.fromkeys(new))
+        self._tell(new, self._listeners)
+        if new:
+            await self._tick()
+
+    async def _tick(self) -> None:
         for listener in list(self._listeners):
             await listener.tick()
 
-    async def _look_at_tails(self) -> None:
-        """One listing; a tail is read only if it changed."""
-        wanted = self._pairs()
-        etags = await self._threads.run(self._documents.tails)
-        changed = [
-            chain
-            for chain, etag in etags.items()
-            if (chain.site, chain.feed) in wanted and self._etags.get(chain) != etag
-        ]
-        for start in range(0, len(changed), PARALLEL):
-            part = changed[start : start + PARALLEL]
-            ends = await asyncio.gather(*(self._threads.run(self._documents.read_tail, c) for c in part))
-            for chain, end in zip(part, ends, strict=True):
-                self._known[chain] = end
-                self._etags[chain] = etags[chain]
-            self._tell(part)
-
-    async def _look_up_all(self) -> None:
-        """Chains without a tail exist too: a crash may stand between a segment and its tail."""
-        for site, feed in sorted(self._pairs()):
-            chains = await self._threads.run(self._documents.chains, site, feed)
-            new = [chain for chain in chains if chain not in self._known]
-            self._known.update(dict.fromkeys(new))
-            self._tell(new)
-
-    def _pairs(self) -> set[tuple[str, str]]:
-        return {pair for listener in self._listeners for pair in listener.pairs()}
-
-    def _tell(self, chains: Iterable[Chain]) -> None:
+    def _tell(self, chains: Iterable[Chain], listeners: list[Listener]) -> None:
         for chain in chains:
-            for listener in self._listeners:
+            for listener in listeners:
                 listener.found(chain, self._known[chain])
+
+
+async def _error_of(look: Awaitable[None]) -> FloeError | None:
+    """What kept the store from answering; None if nothing did."""
+    try:
+        await look
+    except (Unavailable, OutcomeUnknown) as error:
+        log.warning("store not readable", action="store_error", error=str(error))
+        return error
+    return None

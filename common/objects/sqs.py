@@ -1,0 +1,107 @@
+"""A queue of Amazon SQS, as far as listening to notifications needs it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.objects.aws import Account, BotoCoreError, ClientError, make_client
+
+BATCH = 10  # messages of one receive or delete; Amazon's limit
+LONGEST_WAIT = 20  # seconds that a receive may wait; Amazon's limit
+CONNECT_TIMEOUT, ANSWER_TIMEOUT = 5.0, 10.0  # seconds; the second on top of the wait
+
+_MISSING = {"AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist"}
+_REFUSED = {
+    "AccessDenied",
+    "AccessDeniedException",
+    "AWS.SimpleQueueService.AccessDenied",
+    "InvalidClientTokenId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "UnrecognizedClientException",
+    "AuthFailure",
+}
+_REGION = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
+
+
+class Received(NamedTuple):
+    """A message, and what it is deleted by."""
+
+    body: str
+    receipt: str
+
+
+class SqsQueue:
+    """One queue: its name, or its address without `https://` (`sqs.REGION.amazonaws.com/ACCOUNT/NAME`).
+
+    Blocking; for one thread. An address tells the region, whatever `account` says.
+    Raises ConfigError where address or region is none; every method raises ConfigError (no such queue),
+    Refused (credential or right) and Unavailable.
+    """
+
+    def __init__(self, address: str, account: Account) -> None:
+        self._place = f"sqs://{address}"
+        found = _REGION.match(address)
+        self._url = f"https://{address}" if "/" in address else None
+        self._name = address.rpartition("/")[2]
+        self._client = make_client(
+            "sqs",
+            account if found is None else replace(account, region=found[1]),
+            self._place,
+            retries={"mode": "standard", "total_max_attempts": 1},
+            connect_timeout=CONNECT_TIMEOUT,
+            read_timeout=LONGEST_WAIT + ANSWER_TIMEOUT,
+        )
+
+    def receive(self, wait: int = LONGEST_WAIT) -> list[Received]:
+        """Up to ten messages, as soon as there is one; none after `wait` seconds (0 to 20)."""
+        with self._calling("receive"):
+            answer = self._client.receive_message(
+                QueueUrl=self._address(), MaxNumberOfMessages=BATCH, WaitTimeSeconds=wait
+            )
+        return [_received(message) for message in answer.get("Messages") or ()]
+
+    def delete(self, messages: Sequence[Received]) -> int:
+        """Remove messages that were received; how many the queue refused to remove: they come again."""
+        if not messages:
+            return 0
+        entries = [{"Id": str(n), "ReceiptHandle": each.receipt} for n, each in enumerate(messages)]
+        with self._calling("delete"):
+            answer = self._client.delete_message_batch(QueueUrl=self._address(), Entries=entries)
+        return len(answer.get("Failed") or ())
+
+    def _address(self) -> str:
+        if self._url is None:
+            self._url = str(self._client.get_queue_url(QueueName=self._name)["QueueUrl"])
+        return self._url
+
+    @contextmanager
+    def _calling(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except ClientError as error:
+            raise _explained(f"{verb} {self._place}", error) from error
+        except BotoCoreError as error:
+            raise Unavailable(f"{verb} {self._place}: {error}", code="E-SQS") from error
+
+
+def _received(message: dict[str, Any]) -> Received:
+    return Received(str(message.get("Body", "")), str(message.get("ReceiptHandle", "")))
+
+
+def _explained(what: str, error: ClientError) -> FloeError:
+    told = error.response.get("Error", {})
+    code = str(told.get("Code", ""))
+    text = f"{what}: {code}: {str(told.get('Message', ''))[:300]}"
+    if code in _MISSING:
+        return ConfigError(text, hint="create the queue, or correct ingress.events", code="E-SQS-QUEUE")
+    if code in _REFUSED:
+        hint = "grant sqs:GetQueueUrl, sqs:ReceiveMessage and sqs:DeleteMessage on the queue"
+        return Refused(text, hint=hint, code="E-SQS-DENIED")
+    return Unavailable(text, code="E-SQS")

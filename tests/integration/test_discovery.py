@@ -1,0 +1,263 @@
+"""How many calls a look at a thousand chains costs, and what notifications do and do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import Refused, Unavailable
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.layout import Layout
+from common.service.monitor import Health
+from common.service.threads import Threads
+from ingress.discovery import discovery as module
+from ingress.discovery.discovery import MOST_NEW, Discovery
+from ingress.discovery.events import Notified
+from tests.faulty_store import FaultyStore, raising
+from tests.support import soon
+from tests.unit.test_notices import minio, segment_key
+
+LAYOUT = Layout("data")
+SITE, FEED = "us-east", "NODES"
+
+
+class Target:
+    """A listener that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.found_: list[tuple[Chain, int | None]] = []
+        self.woken: list[Chain] = []
+        self.ticks = 0
+
+    def pairs(self) -> list[tuple[str, str]]:
+        return [(SITE, FEED)]
+
+    def found(self, chain: Chain, end: int | None = None) -> None:
+        self.found_.append((chain, end))
+
+    def wake(self, chain: Chain) -> None:
+        self.woken.append(chain)
+
+    async def tick(self) -> None:
+        self.ticks += 1
+
+
+class Place:
+    """A store in a folder with some chains, what looks at it, and who takes notifications of it."""
+
+    def __init__(self, folder: Path, poll: float) -> None:
+        self.objects = FaultyStore(LocalObjects(folder))
+        self.documents = ChainStore(self.objects, LAYOUT)  # type: ignore[arg-type]
+        self.threads, self.health = Threads("look", 4), Health(SystemClock())
+        self.discovery = Discovery(self.documents, self.threads, SystemClock(), self.health, poll)
+        self.target = Target()
+        self.notified = Notified("nats", "floe", LAYOUT, self.discovery, self.health)
+
+    def chain(self, number: int) -> Chain:
+        return Chain(SITE, FEED, 0, number)
+
+    def make(self, count: int) -> None:
+        for number in range(count):
+            self.documents.create_chain(self.chain(number), ChainDocument((), 1, 1))
+            self.documents.write_tail(self.chain(number), 10)
+
+    def notify(self, chain: Chain, bucket: str = "floe") -> None:
+        self.notified.take(json.dumps(minio(segment_key(chain), bucket=bucket)).encode())
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        """Discovery runs, has looked at everything once, and its calls are counted from here."""
+        self.discovery.add(self.target)
+        task = asyncio.create_task(self.discovery.run())
+        try:
+            await soon(lambda: task.done() or (self.target.ticks >= 1 and self.threads.busy == 0))
+            self.forget()
+            yield
+        finally:
+            task.cancel()
+            self.threads.close()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    def forget(self) -> None:
+        self.objects.calls.clear()
+        self.objects.keys.clear()
+        self.target.found_.clear()
+        self.target.woken.clear()
+        self.target.ticks = 0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, poll=3600)
+
+
+async def test_one_change_among_a_thousand_chains_costs_one_listing_and_one_read(place: Place) -> None:
+    place.make(1000)
+    async with place.looking():
+        place.documents.write_tail(place.chain(7), 20)
+        place.forget()
+
+        await place.discovery.look()
+
+        assert place.objects.calls == {"list": 1, "get": 1}
+        assert place.target.found_ == [(place.chain(7), 20)]
+        place.forget()
+        await place.discovery.look()
+        assert place.objects.calls == {"list": 1}
+
+
+async def test_a_notification_wakes_its_chain_alone_and_asks_the_store_nothing(place: Place) -> None:
+    place.make(20)
+    async with place.looking():
+        place.notify(place.chain(3))
+        await soon(lambda: place.target.woken)
+
+        assert place.target.woken == [place.chain(3)]
+        assert place.objects.calls == {}
+        assert place.target.found_ == []
+
+
+async def test_a_thousand_notifications_in_a_second_cause_few_looks(place: Place) -> None:
+    place.make(2)
+    async with place.looking():
+        for _ in range(100):
+            for _ in range(10):
+                place.notify(place.chain(1))
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+
+        # A second or a little more, twenty looks in each.
+        assert 5 <= len(place.target.woken) <= 60
+        assert place.objects.calls == {}
+
+
+async def test_a_new_chain_is_asked_for_by_one_call_and_known_from_then_on(place: Place) -> None:
+    place.make(2)
+    async with place.looking():
+        place.documents.create_chain(place.chain(9), ChainDocument((), 1, 1))
+        place.forget()
+        place.notify(place.chain(9))
+        await soon(lambda: place.target.ticks)
+
+        assert place.objects.calls == {"head": 1}
+        assert place.target.found_ == [(place.chain(9), None)]
+        place.notify(place.chain(9))
+        await soon(lambda: place.target.woken)
+        assert place.objects.calls == {"head": 1}
+
+
+async def test_forged_chains_make_nothing_and_cost_little(place: Place) -> None:
+    place.make(2)
+    async with place.looking():
+        for number in range(5000):
+            place.notify(Chain(SITE, FEED, number % 9999, number))
+        await soon(lambda: place.objects.calls["head"])
+        await asyncio.sleep(0.1)
+
+        assert place.objects.calls["head"] <= MOST_NEW
+        assert place.target.found_ == []
+
+
+async def test_what_flows_nowhere_is_ignored(place: Place) -> None:
+    place.make(2)
+    async with place.looking():
+        place.notify(Chain("elsewhere", FEED))
+        place.notify(place.chain(1), bucket="another")
+        place.notified.take(b"garbage")
+        await asyncio.sleep(0.1)
+
+        assert (place.target.woken, place.target.found_, place.objects.calls) == ([], [], {})
+
+
+async def test_notifications_without_end_put_off_no_poll(tmp_path: Path) -> None:
+    place = Place(tmp_path, poll=0.2)
+    place.make(2)
+    async with place.looking():
+        place.documents.write_tail(place.chain(0), 20)  # its notification is lost
+        for _ in range(100):
+            place.notify(place.chain(1))
+            await asyncio.sleep(0.01)
+
+        assert (place.chain(0), 20) in place.target.found_
+        assert 2 <= place.objects.calls["list"] <= 6
+
+
+async def test_a_store_that_fails_is_asked_again_by_the_next_poll(tmp_path: Path) -> None:
+    place = Place(tmp_path, poll=0.3)
+    place.make(2)
+    async with place.looking():
+        place.documents.create_chain(place.chain(9), ChainDocument((), 1, 1))
+        place.documents.write_tail(place.chain(9), 5)
+        place.forget()
+        place.objects.on("head", raising(Unavailable("away")))
+        place.objects.on("list", raising(Unavailable("away")), nth=1)
+        place.notify(place.chain(9))
+
+        await soon(lambda: place.health.problems())
+        await soon(lambda: (place.chain(9), 5) in place.target.found_)
+        await soon(lambda: not place.health.problems())
+
+
+async def test_chains_that_wait_are_looked_at_between_two_long_polls(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TICK", 0.1)
+    place.make(1)
+    async with place.looking():
+        await soon(lambda: place.target.ticks >= 3)
+        assert place.objects.calls == {}
+
+
+async def test_listening_anew_looks_at_everything(place: Place) -> None:
+    place.make(2)
+    async with place.looking():
+        place.documents.write_tail(place.chain(1), 30)  # while nobody listened
+        place.notified.listening()
+        await soon(lambda: (place.chain(1), 30) in place.target.found_)
+
+
+async def test_one_tail_that_cannot_be_read_keeps_back_no_other(place: Place) -> None:
+    place.make(10)
+    async with place.looking():
+        for number in range(10):
+            place.documents.write_tail(place.chain(number), 20)
+        place.forget()
+        place.objects.on("get", raising(Unavailable("away")), nth=4)
+
+        with pytest.raises(Unavailable):
+            await place.discovery.look()
+
+        assert len(place.target.found_) == 9
+        assert place.target.ticks == 1
+        await place.discovery.look()
+        assert len(place.target.found_) == 10
+
+
+async def test_a_store_that_refuses_ends_it_with_what_it_says(place: Place) -> None:
+    place.make(1)
+    place.objects.on("list", raising(Refused("no right")))
+    with pytest.raises(Refused, match="no right"):
+        async with place.looking():
+            pass
+
+
+async def test_chains_are_looked_up_again_soon_where_that_failed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TICK", 0.2)
+    place.make(1)
+    async with place.looking():
+        await asyncio.to_thread(place.documents.create_chain, place.chain(5), ChainDocument((), 1, 1))
+        place.forget()
+        place.objects.on("list", raising(Unavailable("away")), nth=1)
+        place.discovery._anew.set()
+        await soon(lambda: (place.chain(5), None) in place.target.found_)

@@ -1,0 +1,211 @@
+"""The sources of notifications, NATS and SQS: what is handed over, what is deleted, what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.clock import SystemClock
+from common.errors import FloeError, Refused
+from common.jetstream.client import frame
+from common.objects.aws import Account
+from common.objects.sqs import Received, SqsQueue
+from infra.local.nats import NatsServer
+from ingress.discovery import nats_events, sqs_events
+from ingress.discovery.nats_events import follow_subject
+from ingress.discovery.sqs_events import follow_queue
+from tests.ingress_world import client_of
+from tests.sqs_server import SqsServer
+from tests.support import soon, unique
+from tests.unit.test_notices import TEST_EVENT, amazon, sns
+
+pytestmark = pytest.mark.servers
+
+
+class Heard:
+    """Takes notifications and notes them."""
+
+    def __init__(self) -> None:
+        self.taken: list[bytes] = []
+        self.listened = 0
+        self.failures: list[str] = []
+        self.is_wanted = True
+
+    def take(self, raw: bytes) -> None:
+        self.taken.append(raw)
+
+    def listening(self) -> None:
+        self.listened += 1
+
+    def failed(self, why: str) -> None:
+        self.failures.append(why)
+
+
+@asynccontextmanager
+async def beside(work: Any) -> AsyncIterator[None]:
+    """`work` runs as long as the block, and ends at once when it is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait_for(task, 1)
+
+
+# SQS
+
+
+@pytest.fixture(scope="module")
+def sqs() -> Iterator[SqsServer]:
+    with SqsServer() as server:
+        yield server
+
+
+def queue_of(server: SqsServer, name: str) -> Callable[[], SqsQueue]:
+    account = Account("test", "test", "us-east-1", server.url)
+    return lambda: SqsQueue(name, account)
+
+
+async def test_messages_are_handed_over_and_deleted_garbage_among_them(sqs: SqsServer) -> None:
+    name, heard = sqs.new_queue(), Heard()
+    bodies = [json.dumps({"Records": [amazon(f"k{n}")]}) for n in range(22)]
+    bodies += ["garbage", json.dumps(TEST_EVENT), json.dumps(sns({"Records": [amazon("k")]}))]
+    await asyncio.to_thread(sqs.send, name, *bodies)
+
+    async with beside(follow_queue(queue_of(sqs, name), heard)):
+        await soon(lambda: len(heard.taken) >= len(bodies))
+        await soon(lambda: sqs.left_in(name) == 0)
+
+    assert sorted(heard.taken) == sorted(body.encode() for body in bodies)
+    assert (heard.listened, heard.failures) == (1, [])
+
+
+async def test_one_that_comes_while_the_queue_is_waited_for_is_heard_soon(sqs: SqsServer) -> None:
+    name, heard = sqs.new_queue(), Heard()
+    async with beside(follow_queue(queue_of(sqs, name), heard)):
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(sqs.send, name, "now")
+        await soon(lambda: heard.taken, seconds=5)
+
+
+async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sqs_events, "FIRST_PAUSE", 0.1)
+    name, heard = unique("late"), Heard()
+    with SqsServer() as server:
+        async with beside(follow_queue(queue_of(server, name), heard)):
+            await soon(lambda: heard.failures)
+            assert "NonExistentQueue" in heard.failures[0] or "QueueDoesNotExist" in heard.failures[0]
+            server.new_queue(name)
+            await asyncio.to_thread(server.send, name, "a")
+            await soon(lambda: heard.taken == [b"a"])
+
+            before = len(heard.failures)
+            server.stop()
+            await soon(lambda: len(heard.failures) > before)
+            await asyncio.to_thread(server.start)
+            server.new_queue(name)
+            await asyncio.to_thread(server.send, name, "b")
+            await soon(lambda: heard.taken == [b"a", b"b"], seconds=20)
+
+
+async def test_who_stands_by_leaves_the_queue_to_the_others(
+    sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqs_events, "UNWANTED_PAUSE", 0.05)
+    # What the receive of one that ends takes along is seen again after a second.
+    name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Heard(), Heard()
+    standby.is_wanted = False
+    async with beside(follow_queue(queue_of(sqs, name), standby)):
+        await asyncio.to_thread(sqs.send, name, *map(str, range(20)))
+        async with beside(follow_queue(queue_of(sqs, name), carrying)):
+            await soon(lambda: len(carrying.taken) == 20)
+        assert standby.taken == []
+
+        standby.is_wanted = True
+        await asyncio.to_thread(sqs.send, name, "taken over")
+        await soon(lambda: b"taken over" in standby.taken, seconds=15)
+
+
+async def test_what_is_received_after_the_end_stays_in_the_queue() -> None:
+    class Slow:
+        """Answers a receive only once the listener was stopped."""
+
+        def __init__(self) -> None:
+            self.asked, self.answer = asyncio.Event(), asyncio.Event()
+            self.loop, self.deleted = asyncio.get_running_loop(), 0
+
+        def receive(self, wait: int = 20) -> list[Received]:
+            self.loop.call_soon_threadsafe(self.asked.set)
+            asyncio.run_coroutine_threadsafe(self.answer.wait(), self.loop).result(10)
+            return [Received("late", "r")]
+
+        def delete(self, messages: Any) -> int:
+            self.deleted += 1
+            return 0
+
+    queue, heard = Slow(), Heard()
+    async with beside(follow_queue(lambda: queue, heard)):
+        await queue.asked.wait()
+    queue.answer.set()
+    await asyncio.sleep(0.2)
+
+    assert (queue.deleted, heard.taken) == (0, [])
+
+
+def test_a_whole_address_names_the_region_and_the_queue(sqs: SqsServer) -> None:
+    queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", Account("a", "b", "us-east-1"))
+    assert queue._client.meta.region_name == "eu-west-1"
+    assert queue._address() == "https://sqs.eu-west-1.amazonaws.com/123456789012/floe"
+
+
+# NATS
+
+
+async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconnect(tmp_path: Path) -> None:
+    heard = [Heard(), Heard()]
+    with NatsServer(tmp_path / "nats") as server:
+        async with client_of(server.url) as one, client_of(server.url) as other:
+            clock = SystemClock()
+            async with (
+                beside(follow_subject(one, "minio.*", heard[0], clock)),
+                beside(follow_subject(other, "minio.*", heard[1], clock)),
+            ):
+                await soon(lambda: all(each.listened for each in heard))
+                one.send(frame(b"minio.events", b"a"))
+                await soon(lambda: all(each.taken == [b"a"] for each in heard))
+
+                server.kill()
+                await soon(lambda: not one.is_up and not other.is_up)
+                server.start()
+                await soon(lambda: all(each.listened >= 2 for each in heard), seconds=20)
+                one.send(frame(b"minio.events", b"b"))
+                await soon(lambda: all(each.taken == [b"a", b"b"] for each in heard))
+
+
+async def test_a_refused_subscription_is_tried_again_and_said(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_events, "FIRST_PAUSE", 0.05)
+    heard = Heard()
+    async with client_of(nats_url) as client:
+        subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]
+
+        async def refusing(*args: Any) -> Any:
+            if refusals:
+                raise refusals.pop(0)
+            return await subscribe(*args)
+
+        monkeypatch.setattr(client, "subscribe_raw", refusing)
+        async with beside(follow_subject(client, unique("s"), heard, SystemClock())):
+            await soon(lambda: heard.listened)
+    assert heard.failures == ["no right", "away"]
