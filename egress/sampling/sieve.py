@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from common.jetstream.headers import SOURCE, hops
+from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.rows import Columns
 from egress.columns import chosen
 from egress.sifted import LOOPED, SAMPLED_OUT, TOO_OLD, Sifted
@@ -72,14 +72,19 @@ class Sieve:
         return codes
 
     def _looped(self, columns: Columns) -> list[int]:
-        """The places of the messages that this site froze before."""
+        """The places of the messages that this site froze before and no replay brought back."""
         if not self._relay:
             return []
         return [
             place
             for place, block in enumerate(columns.headers)
-            if block is not None and SOURCE in block and any(hop.site == self._site for hop in hops(block))
+            if block is not None and SOURCE in block and self._came_round(block)
         ]
+
+    def _came_round(self, block: bytes) -> bool:
+        sites = [hop.site for hop in hops(block)]
+        back = REPLAY in block and is_replayed(block) and sites[:1] == [self._site]
+        return self._site in sites and not back
 
     def _too_old(self, columns: Columns) -> list[int]:
         """The places of the messages that are too old beside the newest one before them."""

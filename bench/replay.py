@@ -1,0 +1,112 @@
+"""`replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+from pathlib import Path
+
+from bench.harness import Bench, Result
+from common.chain import Chain
+from common.clock import SystemClock
+from common.jetstream.streams import create_stream, stream_info
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.layout import Layout, SegmentName
+from common.segments.parquet import SegmentWriter, record_batch
+from common.segments.segment import Footer, Ledger
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.service.config import parse
+from infra.local.nats import NatsServer
+from ingress.replay.options import Options
+from ingress.replay.progress import Teller
+from ingress.replay.request import Request
+from ingress.replay.service import Replay
+
+CHAIN = Chain("bench", "BENCH")
+SEGMENTS, ROWS, PAYLOAD = 10_000, 50, 1000
+START = 1_700_000_000  # seconds; one message a second
+PARTS = 100  # of the archive, one of which is replayed
+
+
+class CountingObjects(LocalObjects):
+    """Counts the bytes of objects that are read."""
+
+    read = 0
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        data = super().get(key, first=first, length=length)
+        self.read += len(data or b"")
+        return data
+
+    def download(self, key: str, path: Path) -> bool:
+        done = super().download(key, path)
+        self.read += path.stat().st_size if done else 0
+        return done
+
+
+def fill(folder: Path) -> int:
+    """Segments as egress writes them, straight into the folder; their bytes."""
+    layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD + ROWS * SEGMENTS), 0
+    for number in range(SEGMENTS):
+        coverage = SequenceRange(number * ROWS + 1, (number + 1) * ROWS)
+        sequences = list(range(coverage.first, coverage.last + 1))
+        times = [(START + s) * 10**9 for s in sequences]
+        batch = record_batch(
+            sequences, times, [b"bench.a"] * ROWS, [None] * ROWS, [noise[s : s + PAYLOAD] for s in sequences]
+        )
+        spool = folder / "spool.parquet"
+        writer = SegmentWriter(spool, level=0, compression_level=1)
+        writer.append(batch)
+        footer = Footer(CHAIN, 0, coverage, ROWS, Ledger(), 0, None, None, None, "bench")
+        done = writer.finish(footer)
+        path = folder / layout.segment(SegmentName(CHAIN, 0, coverage, done.sha256[:16]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(spool, path)
+        total += done.size
+    return total
+
+
+async def replayed(folder: Path, url: str) -> int:
+    """Replay one part of the time out of the middle; the bytes that were read."""
+    objects = CountingObjects(folder)
+    store, documents = SegmentStore(objects, Layout("data")), ChainStore(objects, Layout("data"))
+    documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0"))
+    documents.create_chain(CHAIN, ChainDocument((), 1, 1))
+    settings = parse(f"nats: {{url: '{url}'}}\nstore: {{url: 'file://{folder}', prefix: data}}\n", "bench")[0]
+    whole = SEGMENTS * ROWS
+    first = START + whole // 2 + 7
+    request = Request("bench", "BENCH", "BACK", from_time=_text(first), to_time=_text(first + whole // PARTS))
+    work = Replay(settings, request, Options(), store, documents, SystemClock(), Teller())
+    objects.read = 0
+    async with work.connected() as client:
+        await create_stream(
+            client, {"name": "BACK", "subjects": ["bench.>"], "allow_batched": True, "allow_atomic": True}
+        )
+        await work.run(client, asyncio.Event())
+        info = await stream_info(client, "BACK")
+    assert info is not None
+    assert info.messages == whole // PARTS, info.messages
+    store.close()
+    return objects.read
+
+
+def _text(seconds: int) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def bytes_read() -> Result:
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as name, NatsServer() as server:
+        folder = Path(name) / "store"
+        folder.mkdir()
+        total = fill(folder)
+        read = asyncio.run(replayed(folder, server.url))
+    return Result("replay.bytes_read", round(read / total, 4), "1")
+
+
+BENCHES = [Bench("replay.bytes_read", "1", "<= 0.03", bytes_read)]

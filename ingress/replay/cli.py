@@ -1,0 +1,161 @@
+"""`floe replay` and `floe drill`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from common.service.cli import (
+    Duration,
+    Sequence,
+    config_option,
+    json_option,
+    load_settings,
+    open_chains,
+    open_store,
+    print_json,
+    run_command,
+)
+
+if TYPE_CHECKING:
+    from ingress.replay.request import Request
+
+UNFINISHED = 75  # exit code: the same command goes on
+DIFFERENCES = 3  # exit code
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def range_options(function: F) -> F:
+    """What is replayed."""
+    for option in reversed(
+        [
+            click.option("--site", required=True, help="The site."),
+            click.option("--feed", required=True, help="The feed."),
+            click.option("--incarnation", type=click.IntRange(0, 9999), help="Only this one."),
+            click.option("--partition", type=click.IntRange(0, 65535), help="Only this one."),
+            click.option("--from-sequence", type=Sequence(), help="The first sequence."),
+            click.option(
+                "--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."
+            ),
+            click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
+            click.option("--to-sequence", type=Sequence(), help="The last sequence."),
+            click.option("--to-time", default="", metavar="TIME", help="Up to, and without, this time."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+@click.command()
+@range_options
+@click.option("--subject", "subjects", multiple=True, metavar="FILTER", help="Only these; may be repeated.")
+@click.option("--target", required=True, help="The stream to replay into.")
+@click.option("--subject-prefix", "prefix", default="", help="Put before each subject, with a dot.")
+@click.option("--into-source", is_flag=True, help="The target is the stream that the feed was frozen from.")
+@click.option("--create", is_flag=True, help="Make a missing target as stream.json has it.")
+@click.option("--append", is_flag=True, help="Behind the messages that the target holds.")
+@click.option("--rate", default="", metavar="RATE", help="At most, as 5000/s (messages) or 20M/s (bytes).")
+@click.option("--speed", default="max", metavar="FACTOR", help="1x keeps the distances in time; 10x; max.")
+@click.option("--allow-lossy", is_flag=True, help="Also what the archive holds only in part.")
+@click.option("--skip-holes", is_flag=True, help="Go on behind sequences that no segment covers.")
+@click.option("--again", is_flag=True, help="Begin anew, whatever was replayed into the target before.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@json_option
+@config_option
+@run_command
+async def replay(
+    config: str,
+    as_json: bool,
+    dry_run: bool,
+    create: bool,
+    append: bool,
+    rate: str,
+    speed: str,
+    allow_lossy: bool,
+    skip_holes: bool,
+    again: bool,
+    **asked: Any,
+) -> int:
+    """Put what the archive holds of a feed into a stream, in order and once.
+
+    Without bounds, all of it. A replay that was stopped or killed goes on when the same command is given
+    again. Exit 75 where it was stopped before its end.
+
+    \b
+    Example: floe replay -c site.yaml --site us-east --feed NODES --target NODES \\
+        --into-source --create --dry-run
+    """
+    from common.clock import SystemClock
+    from common.service.shutdown import stop_on_signals
+    from ingress.replay.options import Options
+    from ingress.replay.pace import pace_of
+    from ingress.replay.progress import Teller
+    from ingress.replay.report import plan_json, plan_lines, result_line
+    from ingress.replay.service import Replay
+
+    request, pace = _request(asked), pace_of(rate, speed)
+    settings, clock = load_settings(config, quiet=True), SystemClock()
+    store, documents = open_store(settings), open_chains(settings)
+    options = Options(create, append, allow_lossy, skip_holes, again, pace)
+    work = Replay(settings, request, options, store, documents, clock, teller := Teller())
+    try:
+        async with work.connected() as client, stop_on_signals() as stop:
+            if dry_run:
+                view = await work.outlook(client)
+                print_json(plan_json(view, request)) if as_json else _echo(plan_lines(view, request))
+                return 0
+            result = await work.run(client, stop)
+    finally:
+        store.close()
+    teller.end_line()
+    print_json(result.as_json()) if as_json else click.echo(result_line(result, request))
+    return 0 if result.finished else UNFINISHED
+
+
+@click.command()
+@range_options
+@click.option(
+    "--storage", type=click.Choice(["file", "memory"]), default="file", help="Of the scratch stream."
+)
+@json_option
+@config_option
+@run_command
+async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
+    """Replay a part of a feed into a scratch stream, compare it with the archive, and remove it.
+
+    Without bounds, the last 10,000 sequences. Exit 3 where what comes back differs, or the archive has holes.
+
+    Example: floe drill -c site.yaml --site us-east --feed NODES --since 1h
+    """
+    from common.clock import SystemClock
+    from common.service.shutdown import stop_on_signals
+    from ingress.replay.drill import Drill
+    from ingress.replay.progress import Teller
+
+    settings, clock = load_settings(config, quiet=True), SystemClock()
+    store, documents = open_store(settings), open_chains(settings)
+    work = Drill(settings, store, documents, clock, teller := Teller(), storage)
+    try:
+        async with stop_on_signals() as stop:
+            report = await work.run(_request({"target": work.stream, "prefix": work.prefix, **asked}), stop)
+    finally:
+        store.close()
+    teller.end_line()
+    print_json(report.as_json()) if as_json else _echo(report.lines())
+    return report.exit_code
+
+
+def _request(asked: dict[str, Any]) -> Request:
+    from ingress.replay.request import Request
+
+    return Request(**asked)
+
+
+def _echo(lines: Any) -> None:
+    from common.service.text import escaped
+
+    for line in lines:
+        click.echo(escaped(line))

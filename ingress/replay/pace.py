@@ -1,0 +1,133 @@
+"""How fast a replay goes: pure deciders over a monotonic clock."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from common.errors import UsageError
+from common.settings.units import parse_size
+
+BURST = 0.25  # seconds of the rate that may go at once after a pause
+LONGEST_WAIT = 0.5  # seconds; then the question is asked again
+
+
+class Pace(Protocol):
+    """Decides how many of the next messages may go."""
+
+    def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:
+        """How many of the next messages may go at `now` (monotonic seconds), and where none may: for how many
+        seconds to wait.
+
+        What is allowed counts as sent. `times_ns` and `sizes` are of equal length, not empty.
+        """
+        ...
+
+
+class MessageRate:
+    """At most `rate` messages a second."""
+
+    def __init__(self, rate: float) -> None:
+        self._bucket = _Bucket(rate)
+
+    def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
+        return self._bucket.take(now, [1] * min(len(times_ns), self._bucket.most))
+
+
+class ByteRate:
+    """At most `rate` bytes a second, of payloads and header blocks."""
+
+    def __init__(self, rate: float) -> None:
+        self._bucket = _Bucket(rate)
+
+    def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
+        return self._bucket.take(now, sizes)
+
+
+class Speed:
+    """The original distances in time, `factor` times as fast, from the first message on."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._anchor: tuple[float, int] | None = None
+
+    def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
+        if self._anchor is None:
+            self._anchor = (now, times_ns[0])
+        begun, first_ns = self._anchor
+        reached = first_ns + (now - begun) * self._factor * 1e9
+        # A message that is older than one before it goes with that one.
+        newest = list(accumulate(times_ns, max))
+        if count := bisect_right(newest, reached):
+            return count, 0.0
+        return 0, min(LONGEST_WAIT, (newest[0] - reached) / 1e9 / self._factor + 0.001)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A token bucket that may go below zero by one message, so that a huge one goes at all."""
+
+    rate: float
+    tokens: float = 0.0
+    at: float | None = None
+
+    @property
+    def most(self) -> int:
+        return max(1, int(self.rate * BURST) + 1)
+
+    def take(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
+        self.tokens = min(
+            self.rate * BURST, self.tokens + self.rate * (now - (now if self.at is None else self.at))
+        )
+        first, self.at = self.at is None, now
+        if self.tokens <= 0 and not first:
+            return 0, min(LONGEST_WAIT, max(0.001, (min(1, self.rate * BURST) - self.tokens) / self.rate))
+        count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
+        self.tokens -= sum(costs[:count])
+        return count, 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Whatever both allow: a rate that must not be passed, at a speed."""
+
+    speed: Pace
+    rate: Pace
+
+    def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:
+        count, wait = self.speed.allowed(now, times_ns, sizes)
+        return self.rate.allowed(now, times_ns[:count], sizes[:count]) if count else (0, wait)
+
+
+def pace_of(rate: str, speed: str) -> Pace | None:
+    """What `--rate` and `--speed` say; None: as fast as the target takes. Raises UsageError."""
+    paces = [pace for pace in (_speed(speed), _rate(rate)) if pace is not None]
+    return Both(*paces) if len(paces) == 2 else next(iter(paces), None)
+
+
+def _speed(text: str) -> Pace | None:
+    if text == "max":
+        return None
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)x", text)
+    if not match or float(match[1]) <= 0:
+        raise UsageError(f"--speed: expected max or a factor such as 1x or 10x, found {text!r:.40}")
+    return Speed(float(match[1]))
+
+
+def _rate(text: str) -> Pace | None:
+    if not text:
+        return None
+    number = text.removesuffix("/s")
+    try:
+        value = parse_size(number)
+    except ValueError:
+        value = 0
+    if not text.endswith("/s") or value <= 0:
+        raise UsageError(
+            f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {text!r:.40}"
+        )
+    return MessageRate(value) if number.isdigit() else ByteRate(value)

@@ -1,0 +1,191 @@
+"""What a replay will read: pure values over coverage, footers and holes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.chain import Chain
+from common.segments.segment import Footer, Ledger, Reason, SegmentRef
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+
+# What a message of the source may have been that the archive does not hold, and nobody chose to delete.
+LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.GONE_BEFORE_READ, Reason.LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRange:
+    """The sequences of one chain that are to be replayed."""
+
+    chain: Chain
+    rows: SequenceRange
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch that will be read, and what its segment says of itself."""
+
+    stretch: Stretch[SegmentRef]
+    footer: Footer
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of the segment are wanted."""
+        return self.stretch.rows.encloses(self.stretch.segment.coverage)
+
+    @property
+    def rows(self) -> int:
+        """Its messages; at most so many where it is not whole."""
+        return self.footer.rows if self.is_whole else min(self.footer.rows, len(self.stretch.rows))
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of subjects, headers and payloads, in proportion where it is not whole."""
+        return self.footer.raw_bytes * self.rows // max(1, self.footer.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """One chain. `holes`: sequences that nothing covers; `accepted`: those of them that an operator has given
+    up for good."""
+
+    range: ChainRange
+    parts: tuple[Part, ...]
+    holes: tuple[SequenceRange, ...] = ()
+    accepted: tuple[SequenceRange, ...] = ()
+
+    @property
+    def chain(self) -> Chain:
+        return self.range.chain
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All chains, in the order in which they are replayed. `is_filtered`: by subjects."""
+
+    chains: tuple[ChainPlan, ...]
+    is_filtered: bool = False
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for chain in self.chains for part in chain.parts]
+
+    @property
+    def rows(self) -> int:
+        """How many messages; at most, unless `is_exact`."""
+        return sum(chain.rows for chain in self.chains)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `rows` is more than a bound."""
+        return not self.is_filtered and all(part.is_whole for part in self.parts)
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(part.raw_bytes for part in self.parts)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Stored bytes; at most, because of a segment that is not wanted whole only row groups are read."""
+        return sum(part.stretch.segment.size for part in self.parts)
+
+    @property
+    def sequences(self) -> int:
+        return sum(len(chain.range.rows) for chain in self.chains)
+
+    @property
+    def holes(self) -> list[ChainRange]:
+        """The holes that nobody has accepted."""
+        return [ChainRange(c.chain, hole) for c in self.chains for hole in c.holes if hole not in c.accepted]
+
+    @property
+    def accepted(self) -> list[ChainRange]:
+        return [ChainRange(c.chain, hole) for c in self.chains for hole in c.accepted]
+
+    @property
+    def ledger(self) -> Ledger:
+        """Why sequences of the segments have no row."""
+        total = Ledger()
+        for part in self.parts:
+            total = total.plus(part.footer.ledger)
+        return total
+
+    @property
+    def missing(self) -> int:
+        """Messages that the archive does not hold and that nobody deleted, in the segments that are read."""
+        return sum(self.ledger.counts.get(reason, 0) for reason in LOSSY)
+
+    @property
+    def is_lossy(self) -> bool:
+        return bool(self.missing) or any(part.footer.sampling is not None for part in self.parts)
+
+    @property
+    def times(self) -> tuple[int, int] | None:
+        """The times (ns) of the first and the last message of the segments; None without messages."""
+        found = [p.footer for p in self.parts if p.footer.rows]
+        first = [f.first_timestamp_ns for f in found if f.first_timestamp_ns is not None]
+        last = [f.last_timestamp_ns for f in found if f.last_timestamp_ns is not None]
+        return (min(first), max(last)) if first and last else None
+
+    def as_json(self) -> dict[str, Any]:
+        kept = sum(part.footer.rows for part in self.parts)
+        return {
+            "rows": self.rows,
+            "exact": self.is_exact,
+            "raw_bytes": self.raw_bytes,
+            "bytes_to_read": self.bytes_to_read,
+            "segments": len(self.parts),
+            "first_timestamp_ns": self.times and self.times[0],
+            "last_timestamp_ns": self.times and self.times[1],
+            "lossy": self.is_lossy,
+            "kept": kept,
+            "of": kept + self.missing,
+            "ledger": self.ledger.to_json(),
+            "holes": [range_json(hole) for hole in self.holes],
+            "accepted_gaps": [range_json(hole) for hole in self.accepted],
+            "chains": [
+                {**range_json(c.range), "rows": c.rows, "segments": len(c.parts)} for c in self.chains
+            ],
+        }
+
+
+def range_json(each: ChainRange) -> dict[str, Any]:
+    """One range with its chain."""
+    return {**each.chain.log_context(), "first": each.rows.first, "last": each.rows.last}
+
+
+def stretches_of(
+    refs: Iterable[SegmentRef], rows: SequenceRange, accepted: Sequence[SequenceRange]
+) -> tuple[list[Stretch[SegmentRef]], list[SequenceRange], list[SequenceRange]]:
+    """The cover of `rows`, its holes, and those of the holes that lie within accepted gaps.
+
+    A hole that is accepted in part counts as several.
+    """
+    found = cover(refs, rows.first, rows.last)
+    open_ = [hole for whole in holes((s.rows for s in found), rows) for hole in _split(whole, accepted)]
+    given_up = [hole for hole in open_ if not holes(accepted, hole)]
+    return found, open_, given_up
+
+
+def _split(hole: SequenceRange, accepted: Sequence[SequenceRange]) -> list[SequenceRange]:
+    left = holes(accepted, hole)
+    given_up = holes(left, hole)
+    return sorted([*left, *given_up])
+
+
+def asked_range(
+    begins: int, covered: int, ends: int | None, first: int | None, last: int | None
+) -> SequenceRange | None:
+    """The sequences of a chain that begins at `begins` and is covered up to `covered` (0: not at all).
+
+    `ends`: where its incarnation ended, None while it has not; what lies behind is never replayed. `first`,
+    `last`: what was asked for. None where nothing of it is there.
+    """
+    low = max(begins, first or 1)
+    high = min(covered if last is None else last, covered, MAX_SEQUENCE if ends is None else ends)
+    return SequenceRange(low, high) if low <= high else None

@@ -1,0 +1,142 @@
+"""What is remembered of a replay: the request, the ranges it meant, the state of the target, its end.
+
+All of it stands under one key of the state bucket. The state of the target is what ingress keeps too, so that
+the same steps, by compare-and-set, keep it; this envelope is around it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.chain import Chain
+from common.errors import FloeError, Stopped
+from common.jetstream.kv import Entry, KeyValue, state_key
+from common.sequences import SequenceRange
+from ingress.checkpoints.documents import from_json
+from ingress.checkpoints.intent import TargetState
+from ingress.replay.plan import ChainRange
+from ingress.replay.request import Request
+
+ROLE = "replay"
+VERSION = 1
+
+
+def receipt_key(target: str) -> str:
+    """The key of the replay into `target`, and of its lease."""
+    return state_key(ROLE, target)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """One replay. `ranges`: what the request meant when it began. `base`: the target's last sequence then.
+
+    `rows`: how many messages, at most unless `is_exact`. `begun`, `finished`: seconds since 1970; 0 for not
+    finished. `skips_holes`: an operator said so.
+    """
+
+    request: Request
+    ranges: tuple[ChainRange, ...]
+    base: int
+    rows: int
+    is_exact: bool
+    begun: float
+    finished: float = 0.0
+    skips_holes: bool = False
+
+    def done(self, now: float) -> Receipt:
+        """The same, finished at `now`."""
+        return replace(self, finished=now)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "request": self.request.to_json(),
+            "ranges": [[str(each.chain), each.rows.first, each.rows.last] for each in self.ranges],
+            "base": self.base,
+            "rows": self.rows,
+            "exact": self.is_exact,
+            "begun": self.begun,
+            "finished": self.finished,
+            "skips_holes": self.skips_holes,
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Receipt:
+        """What `to_json` made. Raises ValueError, KeyError, TypeError, FloeError."""
+        return cls(
+            Request.from_json(document["request"]),
+            tuple(
+                ChainRange(Chain.parse(chain), SequenceRange(int(first), int(last)))
+                for chain, first, last in document["ranges"]
+            ),
+            int(document["base"]),
+            int(document["rows"]),
+            bool(document["exact"]),
+            float(document["begun"]),
+            float(document["finished"]),
+            bool(document["skips_holes"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What is stored: the receipt, the target's state, and the revision of the key."""
+
+    receipt: Receipt
+    state: TargetState
+    revision: int
+
+
+async def remembered(bucket: KeyValue, target: str) -> Remembered | None:
+    """The last replay into `target`; None if there was none.
+
+    Raises Stopped (E-STATE-KV) for what no Floe of this version wrote, Unavailable.
+    """
+    entry = await bucket.get(receipt_key(target))
+    if entry is None:
+        return None
+    receipt, inner = _parsed(target, entry.value)
+    return Remembered(receipt, from_json(target, inner), entry.revision)
+
+
+class ReceiptBucket:
+    """The bucket as `ingress.checkpoints.state.StateStore` uses it, with `receipt` around each state."""
+
+    def __init__(self, bucket: KeyValue, target: str, receipt: Receipt) -> None:
+        self._bucket, self._target, self.receipt = bucket, target, receipt
+
+    async def get(self, key: str) -> Entry | None:
+        """The state alone. Raises Stopped where another replay's receipt is around it."""
+        entry = await self._bucket.get(key)
+        if entry is None:
+            return None
+        receipt, inner = _parsed(self._target, entry.value)
+        if receipt.request.digest != self.receipt.request.digest:
+            raise Stopped(f"target {self._target}: another replay has taken its place", code="E-REPLAY-OTHER")
+        return Entry(inner, entry.revision)
+
+    async def create(self, key: str, value: bytes) -> int | None:
+        return await self._bucket.create(key, self._wrapped(value))
+
+    async def update(self, key: str, value: bytes, revision: int) -> int | None:
+        return await self._bucket.update(key, self._wrapped(value), revision)
+
+    def _wrapped(self, state: bytes) -> bytes:
+        head = json.dumps(self.receipt.to_json(), separators=(",", ":")).encode()
+        return b'{"version":%d,"replay":%b,"state":%b}' % (VERSION, head, state)
+
+
+def _parsed(target: str, raw: bytes) -> tuple[Receipt, bytes]:
+    try:
+        document = json.loads(raw)
+        if document["version"] != VERSION:
+            raise ValueError(f"version: expected {VERSION}, found {document['version']!r:.40}")
+        receipt = Receipt.from_json(document["replay"])
+        return receipt, json.dumps(document["state"], separators=(",", ":")).encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FloeError) as error:
+        raise Stopped(
+            f"stored state of the replay into {target} cannot be read: {error} (begins {raw[:40]!r})",
+            hint="purge the target and begin again: --forget",
+            code="E-STATE-KV",
+        ) from error

@@ -1,0 +1,232 @@
+"""Rows for a replay, decoded ahead of whoever publishes them: the planned ranges, in order, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from common.chain import Chain
+from common.clock import first_of
+from common.errors import SegmentCorrupt, Stopped
+from common.segments.documents import ChainStore
+from common.segments.faults import SegmentGone
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, Stretch, cover
+from common.service.logs import get_logger
+from common.service.threads import Threads
+from common.tasks import end
+from ingress.chains.recall import Recall
+from ingress.chains.relays import Relays
+from ingress.checkpoints.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, Piece
+from ingress.replay.plan import ChainRange
+from ingress.replay.preparing import ReplayRoster
+from ingress.rows.blocks import Block, Rows
+from ingress.rows.budget import Budget
+from ingress.rows.decoder import Decoder
+
+log = get_logger("ingress.replay.source")
+
+MAY_SKIP = Callable[[Chain, SequenceRange], bool]
+VANISHED = 5  # times that a segment may be gone before it is too much
+MOST_ROWS = 50_000  # of one intent: progress is told after each
+
+
+class ReplaySource:
+    """The rows of `ranges` (`ingress.ports.RowSource`).
+
+    Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`:
+    whether a hole is accepted. `memory_limit`: bytes.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[ChainRange],
+        store: SegmentStore,
+        documents: ChainStore,
+        threads: Threads,
+        roster: ReplayRoster,
+        may_skip: MAY_SKIP,
+        memory_limit: int,
+    ) -> None:
+        self._ranges, self._may_skip, self._roster = list(ranges), may_skip, roster
+        self._store, self._threads = store.in_parts(), threads
+        self._relays = Relays(documents, threads)
+        self._budget = Budget(memory_limit // 4)
+        self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
+        self._decoder = Decoder(self._store, threads, self._budget)
+        self.recall = _Recall(Recall(self._store, threads, self._budget, roster, self._relays))
+        self._positions: Mapping[Chain, int] | None = None
+        self._again, self._changed = asyncio.Event(), asyncio.Event()
+        self._ready: deque[Block] = deque()
+        self._damaged: set[str] = set()
+        self._ended = False
+        self.bytes_done, self.finished = 0, asyncio.Event()
+
+    async def run(self) -> None:
+        """Decode for as long as the replay runs; ends only by an error."""
+        while True:
+            await self._again.wait()
+            self._again.clear()
+            work = asyncio.create_task(self._decode_all(), name="replay-decode")
+            try:
+                await first_of(self._again.wait(), asyncio.wait({work}))
+                if work.done():
+                    work.result()
+                    await self._again.wait()
+            finally:
+                await end(work)
+
+    # For whoever publishes
+
+    async def take(self, stop: asyncio.Event) -> Rows | None:
+        """Everything that is ready, as far as one intent holds it; None once `stop` is set.
+
+        At the end of the ranges `finished` is set, and nothing is ready any more.
+        """
+        while not self._ready and not stop.is_set():
+            if self._ended:
+                self.finished.set()
+            self._changed.clear()
+            await first_of(self._changed.wait(), stop.wait())
+        return None if stop.is_set() else Rows(list(self._taken()))
+
+    def _taken(self) -> Iterator[Block]:
+        rows = size = pieces = 0
+        while self._ready and pieces < MAX_PIECES:
+            block = self._ready[0]
+            rows, size, pieces = rows + block.piece.count, size + block.size, pieces + 1
+            if pieces > 1 and (rows > min(MAX_ROWS, MOST_ROWS) or size > self._intent_bytes):
+                return
+            yield self._ready.popleft()
+
+    def release(self, rows: Rows) -> None:
+        """Rows are done with: their memory may be used again."""
+        self._budget.give(rows.size)
+        self.bytes_done += sum(block.material.ends[-1] for block in rows.blocks if block.material)
+
+    def closed(self, positions: Mapping[Chain, int]) -> None:
+        """Everything below `positions` is stored."""
+
+    def reset(self, positions: Mapping[Chain, int]) -> None:
+        """Begin again at `positions`."""
+        self._budget.give(sum(block.size for block in self._ready))
+        self._ready.clear()
+        self._positions, self._ended = dict(positions), False
+        self._again.set()
+
+    # Decoding
+
+    async def _decode_all(self) -> None:
+        positions = dict(self._positions or {})
+        for _, group in groupby(self._ranges, key=lambda each: each.chain.incarnation):
+            turns = deque(
+                _Turn(each.chain, positions.get(each.chain, each.rows.first), each.rows.last)
+                for each in group
+            )
+            while turns:
+                turn = turns.popleft()
+                if await self._stretch(turn):
+                    turns.append(turn)
+        self._ended = True
+        self._changed.set()
+
+    async def _stretch(self, turn: _Turn) -> bool:
+        """Read the next stretch of a chain; False where it is at its end."""
+        if turn.position > turn.last:
+            return False
+        stretch = await self._next(turn)
+        if stretch is None or stretch.rows.first > turn.position:
+            hole = SequenceRange(turn.position, turn.last if stretch is None else stretch.rows.first - 1)
+            self._skip(turn, hole)
+            return True
+        try:
+            await self._read(turn, stretch)
+        except SegmentGone:
+            turn.vanished += 1
+            turn.stretches.clear()
+            if turn.vanished > VANISHED:
+                raise
+        except SegmentCorrupt as error:
+            self._leave_out(stretch.segment, error)
+            turn.stretches.clear()
+        return True
+
+    async def _next(self, turn: _Turn) -> Stretch[SegmentRef] | None:
+        """The next stretch at or behind the position; None behind the last."""
+        if not turn.stretches:
+            refs = await self._threads.run(self._store.list, turn.chain, position=turn.position)
+            usable = [ref for ref in refs if ref.key not in self._damaged]
+            turn.stretches = deque(cover(usable, turn.position, turn.last))
+        if not turn.stretches:
+            return None
+        first = turn.stretches[0]
+        return turn.stretches.popleft() if first.rows.first == turn.position else first
+
+    async def _read(self, turn: _Turn, stretch: Stretch[SegmentRef]) -> None:
+        def emit(block: Block) -> None:
+            turn.position = block.piece.rows.last + 1
+            self._offer(block)
+
+        preparer = self._roster.preparer(turn.chain)
+        preparer.relay = await self._relays.of(turn.chain)
+        problem = await self._decoder.read(stretch.segment, stretch.rows, preparer, emit)
+        if problem is not None:
+            raise Stopped(
+                problem.message,
+                hint="replay into a target that takes it, or a range without it",
+                code=problem.code,
+            )
+
+    def _skip(self, turn: _Turn, hole: SequenceRange) -> None:
+        if not self._may_skip(turn.chain, hole):
+            raise hole_error(turn.chain, hole)
+        block = Block(Piece(Gap(turn.chain), hole, 0))
+        self._budget.force(block.size)
+        turn.position = hole.last + 1
+        self._offer(block)
+
+    def _offer(self, block: Block) -> None:
+        self._ready.append(block)
+        self._changed.set()
+
+    def _leave_out(self, ref: SegmentRef, error: SegmentCorrupt) -> None:
+        self._damaged.add(ref.key)
+        log.error(
+            "segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context()
+        )
+
+
+class _Turn:
+    """One chain: the next sequence to decode, the last one wanted, what is left of its cover."""
+
+    def __init__(self, chain: Chain, position: int, last: int) -> None:
+        self.chain, self.position, self.last = chain, position, last
+        self.stretches: deque[Stretch[SegmentRef]] = deque()
+        self.vanished = 0
+
+
+class _Recall:
+    """Finds the rows of an open intent again; what to do where they are gone is said for a replay."""
+
+    def __init__(self, recall: Recall) -> None:
+        self._recall = recall
+
+    async def rows(self, intent: Intent, stored: int) -> Rows:
+        try:
+            return await self._recall.rows(intent, stored)
+        except Stopped as error:
+            hint = "put the segment back, and give the same command; or purge the target and begin again"
+            raise Stopped(error.message, hint=f"{hint}: --forget", code=error.code) from error
+
+
+def hole_error(chain: Chain, *holes: SequenceRange) -> Stopped:
+    """What a replay ends with where sequences are missing that nobody has given up."""
+    shown = ", ".join(map(str, holes[:10])) + (f" and {len(holes) - 10} more" if len(holes) > 10 else "")
+    return Stopped(
+        f"chain {chain}: no segment covers {shown}",
+        hint="put the segments back; or go on without these messages: --skip-holes",
+        code="E-REPLAY-HOLE",
+    )

@@ -1,0 +1,167 @@
+"""The stream that is replayed into: whether it may be, and how it is made where it was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import ConfigError, FloeError, Stopped
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import StreamInfo, create_stream, stream_info
+from common.segments.document_values import StreamDocument
+from common.service.logs import get_logger
+from common.settings.units import format_size
+from ingress.checkpoints.commands import set_command
+from ingress.checkpoints.state import ROLE as INGRESS
+from ingress.preflight import add_command, problems
+from ingress.replay.plan import Plan
+from ingress.replay.preparing import target_settings
+from ingress.replay.request import Request
+
+log = get_logger("ingress.replay.target")
+
+# What a stream is made again with. The rest would write or read elsewhere, change subjects, or refuse what
+# was stored once: mirror, sources, subject_transform, republish, sealed, no_ack, …
+KEPT = (
+    "description",
+    "subjects",
+    "retention",
+    "storage",
+    "num_replicas",
+    "max_age",
+    "max_bytes",
+    "max_msgs",
+    "max_msgs_per_subject",
+    "max_msg_size",
+    "max_consumers",
+    "discard",
+    "duplicate_window",
+    "compression",
+    "placement",
+    "consumer_limits",
+    "allow_rollup_hdrs",
+    "allow_msg_ttl",
+    "deny_delete",
+    "deny_purge",
+)
+# Not settings of whoever made the stream.
+_OWN = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a missing target is made. `left_out`: settings of the lost stream that it does not get."""
+
+    config: dict[str, Any]
+    left_out: tuple[str, ...] = ()
+
+
+def recipe(request: Request, document: StreamDocument | None) -> Recipe:
+    """The configuration of the stream that was frozen, under the target's name. Raises ConfigError."""
+    if document is None:
+        raise ConfigError(
+            f"target {request.target}: expected stream.json of {request.site}/{request.feed}, found none",
+            hint=add_command(target_settings(request)),
+            code="E-TARGET-MISSING",
+        )
+    source = document.config
+    config = {name: source[name] for name in KEPT if name in source}
+    if request.prefix:
+        config["subjects"] = [f"{request.prefix}.>"]
+    elif not config.get("subjects"):
+        config["subjects"] = [str(source.get("name", request.feed))]
+    config |= {"name": request.target, "allow_direct": True, "allow_atomic": True, "allow_batched": True}
+    unset: tuple[object, ...] = (None, "", False, 0, -1, [], {})
+    left_out = [n for n, value in source.items() if n not in (*KEPT, *_OWN) and value not in unset]
+    return Recipe(config, tuple(sorted(left_out)))
+
+
+async def create(client: FloeClient, recipe: Recipe) -> StreamInfo:
+    """Make the target. Raises ConfigError where the server refuses."""
+    name = recipe.config["name"]
+    try:
+        info = await create_stream(client, recipe.config)
+    except ApiError as error:
+        raise ConfigError(
+            f"target {name}: cannot be created: {error.description}",
+            hint=f"create it by hand, and give the same command without --create: nats stream add {name}",
+            code="E-TARGET",
+        ) from error
+    log.info("target created", action="target_created", target=name)
+    return info
+
+
+async def look(client: FloeClient, request: Request) -> StreamInfo | None:
+    """What the server says of the target. Raises ConfigError where it is not of the right kind."""
+    info = await stream_info(client, request.target)
+    if info is not None and (found := list(problems(info.config, target_settings(request)))):
+        raise ConfigError(*(f"target {request.target}: {problem}" for problem in found), code="E-TARGET")
+    return info
+
+
+def missing(request: Request) -> FloeError:
+    """What to say of a target that is not there and shall not be made."""
+    return ConfigError(
+        f"target {request.target}: expected a stream, found none",
+        hint=f"--create makes it as stream.json has it; or {add_command(target_settings(request))}",
+        code="E-TARGET-MISSING",
+    )
+
+
+def not_empty(request: Request, info: StreamInfo) -> FloeError:
+    """What to say of a target that holds messages."""
+    return Stopped(
+        f"target {request.target}: expected an empty stream, found {info.messages} messages up to sequence "
+        f"{info.last_sequence}",
+        hint=f"put the messages behind those: --append; or empty it: nats stream purge {request.target}",
+        code="E-TARGET-NOT-EMPTY",
+    )
+
+
+def check_source(request: Request, document: StreamDocument | None) -> None:
+    """Raises ConfigError where the target is said to be the feed's source and is not."""
+    name = None if document is None else document.config.get("name")
+    if request.into_source and name != request.target:
+        raise ConfigError(
+            f"--into-source: expected the target {name} as in stream.json, found {request.target}",
+            code="E-REPLAY-SOURCE",
+        )
+
+
+async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> None:
+    """Raises Stopped where ingress remembers the target: it would stop at what a replay puts there."""
+    bucket = KeyValue(client, state_bucket, ttl=None, replicas=1)
+    try:
+        entry = await bucket.get(state_key(INGRESS, target))
+    except BucketGone:
+        return
+    if entry is not None:
+        raise Stopped(
+            f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
+            hint="replay into another stream; or empty it and have ingress fill it again: "
+            + set_command(target, "--forget"),
+            code="E-REPLAY-INGRESS",
+        )
+
+
+def notes(config: Mapping[str, Any], plan: Plan, request: Request) -> Iterator[str]:
+    """What of the target an operator should know before."""
+    name = request.target
+    if config.get("retention") in ("interest", "workqueue"):
+        what = (
+            "drops what no consumer wants"
+            if config["retention"] == "interest"
+            else "keeps until it is consumed"
+        )
+        yield f"target {name}: retention {config['retention']} {what}: make its consumers first"
+    for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
+        found = int(config.get(limit, -1) or -1)
+        if 0 < found < needed:
+            short = f"{limit} {text(found)} is less than the {text(needed)} to come"
+            yield f"target {name}: {short}: it drops the oldest"
+    per_subject = int(config.get("max_msgs_per_subject", -1) or -1)
+    if per_subject > 0:
+        yield f"target {name}: it keeps the last {per_subject} messages of each subject"
