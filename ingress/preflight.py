@@ -15,7 +15,7 @@ from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from common.settings.units import format_duration
 from ingress.rows.prepare import Shape
-from ingress.rows.subjects import Accepting
+from ingress.rows.subjects import Accepting, rule_of
 
 log = get_logger("ingress.preflight")
 
@@ -91,7 +91,7 @@ def add_command(settings: TargetSettings) -> str:
     words = [
         f"nats stream add {settings.stream}",
         f"--subjects '{','.join(subjects)}' --storage {create.storage} --replicas {create.replicas}",
-        "--retention limits --discard old --allow-batch --allow-direct --defaults",
+        "--retention limits --discard old --allow-batch --allow-fast --allow-direct --defaults",
     ]
     if create.max_age:
         words.append(f"--max-age {format_duration(create.max_age)}")
@@ -116,6 +116,7 @@ def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[st
     if settings.create is not None:
         yield from _differences(config, settings, settings.create)
     yield from _control_problems(config, settings)
+    yield from _subject_problems(config, settings)
 
 
 def _differences(
@@ -145,6 +146,17 @@ def _control_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
             yield f"control_headers: expected some of {known}, found {name.decode()}"
         elif NEEDS[name] and not config.get(NEEDS[name]):
             yield f"{NEEDS[name]}: expected true for control_headers {name.decode()}, found false"
+        elif name == b"nats-rollup" and config.get("deny_purge"):
+            yield "deny_purge: expected false for control_headers nats-rollup, found true"
+
+
+def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:
+    """Sources of which no message could be stored, as far as the configuration alone says."""
+    accepting = Accepting(config.get("subjects") or [settings.stream])
+    for index, source in enumerate(settings.sources):
+        made = rule_of(source).pattern()
+        if made is not None and not accepting.meets(made):
+            yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 
 
 def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> Shape:
@@ -153,4 +165,6 @@ def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> 
     if (size := int(info.config.get("max_msg_size", -1))) >= 0:
         limits.append(size)
     subjects = info.config.get("subjects") or [settings.stream]
-    return Shape(Accepting(subjects), min(limits), control_headers(settings))
+    parks = settings.on_oversize == "park"
+    headers = control_headers(settings)
+    return Shape(Accepting(subjects), min(limits), headers, parks=parks, target=settings.stream)

@@ -8,6 +8,7 @@ act stands first.
     NATS/1.0
     Nats-Expected-Last-Sequence: 41          first lines: Floe's own, they act
     Floe-Source: us-east NODE_DATA 0000 0 7 1700000000000000001
+    Floe-Replay: 3f0c9a1be27d4455            only of a replay into the feed's own source
     Floe-Source: …                           former hops, only of a relay
     Content-Type: text/plain                 as the publisher wrote it
     Floe-Original: Nats-Msg-Id: a            as the publisher wrote it, escaped
@@ -27,6 +28,7 @@ from common.chain import Chain
 SOURCE = b"Floe-Source"
 ORIGINAL = b"Floe-Original"
 BLOCK = b"Floe-Block"
+REPLAY = b"Floe-Replay"
 
 VERSION = b"NATS/1.0\r\n"
 CRLF = b"\r\n"
@@ -35,6 +37,7 @@ _SOURCE_PREFIX = SOURCE + b": "
 _ORIGINAL_PREFIX = ORIGINAL + b": "
 _EMPTY = ORIGINAL + b":"
 _BLOCK_PREFIX = BLOCK + b": "
+_REPLAY_PREFIX = REPLAY + b": "
 _FLOE = (_SOURCE_PREFIX, _ORIGINAL_PREFIX, _EMPTY, _BLOCK_PREFIX)
 
 
@@ -157,6 +160,7 @@ def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, rel
     if b"nats-" not in lowered and b"floe-" not in lowered:
         return inner
     if relay and (written := _floe_lines(block)) is not None:
+        written = [line for line in written if not line.startswith(_REPLAY_PREFIX)]
         kept = [line if line.startswith(_FLOE) else _escaped_line(line, control_headers) for line in written]
     else:
         kept = [_escaped_line(line, control_headers) for line in _split(inner)]
@@ -201,11 +205,20 @@ def hops(block: bytes | None) -> list[Provenance]:
     return _read(block)[0]
 
 
+def is_replayed(block: bytes) -> bool:
+    """Whether Floe wrote the block when it replayed a feed into its own source.
+
+    To be asked only where `Floe-*` headers are believed; a publisher's own header of that name is escaped.
+    """
+    return any(line.startswith(_REPLAY_PREFIX) for line in _floe_lines(block) or [])
+
+
 def _read(block: bytes | None) -> tuple[list[Provenance], bytes | None]:
     written = None if block is None else _floe_lines(block)
     try:
         provenances = [Provenance.parse(line) for line in written or [] if line.startswith(_SOURCE_PREFIX)]
-        return provenances, _original([line for line in written or [] if not line.startswith(_SOURCE_PREFIX)])
+        rest = [line for line in written or [] if not line.startswith((_SOURCE_PREFIX, _REPLAY_PREFIX))]
+        return provenances, _original(rest)
     except ValueError:
         return [], None
 

@@ -26,7 +26,8 @@ class Material:
     `subjects`: as the target knows them, checked. `origin`: the `Floe-Source` line up to the
     sequence. `tails`: for rows with a header block of their own, everything behind the version line;
     None where no row has one. `payloads`: a binary array. `ends`: for each row, the bytes of payloads
-    and header blocks up to and including it.
+    and header blocks up to and including it. `end`: what closes the header block of rows without one of
+    their own.
     """
 
     sequences: list[int]
@@ -36,6 +37,7 @@ class Material:
     tails: list[bytes | None] | None
     payloads: Any
     ends: list[int]
+    end: bytes = b"\r\n\r\n"
 
     @property
     def size(self) -> int:
@@ -52,9 +54,9 @@ class Material:
             views(self.payloads[start:stop]),
             strict=False,
         )
-        origin = self.origin
+        origin, end = self.origin, self.end
         for subject, sequence, timestamp_ns, tail, payload in rows:
-            yield subject, tail or b"%b%d %d\r\n\r\n" % (origin, sequence, timestamp_ns), payload
+            yield subject, tail or b"%b%d %d%b" % (origin, sequence, timestamp_ns, end), payload
 
 
 def views(values: Any) -> list[memoryview]:

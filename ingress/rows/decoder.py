@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import pyarrow as pa
 
+from common.chain import Chain
 from common.errors import Stopped
 from common.segments.layout import SegmentName
 from common.segments.reader import SegmentReader
@@ -17,9 +19,10 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.threads import Threads
 from ingress.checkpoints.intent import Piece
-from ingress.rows.blocks import Block, Material
+from ingress.rows.blocks import Block
 from ingress.rows.budget import Budget
 from ingress.rows.prepare import Prepared, Preparer
+from ingress.rows.refusals import Oversize
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of
@@ -31,11 +34,24 @@ CHUNK_ROWS = 2048
 Emit = Callable[[Block], None]
 
 
-class Decoder:
-    """Opens segments and hands out their rows, ready to be published, as blocks."""
+class Parking(Protocol):
+    """Who keeps the messages that are too large for the target (`ingress.parked.store.ParkedStore`)."""
 
-    def __init__(self, store: SegmentStore, threads: Threads, budget: Budget) -> None:
-        self._store, self._threads, self._budget = store, threads, budget
+    def park(self, chain: Chain, oversize: Oversize) -> None:
+        """Return once the message is durable and read back. Blocking; the same one may be put again."""
+        ...
+
+
+class Decoder:
+    """Opens segments and hands out their rows, ready to be published, as blocks.
+
+    `parking`: where the messages go that a block leaves out, before the block is handed out.
+    """
+
+    def __init__(
+        self, store: SegmentStore, threads: Threads, budget: Budget, parking: Parking | None = None
+    ) -> None:
+        self._store, self._threads, self._budget, self._parking = store, threads, budget, parking
 
     async def read(
         self, ref: SegmentRef, rows: SequenceRange, preparer: Preparer, emit: Emit, *, wait: bool = True
@@ -50,8 +66,8 @@ class Decoder:
         begin = rows.first
         async with self._open(ref, rows, preparer) as source:
             while (prepared := await self._next(source, wait)) is not None:
-                if prepared.material is not None:
-                    begin = self._hand_out(_block(ref.segment, begin, prepared.material), emit)
+                if _has_rows(prepared):
+                    begin = self._hand_out(_block(ref.segment, begin, prepared), emit)
                 if prepared.problem is not None:
                     return prepared.problem
         if begin <= rows.last:
@@ -79,13 +95,13 @@ class Decoder:
         try:
             prepared = await self._threads.run(source.next)
         finally:
-            if prepared is None or prepared.material is None:
+            if prepared is None or not _has_rows(prepared):
                 self._budget.give(CHUNK_BYTES)
         return prepared
 
     @asynccontextmanager
     async def _open(self, ref: SegmentRef, rows: SequenceRange, preparer: Preparer) -> AsyncIterator[_Source]:
-        source = _Source(self._store, ref, rows, preparer)
+        source = _Source(self._store, ref, rows, preparer, self._parking)
         try:
             yield source
         finally:
@@ -93,16 +109,32 @@ class Decoder:
             await self._threads.run(source.close)
 
 
-def _block(segment: SegmentName, begin: int, material: Material) -> Block:
-    rows = SequenceRange(begin, material.sequences[-1])
-    return Block(Piece(segment, rows, len(material.sequences)), material, material.size)
+def _has_rows(prepared: Prepared) -> bool:
+    return prepared.material is not None or bool(prepared.left_out)
+
+
+def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
+    """The block from `begin` to the last row that is in it or left out of it."""
+    material, left_out = prepared.material, prepared.left_out
+    last = max([*left_out[-1:], *(material.sequences[-1:] if material else [])])
+    count = len(material.sequences) if material else 0
+    piece = Piece(segment, SequenceRange(begin, last), count, left_out)
+    return Block(piece, material, material.size) if material else Block(piece)
 
 
 class _Source:
     """One open segment, used by one thread at a time and closed when none uses it."""
 
-    def __init__(self, store: SegmentStore, ref: SegmentRef, rows: SequenceRange, preparer: Preparer) -> None:
+    def __init__(
+        self,
+        store: SegmentStore,
+        ref: SegmentRef,
+        rows: SequenceRange,
+        preparer: Preparer,
+        parking: Parking | None,
+    ) -> None:
         self._store, self._ref, self._rows, self._preparer = store, ref, rows, preparer
+        self._parking = parking
         self._lock = threading.Lock()
         self._reader: SegmentReader | None = None
         self._batches: Iterator[pa.RecordBatch] = iter(())
@@ -117,7 +149,14 @@ class _Source:
                 self._reader = self._store.open(self._ref, rows=self._rows)
                 self._batches = _chunked(self._reader.batches(self._rows))
             batch = next(self._batches, None)
-            return None if batch is None else self._preparer.prepare(batch)
+            return None if batch is None else self._prepared(batch)
+
+    def _prepared(self, batch: pa.RecordBatch) -> Prepared:
+        prepared = self._preparer.prepare(batch)
+        for oversize in prepared.oversize:
+            assert self._parking is not None, "only who parks has messages to park"
+            self._parking.park(self._ref.chain, oversize)
+        return prepared
 
     def close(self) -> None:
         """Let go of the segment; `next` then gives None."""

@@ -15,11 +15,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.chain import Chain
-from common.errors import Stopped
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
 from common.segments.segment import decode_subject
 from ingress.rows.blocks import Material
-from ingress.rows.subjects import Accepting, SubjectRule, problem
+from ingress.rows.refusals import (
+    Limit,
+    Oversize,
+    Refusal,
+    RowRefused,
+    first_refusal,
+    oversize,
+    way_out,
+    without,
+)
+from ingress.rows.subjects import Accepting, Rule, problem
 
 # What a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes), batch
 # sequence, commit.
@@ -28,13 +37,15 @@ PUBLISHER_LINES = 192
 MAX_HEADER_BLOCK = 65_535
 # Sequence, timestamp, the space between and the line's end, at their longest.
 _NUMBERS = 44
+_MESSAGE = "message with its headers"
 # Subjects that never repeat must not fill the memory.
 _MAX_REMEMBERED = 100_000
 
 # Values that the server takes; a header with another value travels escaped, as if it might not act.
+# Hours and minutes are bounded so that the server's nanoseconds cannot overflow, which it would refuse.
 _ACTING_VALUES = {
-    b"nats-ttl": re.compile(rb"never|[1-9]\d{0,8}[smh]?"),
-    b"nats-rollup": re.compile(rb"sub|all"),
+    b"nats-ttl": re.compile(rb" *(never|[1-9]\d{0,8}s?|[1-9]\d{0,7}m|[1-9]\d{0,5}h)"),
+    b"nats-rollup": re.compile(rb" *(sub|all)"),
 }
 
 
@@ -43,29 +54,29 @@ class Shape:
     """What the target takes.
 
     `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of
-    headers of the source that act again at the target.
+    headers of the source that act again at the target. `parks`: a message that is too large is put aside
+    instead of stopping its chain. `target`: the stream's name, for what an operator is told.
     """
 
     accepting: Accepting
     max_message: int
     control_headers: frozenset[bytes] = frozenset()
+    parks: bool = False
+    target: str = "TARGET"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The leading rows that may be published (None where there are none), and why the next may not be."""
+    """The leading rows that may be published (None where there are none), and why the next may not be.
+
+    `left_out`: sequences in front of that row which are in nobody's batch, ascending. `oversize`: those of
+    them that are to be put aside before a piece leaves them out.
+    """
 
     material: Material | None
-    problem: Stopped | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """The first row that the target would refuse: its index, a code, and why."""
-
-    row: int
-    code: str
-    why: str
+    problem: RowRefused | None = None
+    left_out: tuple[int, ...] = ()
+    oversize: tuple[Oversize, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +94,56 @@ class _Columns:
 class Preparer:
     """Prepares the rows of one chain; used by one thread at a time.
 
-    `relay`: the chain's stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set
-    before the first row; elsewhere they travel escaped, and a forged one hides nothing.
+    `extra`: one more header line for each message, without its CR LF, behind the provenance. `relay`: the
+    chain's stream was itself written by Floe, so its `Floe-Source` lines stay hops. To be set before the
+    first row; elsewhere they travel escaped, and a forged one hides nothing. `leaves_out`: exactly these
+    sequences are left out, whatever the limits are (None: what is too large, if the shape says so).
     """
 
-    def __init__(self, chain: Chain, rule: SubjectRule, shape: Shape) -> None:
+    def __init__(self, chain: Chain, rule: Rule, shape: Shape, extra: bytes = b"") -> None:
         self._chain, self._rule, self._shape = chain, rule, shape
         self._origin = _origin(chain)
+        self._extra = extra + b"\r\n" if extra else b""
         self.relay = False
+        self.leaves_out: frozenset[int] | None = None
         self._mapped: dict[bytes, bytes] = {}
 
     def prepare(self, batch: pa.RecordBatch) -> Prepared:
         """The rows of `batch`, of the segment schema, up to the first that the target would refuse."""
+        if self.leaves_out is not None:
+            return self._without(batch, self.leaves_out)
+        return self._prepared(batch, parks=self._shape.parks)
+
+    def _without(self, batch: pa.RecordBatch, leaves_out: frozenset[int]) -> Prepared:
+        """Of `batch` all but `leaves_out`; nothing more is put aside."""
+        found = batch.column("sequence").to_pylist()
+        left_out = tuple(sequence for sequence in found if sequence in leaves_out)
+        kept = without(batch, left_out)
+        if not kept.num_rows:
+            return Prepared(None, left_out=left_out)
+        result = self._prepared(kept, parks=False)
+        return Prepared(result.material, result.problem, left_out)
+
+    def _prepared(self, batch: pa.RecordBatch, *, parks: bool) -> Prepared:
         rows = _columns(batch)
-        subjects, bad_subject = self._subjects(rows.subjects)
+        subjects, refusal = self._subjects(rows.subjects)
         tails = self._tails(rows)
-        sizes, bad_size = self._sizes(rows.lengths, tails)
-        refusal = min(filter(None, (bad_subject, bad_size)), key=lambda r: r.row, default=None)
+        sizes, limits = self._limits(rows.lengths, tails)
+        stop = len(sizes) if refusal is None else refusal.row
+        if parks and (too_large := oversize(batch, limits, stop)):
+            return self._parking(batch, too_large)
+        refusal = first_refusal(refusal, limits)
         if refusal is None:
             return Prepared(self._material(rows, subjects, tails, sizes, len(sizes)))
         material = self._material(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
         return Prepared(material, self._stopped(refusal, rows.sequences[refusal.row]))
+
+    def _parking(self, batch: pa.RecordBatch, oversize: tuple[Oversize, ...]) -> Prepared:
+        """The rest of `batch`, prepared again: this is seldom, and nothing else is slowed down by it."""
+        left_out = tuple(each.message.sequence for each in oversize)
+        kept = without(batch, left_out)
+        rest = self._prepared(kept, parks=False) if kept.num_rows else Prepared(None)
+        return Prepared(rest.material, rest.problem, left_out, oversize)
 
     def _material(
         self,
@@ -121,18 +161,16 @@ class Preparer:
             tails and tails[:stop],
             rows.payloads[:stop],
             list(accumulate(sizes[:stop])),
+            b"\r\n%b\r\n" % self._extra,
         )
 
-    def _stopped(self, refusal: _Refusal, sequence: int) -> Stopped:
-        return Stopped(
-            f"chain {self._chain} stops at sequence {sequence}: {refusal.why}",
-            hint="change the target or the subject rules of this source; nothing behind it is carried",
-            code=refusal.code,
-        )
+    def _stopped(self, refusal: Refusal, sequence: int) -> RowRefused:
+        hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
+        return RowRefused(self._chain, sequence, refusal, hint)
 
     # Subjects
 
-    def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], _Refusal | None]:
+    def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], Refusal | None]:
         """The subjects at the target; what stands at a refused row and behind it means nothing."""
         known = self._mapped
         refused = {}
@@ -147,7 +185,7 @@ class Preparer:
         refusal = None
         if refused:
             row = next(row for row, subject in enumerate(subjects) if subject in refused)
-            refusal = _Refusal(row, "E-SUBJECT", refused[subjects[row]])
+            refusal = Refusal(row, "E-SUBJECT", refused[subjects[row]])
         if refused or len(known) > _MAX_REMEMBERED:
             known.clear()
         return targets, refusal
@@ -164,41 +202,37 @@ class Preparer:
         """What stands behind the publisher's lines, for rows with headers; None if no row has any."""
         if not any(rows.headers):
             return None
-        blocks = zip(rows.sequences, rows.timestamps_ns, rows.headers, strict=True)
-        return [self._tail(sequence, time, block) if block else None for sequence, time, block in blocks]
+        # Senders repeat themselves: each block is escaped once.
+        lines = {block: self._lines(block) for block in set(rows.headers) if block}
+        origin, blocks = self._origin, zip(rows.sequences, rows.timestamps_ns, rows.headers, strict=True)
+        return [
+            b"%b%d %d\r\n%b" % (origin, sequence, timestamp_ns, lines[block]) if block else None
+            for sequence, timestamp_ns, block in blocks
+        ]
 
-    def _tail(self, sequence: int, timestamp_ns: int, block: bytes) -> bytes:
+    def _lines(self, block: bytes) -> bytes:
+        """What stands behind the provenance."""
         acting = self._shape.control_headers
         if acting and not _may_act(block, acting):
             acting = frozenset()
-        lines = escaped_lines(block, acting, relay=self.relay)
-        return b"%b%d %d\r\n%b\r\n" % (self._origin, sequence, timestamp_ns, lines)
+        return b"%b%b\r\n" % (self._extra, escaped_lines(block, acting, relay=self.relay))
 
     # Sizes
 
-    def _sizes(
+    def _limits(
         self, lengths: list[int], tails: list[bytes | None] | None
-    ) -> tuple[list[int], _Refusal | None]:
-        """Bytes of each row's payload and header block, never less than what will be sent."""
-        bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES
+    ) -> tuple[list[int], tuple[Limit, ...]]:
+        """Bytes of each row's payload and header block, never less than what will be sent; and what of it
+        the target limits."""
+        bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
         if tails is None:
             sizes = [length + bare for length in lengths]
-            return sizes, self._refuse(sizes, "message with its headers", self._shape.max_message)
+            return sizes, (Limit(_MESSAGE, sizes, self._shape.max_message),)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
-        refusals = (
-            self._refuse(blocks, "header block", MAX_HEADER_BLOCK),
-            self._refuse(sizes, "message with its headers", self._shape.max_message),
-        )
-        return sizes, min(filter(None, refusals), key=lambda r: r.row, default=None)
-
-    @staticmethod
-    def _refuse(sizes: list[int], what: str, most: int) -> _Refusal | None:
-        if max(sizes) <= most:
-            return None
-        row = next(row for row, size in enumerate(sizes) if size > most)
-        return _Refusal(
-            row, "E-MSG-TOO-LARGE", f"the {what} needs {sizes[row]} bytes, the target takes {most}"
+        return sizes, (
+            Limit("header block", blocks, MAX_HEADER_BLOCK),
+            Limit(_MESSAGE, sizes, self._shape.max_message),
         )
 
 
@@ -223,6 +257,6 @@ def _may_act(block: bytes, acting: frozenset[bytes]) -> bool:
     """Whether the acting headers of `block` have values that the server takes."""
     for name, value in parse_block(block):
         form = _ACTING_VALUES.get(name.lower()) if name.lower() in acting else None
-        if form is not None and not form.fullmatch(value.strip()):
+        if form is not None and not form.fullmatch(value):
             return False
     return True

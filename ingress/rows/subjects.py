@@ -8,11 +8,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from common.jetstream.transforms import Transform, compile_transform
+from common.settings.ingress import SourceSettings
 
 # What would end or split the control line of the protocol. All else a server takes as it is, wildcards too:
 # a source may hold `a.*` as the subject of a message.
 _UNSAFE = re.compile(rb"[\x00\t\n\r ]")
 MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
+
+
+class Rule(Protocol):
+    """What makes the subject at the target of the subject at the source."""
+
+    def apply(self, subject: bytes) -> bytes:
+        """The subject at the target; not yet checked."""
+        ...
+
+    def pattern(self) -> str | None:
+        """A filter that takes whatever it makes of subjects it applies to; None where that is not known."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,40 @@ class SubjectRule:
         if self.remove:
             subject = subject.replace(self.remove, b"").replace(b"..", b".")
         return subject
+
+    def pattern(self) -> str | None:
+        """`{prefix}.>`, where nothing that is removed can touch the prefix; None elsewhere."""
+        kept = (self.prefix + b".").replace(b"..", b".")
+        ends = (kept[at:] for at in range(len(kept)))
+        if b"" in kept[:-1].split(b".") or (self.remove and self.remove in kept):
+            return None
+        if self.remove and any(self.remove.startswith(end) for end in ends):
+            return None
+        return kept.decode() + ">"
+
+
+@dataclass(frozen=True, slots=True)
+class TransformRule:
+    """A NATS subject transform. What its source does not match stays as it is, as in a stream of the
+    server."""
+
+    transform: Transform
+
+    def apply(self, subject: bytes) -> bytes:
+        """The subject at the target; not yet checked."""
+        return self.transform.apply(subject)
+
+    def pattern(self) -> str | None:
+        """Of the subjects that its source matches."""
+        return self.transform.pattern
+
+
+def rule_of(source: SourceSettings) -> Rule:
+    """The rule that the configuration of a source names."""
+    wanted = source.subject_transform
+    if wanted.source:
+        return TransformRule(compile_transform(wanted.source, wanted.destination))
+    return SubjectRule(source.subject_prefix.encode(), source.subject_remove.encode())
 
 
 def problem(subject: bytes) -> str:
@@ -53,6 +103,12 @@ class Accepting:
         self._patterns = [pattern.encode().split(b".") for pattern in patterns]
         self._all = [b">"] in self._patterns
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Accepting) and other._patterns == self._patterns
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
     def __contains__(self, subject: bytes) -> bool:
         if self._all:
             return True
@@ -62,6 +118,10 @@ class Accepting:
     def covers(self, pattern: str) -> bool:
         """Whether each subject that `pattern` stands for is one of these."""
         return self._all or any(_covers(mine, pattern.encode().split(b".")) for mine in self._patterns)
+
+    def meets(self, pattern: str) -> bool:
+        """Whether any subject that `pattern` stands for is one of these."""
+        return any(_meets(mine, pattern.encode().split(b".")) for mine in self._patterns)
 
     def __str__(self) -> str:
         return ", ".join(b".".join(pattern).decode() for pattern in self._patterns)
@@ -81,3 +141,12 @@ def _covers(pattern: Sequence[bytes], other: Sequence[bytes]) -> bool:
         and other[-1:] != [b">"]
         and all(p in (b"*", o) for p, o in zip(pattern, other, strict=True))
     )
+
+
+def _meets(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
+    for mine, its in zip(one, other, strict=False):
+        if b">" in (mine, its):
+            return True
+        if mine != its and b"*" not in (mine, its):
+            return False
+    return len(one) == len(other)

@@ -1,0 +1,1 @@
+"""Messages that are too large for a target: put aside, listed, tried again."""

@@ -1,0 +1,226 @@
+"""`floe parked ls | cat | retry`: messages that were too large for their target."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.chain import Chain
+from common.errors import DataError, UsageError
+from common.service.cli import (
+    Sequence,
+    config_option,
+    json_option,
+    load_settings,
+    print_json,
+    run_command,
+    table,
+)
+from common.service.pasting import command
+
+if TYPE_CHECKING:
+    from ingress.parked.names import Entry, ParkedName
+    from ingress.parked.store import ParkedStore
+
+COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
+
+
+@click.group()
+def parked() -> None:
+    """List, show and deliver messages that were too large for their target."""
+
+
+def chain_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`--target --site --feed --incarnation --partition`."""
+    for option in (
+        click.option("--partition", type=click.IntRange(0, 65535), default=0, help="The partition."),
+        click.option("--incarnation", type=click.IntRange(0, 9999), default=0, help="The incarnation."),
+        click.option("--feed", required=True, help="The feed."),
+        click.option("--site", required=True, help="The site."),
+        click.option("--target", required=True, metavar="STREAM", help="The target."),
+    ):
+        function = option(function)
+    return function
+
+
+@parked.command("ls")
+@config_option
+@click.option("--target", default="", metavar="STREAM", help="Only of this target.")
+@json_option
+@run_command
+def parked_ls(config: str, target: str, as_json: bool) -> None:
+    """List what was put aside: for which target, since when, why, and what became of it.
+
+    \b
+    Example: floe parked ls -c central.yaml --target FLEET
+    """
+    settings = load_settings(config, quiet=True)
+    names = [each.stream for each in settings.ingress.targets if target in ("", each.stream)]
+    if target and not names:
+        raise UsageError(f"--target: expected a target of the configuration, found {target}")
+    stores = [_store(config, name) for name in names]
+    rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
+    if as_json:
+        print_json(rows)
+    else:
+        table(rows, COLUMNS)
+
+
+@parked.command("cat")
+@config_option
+@chain_options
+@click.option("--sequence", type=Sequence(), required=True, help="The message.")
+@click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
+@json_option
+@run_command
+def parked_cat(
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int,
+    partition: int,
+    sequence: int,
+    is_headers: bool,
+    as_json: bool,
+) -> None:
+    """Write one parked message to stdout: its payload as it is; with --json everything, bytes in Base64.
+
+    \b
+    Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+    """
+    store = _store(config, target)
+    entry = _entry(store, Chain(site, feed, incarnation, partition), sequence)
+    message = store.read(entry.name)
+    if message is None:
+        raise DataError(f"message {sequence} is not in the store any more", code="E-PARKED")
+    if as_json:
+        row = _row(store, entry)
+        headers = None if message.headers is None else _base64(message.headers)
+        row |= {"timestamp_ns": message.timestamp_ns, "subject": _base64(message.subject)}
+        print_json(row | {"headers": headers, "payload": _base64(message.payload)})
+    else:
+        sys.stdout.buffer.write((message.headers or b"") if is_headers else message.payload)
+        sys.stdout.buffer.flush()
+
+
+@parked.command("retry")
+@config_option
+@chain_options
+@click.option("--sequence", type=Sequence(), help="The message.")
+@click.option("--all", "is_all", is_flag=True, help="All of the chain.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@run_command
+def parked_retry(
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int,
+    partition: int,
+    sequence: int | None,
+    is_all: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Ask the running service to try messages again, by the limits of now.
+
+    Each is delivered at most once, behind what the target holds by then; `floe parked ls` says what came of
+    it.
+
+    \b
+    Example: floe parked retry -c central.yaml --target FLEET --site us-east --feed NODES --all
+    """
+    if (sequence is None) is not is_all:
+        raise UsageError("expected one of --sequence and --all")
+    store, chain = _store(config, target), Chain(site, feed, incarnation, partition)
+    wanted = _wanted(store, chain, sequence)
+    if not as_json:
+        table([_row(store, entry) for entry in wanted], COLUMNS)
+    if wanted:
+        _confirm(yes, len(wanted), target)
+    for entry in wanted:
+        store.ask(entry)
+    if as_json:
+        print_json([_row(store, entry) for entry in wanted])
+    else:
+        click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
+
+
+def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[Entry]:
+    """What may be asked for. Raises DataError for a single message that may not."""
+    from ingress.parked.names import State
+
+    if sequence is None:
+        return [entry for entry in _of_chain(store, chain).values() if entry.state is State.PARKED]
+    entry = _entry(store, chain, sequence)
+    if entry.state is State.DELIVERED:
+        raise DataError(
+            f"message {sequence} of {chain}: expected one to deliver, it is delivered", code="E-PARKED"
+        )
+    if entry.state is State.PENDING:
+        raise DataError(
+            f"message {sequence} of {chain}: expected one that its chain has passed, it has not",
+            hint="its turn comes; where the target holds it already, there is nothing to do",
+            code="E-PARKED",
+        )
+    return [entry]
+
+
+def _confirm(yes: bool, count: int, target: str) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("expected --yes where nobody can be asked")
+    click.confirm(f"try {count} of them again for {target}?", abort=True, err=True)
+
+
+def _store(config: str, target: str) -> ParkedStore:
+    from common.service.wiring import open_chains
+    from ingress.parked.store import ParkedStore
+
+    documents = open_chains(load_settings(config, quiet=True))
+    return ParkedStore(documents.objects, documents.layout, target, "")
+
+
+def _of_chain(store: ParkedStore, chain: Chain) -> dict[ParkedName, Entry]:
+    """What is parked of the chain, for the newest stream of the target's name that has any."""
+    found = {name: entry for name, entry in store.entries(all_targets=True).items() if name.chain == chain}
+    newest = max((name.created for name in found), default="")
+    return {name: entry for name, entry in found.items() if name.created == newest}
+
+
+def _entry(store: ParkedStore, chain: Chain, sequence: int) -> Entry:
+    for name, entry in _of_chain(store, chain).items():
+        if name.sequence == sequence:
+            return entry
+    raise DataError(
+        f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
+        hint=f"to see what there is: {command('parked ls', f'--target {shlex.quote(store.target)}')}",
+        code="E-PARKED",
+    )
+
+
+def _row(store: ParkedStore, entry: Entry) -> dict[str, object]:
+    from common.segments.listing import timestamp
+
+    return {
+        "target": store.target,
+        "chain": str(entry.name.chain),
+        "sequence": entry.name.sequence,
+        "state": str(entry.state),
+        "bytes": entry.size,
+        "since": timestamp(int(entry.since) * 1_000_000_000),
+        "why": store.why(entry),
+        "created": entry.name.created,
+    }
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
