@@ -124,6 +124,11 @@ def cover(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[S
     return list(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last))
 
 
+def leading(segments: Iterable[S], first: int, last: int = MAX_SEQUENCE) -> list[Stretch[S]]:
+    """The stretches of the cover from `first` to its first hole; nothing behind that is worked out."""
+    return until_hole(_sweep(sorted(segments, key=lambda s: s.coverage.first), first, last), first)
+
+
 def _sweep(ascending: Sequence[S], first: int, last: int) -> Iterator[Stretch[S]]:
     reach: list[tuple[_Descending, int]] = []
     position, index = first, 0
@@ -152,7 +157,7 @@ class _Descending:
         return self.key > other.key
 
 
-def until_hole(stretches: Sequence[Stretch[S]], position: int) -> list[Stretch[S]]:
+def until_hole(stretches: Iterable[Stretch[S]], position: int) -> list[Stretch[S]]:
     """The leading stretches that continue from `position` without a hole; empty if it begins with one."""
     taken: list[Stretch[S]] = []
     for stretch in stretches:

@@ -3,7 +3,7 @@ path.
 
 The crash order, one step after the other:
 
-store the intent → publish its rows → (unclear: read the target) → all stored → close the intent
+store the intent → publish its rows → (unclear: read the target) → all stored → mark what is parked → close
 
 A crash anywhere leaves the checkpoint, or an open intent that whoever comes next finishes as it stands.
 """
@@ -11,52 +11,58 @@ A crash anywhere leaves the checkpoint, or an open intent that whoever comes nex
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
 
-from common.clock import Clock
+from common.clock import Clock, first_of
 from common.errors import AnotherWriter, Unavailable
 from common.failpoints import failpoint
 from common.service.logs import get_logger
 from ingress import metrics
 from ingress.checkpoints.intent import Checkpoint, Intent, TargetState, close_intent, open_intent
-from ingress.checkpoints.state import Stored
-from ingress.ports import Looker, RowSource, StateKeeper, Tenure
-from ingress.publishing.publisher import Outcome, Publisher
-from ingress.publishing.replies import Unclear
+from ingress.checkpoints.state import StateMoved, Stored
+from ingress.ports import RowSource, Settling, StateKeeper
+from ingress.publishing.publisher import Publisher
 from ingress.rows.blocks import Rows
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import LOOK_SPACING, Settled, Settler, StateMoved
+from ingress.sender import Sender
+from ingress.verdicts.verdict import Settled
 
 log = get_logger("ingress.carrier")
 
 ROUNDS = 3  # looks at what another instance does before it is too much
 ROUND_SPACING = 1.0  # seconds between them
-SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything is begun again
-FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
+IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
+
+
+# What else has to be durable before an intent, all of whose rows are stored, is closed.
+BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
 class Carrier:
     """Carries into one target, as long as the lease may be used.
 
-    `trouble`: why nothing is stored at the moment; empty while all is well.
+    `is_settled`: whether target and state agreed since this carrier began.
     """
 
     def __init__(
         self,
-        choices: Choices,
+        target: str,
         keeper: StateKeeper,
-        looker: Looker,
+        settler: Settling,
         publisher: Publisher,
         supply: RowSource,
-        lease: Tenure,
         clock: Clock,
-        *,
-        look_spacing: float = LOOK_SPACING,
+        before_close: BeforeClose | None = None,
     ) -> None:
-        self.target, self.trouble = choices.target, ""
-        self._keeper, self._publisher, self._supply, self._clock = keeper, publisher, supply, clock
-        self._settler = Settler(choices, keeper, looker, lease, clock, look_spacing)
+        self.target, self.is_settled = target, False
+        self._keeper, self._settler = keeper, settler
+        self._sender = Sender(target, settler, publisher, clock)
+        self._supply, self._clock, self._before_close = supply, clock, before_close
         self._known = Stored(TargetState(Checkpoint(0, "")), 0)
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is stored at the moment; empty while all is well."""
+        return self._sender.trouble
 
     @property
     def state(self) -> TargetState:
@@ -80,7 +86,7 @@ class Carrier:
                     await self._settler.settle(self._known, None)
                 elif not await self._carry(stop):
                     return
-                settled = True
+                settled = self.is_settled = True
             except StateMoved as moved:
                 log.warning("state moved by another instance", action="moved", target=self.target)
                 metrics.intents.labels(self.target, "lost").inc()
@@ -91,7 +97,9 @@ class Carrier:
         """Load the state, or make the first one for a target that never held a message."""
         stored, reading = await self._settler.first()
         if stored.state is None and reading is not None:
-            stored = Stored(TargetState(Checkpoint(0, reading.created)), 0)
+            # What a target that others publish to holds at the first start was there before.
+            last = reading.last_sequence
+            stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
         self._adopt(stored)
 
     def _adopt(self, stored: Stored) -> None:
@@ -107,14 +115,14 @@ class Carrier:
 
     async def _carry(self, stop: asyncio.Event) -> bool:
         """Open an intent over what is ready and finish it; False when `stop` was set."""
-        rows = await self._supply.take(stop)
+        rows = await self._take(stop)
         if rows is None:
             return False
         try:
             self._settler.check_lease()
             # A foreign message is better found before an intent stands open that can never be finished.
-            await self._settler.settle(self._known, None)
-            await self._save(open_intent(self.state, rows.pieces()))
+            settled = await self._settler.settle(self._known, None)
+            await self._save(open_intent(self.state, rows.pieces(), settled.base))
             metrics.intents.labels(self.target, "opened").inc()
             failpoint("ingress.after_intent")
             assert self.state.intent is not None, "it was just opened"
@@ -123,6 +131,21 @@ class Carrier:
             self._supply.release(rows)
         return True
 
+    async def _take(self, stop: asyncio.Event) -> Rows | None:
+        """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
+        while nothing was ready.
+        """
+        while True:
+            leaving = asyncio.Event()
+            waiting = asyncio.create_task(_set_after(leaving, stop))
+            try:
+                rows = await self._supply.take(leaving)
+            finally:
+                waiting.cancel()
+            if rows is not None or stop.is_set():
+                return rows
+            await self._settler.check_moved(self._known)
+
     async def _finish(self, intent: Intent, rows: Rows | None) -> None:
         """Publish what of the open intent is not stored, and close it.
 
@@ -130,10 +153,12 @@ class Carrier:
         """
         started = self._clock.monotonic()
         if rows is not None:
-            base = await self._publish(intent, rows, Settled(intent.base, 0))
+            base = await self._sender.send(self._known, intent, rows, Settled(intent.base, 0))
         else:
             base = await self._publish_rest(intent)
         failpoint("ingress.before_close")
+        if self._before_close is not None:
+            await self._before_close(intent)
         await self._save(close_intent(self.state, base))
         failpoint("ingress.after_close")
         metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
@@ -146,44 +171,12 @@ class Carrier:
             return settled.base
         rows = await self._supply.recall.rows(intent, settled.stored)
         try:
-            return await self._publish(intent, rows, settled)
+            if self._settler.steps_over:
+                # With the rows at hand it is known exactly.
+                settled = await self._settler.settle(self._known, rows)
+            return await self._sender.send(self._known, intent, rows, settled)
         finally:
             self._supply.release(rows)
-
-    async def _publish(self, intent: Intent, rows: Rows, settled: Settled) -> int:
-        """Publish until all rows of the intent are stored; the base that the last of them stands by."""
-        slow = 0
-        while settled.stored < intent.count:
-            self._settler.check_lease()
-            outcome = await self._publisher.publish(rows, settled.base, settled.stored)
-            before, settled = settled.stored, replace(settled, stored=outcome.stored)
-            if outcome.unclear is not None:
-                self._note(outcome, outcome.unclear)
-                settled = await self._settler.settle(self._known, rows)
-                slow = 0 if settled.stored > before else slow + 1
-                await self._pause(slow, outcome.unclear)
-        self.trouble = ""
-        failpoint("ingress.after_commit")
-        return settled.base
-
-    def _note(self, outcome: Outcome, unclear: Unclear) -> None:
-        self.trouble = unclear.why
-        metrics.unclear.labels(self.target).inc()
-        log.warning(
-            "outcome unclear",
-            action="unclear",
-            target=self.target,
-            acknowledged=outcome.stored,
-            why=unclear.why,
-        )
-
-    async def _pause(self, slow: int, unclear: Unclear) -> None:
-        """Wait the longer, the more attempts in a row stored nothing. Raises Unavailable after too many."""
-        if slow >= SLOW_ROUNDS:
-            message = f"target {self.target} takes nothing: {unclear.why}"
-            raise Unavailable(message, code=f"E-JS-{unclear.err_code}" if unclear.err_code else "")
-        if slow:
-            await self._clock.sleep(min(LAST_PAUSE, FIRST_PAUSE * 2**slow))
 
     async def _save(self, state: TargetState) -> None:
         """Store the next state. Raises StateMoved where somebody else did."""
@@ -211,3 +204,8 @@ class Carrier:
             f"target {self.target}: another instance carries into it while the lease is ours",
             hint="stop all but one, or give them one lease bucket",
         )
+
+
+async def _set_after(leaving: asyncio.Event, stop: asyncio.Event) -> None:
+    await first_of(stop.wait(), seconds=IDLE_SPACING)
+    leaving.set()

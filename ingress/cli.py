@@ -6,6 +6,7 @@ import click
 
 from common.service.cli import config_option, json_option, run_command
 from common.service.lean import slim
+from ingress.checkpoints.cli import checkpoint_set
 
 
 @click.group()
@@ -43,7 +44,10 @@ async def run(config: str) -> None:
 
 @click.group()
 def checkpoint() -> None:
-    """Show how far ingress has come."""
+    """Show how far ingress has come, and correct it."""
+
+
+checkpoint.add_command(checkpoint_set)
 
 
 @checkpoint.command("ls")
@@ -71,6 +75,6 @@ async def status(config: str, as_json: bool) -> None:
     Example: floe status -c central.yaml
     """
     from common.service.wiring import load_settings
-    from ingress.reports import print_status
+    from ingress.standing import print_status
 
     await print_status(load_settings(config, quiet=True), as_json)

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from common.clock import Clock, first_of
+from common.clock import Clock, first_of, wait_for
 from common.errors import ConfigError, FloeError
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.lease import new_owner
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Leases, new_owner
+from common.jetstream.streams import stream_info
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
+from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
+from common.tasks import end
 from ingress.discovery.discovery import Discovery
-from ingress.runner import Parts, Runner
-from ingress.verdicts.settler import LOOK_SPACING
+from ingress.discovery.events import follow
+from ingress.errors import passes_by_itself
+from ingress.parts import Pace, Parts
+from ingress.runner import Runner
+from ingress.sharing import share_targets
+
+T = TypeVar("T")
 
 log = get_logger("ingress.controller")
 
 THREADS = 4
+LOOKERS = 4
 BEAT_SPACING = 2.0  # seconds
-IDLE_TIMEOUT = 5.0  # seconds for threads that still read
+RETRY = 2.0  # seconds between two attempts to open the bucket of the leases
+LET_GO = 5.0  # seconds for each step that lets go of something at the end
 
 
 class Controller:
-    """Runs every target of `settings` until it is asked to stop.
-
-    `look_spacing`: seconds between the three looks that confirm a verdict.
-    """
+    """Runs every target of `settings` until it is asked to stop. `pace`: what tests shorten."""
 
     def __init__(
         self,
@@ -39,12 +50,13 @@ class Controller:
         health: Health,
         clock: Clock,
         *,
-        look_spacing: float = LOOK_SPACING,
+        pace: Pace | None = None,
     ) -> None:
         self._settings, self._store, self._documents = settings, store, documents
-        self._health, self._clock = health, clock
-        self._look_spacing = look_spacing
+        self._health, self._clock, self._pace = health, clock, pace or Pace()
         self._threads = Threads("ingress", THREADS)
+        # Of its own: a look does not wait until segments are read.
+        self._lookers = Threads("look", LOOKERS)
         self._failures: list[FloeError] = []
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -55,7 +67,7 @@ class Controller:
         try:
             await self._serve(client, stop)
         finally:
-            await self._close(client)
+            await self._let_go(client)
         if self._failures:
             raise self._failures[0]
 
@@ -64,22 +76,31 @@ class Controller:
         return await connect(self._settings.nats_for("ingress"), name=name, clock=self._clock)
 
     async def _serve(self, client: FloeClient, stop: asyncio.Event) -> None:
-        parts = self._parts(client)
-        async with asyncio.TaskGroup() as group:
-            sides = [
-                group.create_task(parts.discovery.run(), name="discovery"),
-                group.create_task(self._beat(), name="beat"),
-            ]
-            targets = [
-                group.create_task(self._run(Runner(parts, target), stop), name=f"target-{target.stream}")
-                for target in parts.settings.targets
-            ]
-            await self._drained(targets, stop)
-            for side in (*sides, *targets):
-                side.cancel()
+        leases = await self._patiently(lambda: self._leases(client), stop)
+        if leases is None:
+            return
+        parts = self._parts(client, leases)
+        sides = [
+            asyncio.create_task(parts.discovery.run(), name="discovery"),
+            asyncio.create_task(self._beat(), name="beat"),
+            asyncio.create_task(parts.sharing.run(stop), name="sharing"),
+            asyncio.create_task(self._follow_events(client, parts.discovery), name="events"),
+        ]
+        targets = [
+            asyncio.create_task(self._run(Runner(parts, target), stop), name=f"target-{target.stream}")
+            for target in parts.settings.targets
+        ]
+        try:
+            await self._drained(targets, sides, stop)
+        finally:
+            await end(*targets, *sides)
+        for task in (*targets, *sides):
+            if not task.cancelled():
+                task.result()
 
-    def _parts(self, client: FloeClient) -> Parts:
-        settings = self._settings.ingress
+    def _parts(self, client: FloeClient, leases: Leases) -> Parts:
+        settings, clock, health = self._settings.ingress, self._clock, self._health
+        targets = [target.stream for target in settings.targets]
         return Parts(
             settings,
             client,
@@ -87,47 +108,97 @@ class Controller:
             self._store,
             self._documents,
             self._threads,
-            Discovery(self._documents, self._threads, self._clock, self._health, settings.poll_interval),
-            self._health,
-            self._clock,
-            new_owner(self._settings.instance),
-            self._look_spacing,
+            Discovery(self._documents, self._lookers, clock, health, settings.poll_seconds),
+            share_targets(leases, client, targets, clock, random.SystemRandom(), health),
+            health,
+            clock,
+            self._pace,
         )
 
+    async def _follow_events(self, client: FloeClient, discovery: Discovery) -> None:
+        layout = self._documents.layout
+        await follow(self._settings, client, layout, discovery, self._health, self._clock)
+
+    # The leases
+
+    async def _leases(self, client: FloeClient) -> Leases:
+        settings = self._settings.ingress
+        replicas = settings.kv_replicas or await self._most_replicas(client)
+        bucket = await KeyValue.open(client, settings.lease_bucket, ttl=settings.lease_ttl, replicas=replicas)
+        return Leases(bucket, new_owner(self._settings.instance), settings.lease_ttl, self._clock)
+
+    async def _most_replicas(self, client: FloeClient) -> int:
+        """As many as the most replicated of the targets has, or will have when it is created."""
+        return max([await _replicas(client, target) for target in self._settings.ingress.targets])
+
+    async def _patiently(self, step: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
+        """What `step` returns, once what it needs can be reached; None where `stop` is set first."""
+        while not stop.is_set():
+            self._health.beat()
+            try:
+                found = await step()
+            except FloeError as error:
+                if not passes_by_itself(error):
+                    raise
+                self._health.set_ready("nats", False, error.message)
+                log.warning("waiting", action="waiting", part="nats", code=error.code, error=str(error))
+                await wait_for(stop, RETRY)
+            else:
+                self._health.forget("nats")
+                return found
+        return None
+
+    # Running
+
     async def _run(self, runner: Runner, stop: asyncio.Event) -> None:
-        """One target; an error that an operator has to deal with ends it, the others go on."""
+        """One target; an error that ends it for this process leaves the others alone."""
         try:
             await runner.run(stop)
         except FloeError as error:
             self._failures.append(error)
-            self._health.set_ready(f"target {runner.target}", False, error.message)
-            log.error(
-                "target stopped",
-                action="target_stopped",
-                target=runner.target,
-                error=str(error),
-                code=error.code,
-            )
-
-    async def _drained(self, targets: list[asyncio.Task[None]], stop: asyncio.Event) -> None:
-        """Wait until no target runs any more; from `stop` on for the time-out at most."""
-        await first_of(asyncio.wait(targets), stop.wait())
-        running = [target for target in targets if not target.done()]
-        if not running or not stop.is_set():
-            return
-        log.info("draining", action="draining", targets=len(running))
-        await asyncio.wait(running, timeout=self._settings.ingress.shutdown_timeout)
-        if not all(target.done() for target in running):
-            log.warning("drain timed out", action="drain_timeout")
 
     async def _beat(self) -> None:
         while True:
             self._health.beat()
             await self._clock.sleep(BEAT_SPACING)
 
-    async def _close(self, client: FloeClient) -> None:
-        await client.aclose()
-        await first_of(self._threads.idle(), seconds=IDLE_TIMEOUT)
-        self._threads.close()
+    # The drain, step by step: targets finish their open intents and give their leases back (at most
+    # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.
+
+    async def _drained(
+        self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: asyncio.Event
+    ) -> None:
+        """Wait until no target runs any more; from `stop` on for the time-out at most.
+
+        A side task that fails ends the service.
+        """
+        failing = asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(_all_done(targets), stop.wait(), failing)
+        if not stop.is_set():
+            return
+        running = [target.get_name() for target in targets if not target.done()]
+        log.info("draining", action="draining", targets=len(running))
+        timeout = self._settings.ingress.shutdown_timeout
+        # The sharing ends last: it gives back what nobody came for.
+        await asyncio.wait([*targets, sides[2]], timeout=timeout)
+        if left := [target.get_name() for target in targets if not target.done()]:
+            log.warning("drain timed out", action="drain_timeout", seconds=timeout, left=left)
+
+    async def _let_go(self, client: FloeClient) -> None:
+        await first_of(client.aclose(), seconds=LET_GO)
+        for pool in (self._threads, self._lookers):
+            await first_of(pool.idle(), seconds=LET_GO)
+            pool.close()
         self._store.close()
         log.info("stopped", action="stopped")
+
+
+async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.wait(tasks)
+
+
+async def _replicas(client: FloeClient, target: TargetSettings) -> int:
+    info = await stream_info(client, target.stream)
+    if info is not None:
+        return int(info.config.get("num_replicas", 1))
+    return 1 if target.create is None else target.create.replicas

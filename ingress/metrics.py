@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from common.chain import Chain
 from common.service.metrics import counter, gauge, histogram
-from ingress.chains.lane import Lane
 from ingress.checkpoints.intent import Intent
 
 _CHAIN = ("target", "site", "feed", "partition")
@@ -40,6 +36,64 @@ unreadable = counter(
     "ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",)
 )
 
+# Lag and holes: set by `ingress.lags`, once a second
+lag_messages = gauge(
+    "ingress_lag_messages",
+    "Archived messages that are not carried yet; what is not decoded yet counts by its sequences.",
+    _CHAIN,
+)
+lag_seconds = gauge(
+    "ingress_lag_seconds",
+    "Age of the oldest archived message that is not carried, or of its segment; 0: all are carried.",
+    _CHAIN,
+)
+late_sequences = gauge(
+    "ingress_late_sequences", "Sequences of the hole that the chain waits for; 0: it waits for none.", _CHAIN
+)
+lost_sequences = counter(
+    "ingress_lost_sequences", "Sequences given up: skipped by `on_lost`, or accepted by an operator.", _CHAIN
+)
+
+paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", ("target",))
+behind_gaps = counter(
+    "ingress_segments_behind_gaps",
+    "Segments that arrived behind a gap that was passed; they are not carried.",
+    ("site", "feed"),
+)
+
+# What becomes of intents and batches
+intent_open = gauge("ingress_intent_open", "1 while an intent of the target is open.", ("target",))
+refused_batches = counter(
+    "ingress_refused_batches", "Batches that the server refused, by its error code.", ("target", "err_code")
+)
+publisher = gauge(
+    "ingress_publisher", "1 for the publisher that the target is carried with.", ("target", "publisher")
+)
+foreign_messages = counter(
+    "ingress_foreign_messages", "Messages of others in a shared target that were stepped over.", ("target",)
+)
+stopped_targets = gauge(
+    "ingress_stopped", "1 while the target waits for an operator: its code stands in /status.", ("target",)
+)
+
+# Messages put aside, and notifications
+parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", _CHAIN)
+parked_waiting = gauge(
+    "ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",)
+)
+events = counter(
+    "ingress_events", "Notifications of the bucket, by where they came from.", ("source", "result")
+)
+
+# Sharing of targets among instances
+members = gauge("ingress_members", "Members that share the targets' leases, when they were last counted.")
+share = gauge("ingress_share", "The most targets that this process holds as its fair share.")
+leases_held = gauge("ingress_leases_held", "Leases on targets that this process holds.")
+hand_overs = counter(
+    "ingress_hand_overs", "Leases given up: drained, surplus to the fair share, or lost.", ("reason",)
+)
+take_overs = counter("ingress_take_overs", "Leases taken that another member was seen to hold.")
+
 
 def closed(target: str, intent: Intent) -> None:
     """Count what an intent carried, now that it is closed."""
@@ -49,22 +103,5 @@ def closed(target: str, intent: Intent) -> None:
         chain = piece.chain
         labels = (target, chain.site, chain.feed, str(chain.partition))
         messages.labels(*labels).inc(piece.count)
-        position.labels(*labels).set(piece.rows.last + 1)
-
-
-def measure(target: str, lanes: Iterable[Lane], positions: Mapping[Chain, int], now: float) -> None:
-    """Set the gauges of all chains at `now` (seconds since 1970); a partition's incarnations count as one."""
-    lags: dict[tuple[str, str, str, str], int] = {}
-    waits: dict[tuple[str, str, str, str], float] = {}
-    stopped = 0
-    for lane in lanes:
-        chain, since = lane.chain, lane.plan.waiting_since
-        labels = (target, chain.site, chain.feed, str(chain.partition))
-        at = positions.get(chain, lane.position or 1)
-        lags[labels] = lags.get(labels, 0) + max(0, lane.archived - at + 1)
-        waits[labels] = max(waits.get(labels, 0.0), 0.0 if since is None else now - since)
-        stopped += lane.stopped is not None
-    stopped_chains.labels(target).set(stopped)
-    for labels, lag in lags.items():
-        lag_sequences.labels(*labels).set(lag)
-        waiting_seconds.labels(*labels).set(waits[labels])
+        if not piece.out_of_turn:
+            position.labels(*labels).set(piece.rows.last + 1)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from common.chain import Chain
 from ingress.checkpoints.intent import Intent, TargetState
 from ingress.checkpoints.state import Stored
 from ingress.rows.blocks import Rows
-from ingress.verdicts.verdict import Reading
+from ingress.verdicts.verdict import Origin, Reading, Settled, Unread
 
 
 class StateKeeper(Protocol):
@@ -25,6 +25,20 @@ class Looker(Protocol):
 
     async def read(self) -> Reading | None: ...
     async def read_fresh(self) -> Reading | None: ...
+    async def origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]: ...
+
+
+class Settling(Protocol):
+    """Who settles what is unclear: `ingress.verdicts.settler.Settler` for exclusive targets,
+    `ingress.verdicts.shared.SharedSettler` for others.
+    """
+
+    @property
+    def steps_over(self) -> bool: ...  # messages of others
+    async def first(self) -> tuple[Stored, Reading | None]: ...
+    async def settle(self, known: Stored, rows: Rows | None) -> Settled: ...
+    async def check_moved(self, known: Stored) -> None: ...
+    def check_lease(self) -> None: ...
 
 
 class Recaller(Protocol):

@@ -136,13 +136,25 @@ def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tupl
 
 
 def _statistics_range(index: int, sequences: Chunk) -> SequenceRange:
-    bounds = (sequences.least, sequences.greatest)
-    if not all(isinstance(bound, bytes) and len(bound) == _INT64_BYTES for bound in bounds):
-        raise _meta(f"row group {index}: expected statistics of sequence, found none")
+    bounds = _bounds(index, sequences)
     try:
-        return SequenceRange(*(int.from_bytes(bound or b"", "little", signed=True) for bound in bounds))
+        return SequenceRange(*bounds)
     except ValueError as error:
         raise _rows(f"row group {index}: statistics of sequence: {error}") from error
+
+
+def times(metadata: Metadata, timestamp_column: int) -> list[tuple[int, int]]:
+    """The least and the greatest `timestamp_ns` of each row group."""
+    chunks = [chunk("timestamp_ns", group, timestamp_column) for group in metadata.groups]
+    return [_bounds(index, found) for index, found in enumerate(chunks)]
+
+
+def _bounds(index: int, column: Chunk) -> tuple[int, int]:
+    least, greatest = column.least, column.greatest
+    if not all(isinstance(bound, bytes) and len(bound) == _INT64_BYTES for bound in (least, greatest)):
+        raise _meta(f"row group {index}: expected statistics of {column.name}, found none")
+    first, last = (int.from_bytes(bound or b"", "little", signed=True) for bound in (least, greatest))
+    return first, last
 
 
 def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> None:

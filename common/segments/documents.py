@@ -5,6 +5,7 @@
     chain.json    one for each chain: filters, number of partitions, first sequence, whether it is a relay
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
+    gaps/…        sequences that are given up (`common.segments.gaps`)
 
 Whoever can write to the bucket can write these: they are read up to a size, every field is checked, and one
 that is not as it must be is never acted on (DataError, code E-STATE-JSON).
@@ -27,6 +28,7 @@ from common.segments.document_values import (
     tail_from_json,
     tail_to_json,
 )
+from common.segments.gaps import AcceptedGap
 from common.segments.layout import Layout
 from common.service.logs import get_logger
 
@@ -111,6 +113,42 @@ class ChainStore:
         listing = self.objects.list(self.layout.documents_prefix(site, feed))
         found = (self.layout.parse_chain_document(info.key) for info in listing)
         return sorted(chain for chain in found if chain is not None and feed in (None, chain.feed))
+
+    # Gaps that are given up
+
+    def gaps(self, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
+        """The accepted gaps that reach `position`, by where they end; spoiled ones are passed over."""
+        return self._gaps(self.layout.gaps_prefix(chain), position)
+
+    def accept_gap(self, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
+        """Write an accepted gap unless its range is accepted already; what is there now, read back."""
+        return self._keep_gap(self.layout.gaps_prefix(chain), gap)
+
+    def passed_gaps(self, target: str, chain: Chain, *, position: int = 1) -> list[AcceptedGap]:
+        """The gaps that reach `position` and that `target` goes on behind, by where they end."""
+        return self._gaps(self.layout.passed_prefix(target, chain), position)
+
+    def pass_gap(self, target: str, chain: Chain, gap: AcceptedGap) -> AcceptedGap:
+        """Write down that `target` goes on behind `gap`; what is there now, read back."""
+        return self._keep_gap(self.layout.passed_prefix(target, chain), gap)
+
+    def _gaps(self, prefix: str, position: int) -> list[AcceptedGap]:
+        listing = self.objects.list(prefix, start_after=self.layout.gaps_after(prefix, position))
+        return [gap for info in listing if (gap := self._gap(prefix, info.key)) is not None]
+
+    def _gap(self, prefix: str, key: str) -> AcceptedGap | None:
+        expected = self.layout.parse_gap(prefix, key)
+        try:
+            gap = None if expected is None else self._read(key, AcceptedGap.from_json)
+            if gap is not None and gap.range != expected:
+                raise _spoiled(key, f"expected {expected}, found {gap.range}")
+        except DataError as error:
+            log.warning("gap ignored", action="gap_ignored", error=str(error))
+            return None
+        return gap
+
+    def _keep_gap(self, prefix: str, gap: AcceptedGap) -> AcceptedGap:
+        return self._create(self.layout.gap(prefix, gap.range), gap.to_json(), AcceptedGap.from_json)
 
     def _create(self, key: str, body: bytes, parse: Callable[[bytes], D]) -> D:
         if len(body) > MAX_DOCUMENT_BYTES:

@@ -6,6 +6,8 @@
     {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/stream.json
     {prefix}/_floe/{chain}/{chain.json, floor.json, …}
     {prefix}/_floe/{chain}/state/{position:020d}-{digest}
+    {prefix}/_floe/{chain}/gaps/{last:020d}-{first:020d}.json
+    {prefix}/_floe/ingress/{target}/{clock, gaps/{chain}/…, starts/…}
     {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
 
 The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
@@ -14,6 +16,7 @@ exactly the segments that reach the position. Parts that people name are percent
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
@@ -35,6 +38,7 @@ _STATE = re.compile(
     rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/state"
     rf"/(?P<position>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
 )
+_GAP = re.compile(r"(?P<last>[0-9]{20})-(?P<first>[0-9]{20})\.json")
 _TAIL = re.compile(
     rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
@@ -62,6 +66,7 @@ class StateName:
     digest: str
 
 
+@functools.lru_cache(4096)
 def encode(part: str) -> str:
     """`part` with all but `A-Z a-z 0-9 _ -` as `%XX` of its UTF-8."""
     return "".join(
@@ -150,9 +155,29 @@ class Layout:
         """The key of `floor.json`: the first sequence that retention has left."""
         return self._under(f"_floe/{_chain_path(chain)}/floor.json")
 
+    # Gaps that are given up
+
     def gaps_prefix(self, chain: Chain) -> str:
-        """What the keys of the accepted gaps of a chain begin with."""
+        """What the keys of the accepted gaps of a chain begin with; ends in a slash."""
         return self._under(f"_floe/{_chain_path(chain)}/gaps/")
+
+    def passed_prefix(self, target: str, chain: Chain) -> str:
+        """What the keys of the gaps of a chain that one target has passed begin with; ends in a slash."""
+        return f"{self.ingress_prefix(target)}gaps/{_chain_path(chain)}/"
+
+    def gap(self, prefix: str, gap: SequenceRange) -> str:
+        """The key of a gap under one of the two prefixes above."""
+        return f"{prefix}{gap.last:020d}-{gap.first:020d}.json"
+
+    def gaps_after(self, prefix: str, position: int) -> str:
+        """A key that sorts after all gaps that end before `position` and before all others."""
+        return f"{prefix}{position:020d}"
+
+    def parse_gap(self, prefix: str, key: str) -> SequenceRange | None:
+        """What `gap` formatted as `key`; None for a foreign key."""
+        match = _GAP.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+        first, last = (int(match["first"]), int(match["last"])) if match else (0, 0)
+        return SequenceRange(first, last) if 1 <= first <= last <= MAX_SEQUENCE else None
 
     # Snapshots of samplers
 
@@ -207,6 +232,14 @@ class Layout:
         """What the keys of one target's objects begin with; ends in a slash."""
         return self._under(f"_floe/ingress/{encode(target)}/")
 
+    def ingress_clock(self, target: str) -> str:
+        """The key of the object by whose modified time ingress reads the store's clock."""
+        return f"{self.ingress_prefix(target)}clock"
+
+    def start_document(self, target: str, site: str, feed: str) -> str:
+        """The key of where the copy of one feed into a target begins, as its start keys were resolved."""
+        return f"{self.ingress_prefix(target)}starts/site={encode(site)}/feed={encode(feed)}/start.json"
+
 
 def _check_digest(digest: str) -> None:
     if not re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", digest):
@@ -222,10 +255,15 @@ def _chain_path(chain: Chain) -> str:
 
 
 def _chain(match: re.Match[str]) -> Chain | None:
-    site, feed = decode(match["site"]), decode(match["feed"])
-    if site is None or feed is None or str(int(match["partition"])) != match["partition"]:
+    return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"])
+
+
+@functools.lru_cache(4096)  # a listing names one chain a thousand times
+def _parsed(encoded_site: str, encoded_feed: str, incarnation: str, partition: str) -> Chain | None:
+    site, feed = decode(encoded_site), decode(encoded_feed)
+    if site is None or feed is None or str(int(partition)) != partition:
         return None
     try:
-        return Chain(site, feed, int(match["incarnation"]), int(match["partition"]))
+        return Chain(site, feed, int(incarnation), int(partition))
     except ValueError:
         return None

@@ -10,17 +10,21 @@ from common.segments.faults import SegmentGone
 from common.segments.limits import MIB
 from common.segments.spool import spool_error
 
-BLOCK_BYTES = MIB
+BLOCK_BYTES = 32 * 1024  # the footer of most segments fits
 _MAX_GET_BYTES = 32 * MIB
 
 
 class SparseCopy:
-    """The file `path` of `size` bytes, into which blocks of the object `key` are copied when wanted."""
+    """The file `path` of `size` bytes, into which blocks of the object `key` are copied when wanted.
+
+    Blocks are counted from the end, so that the last bytes, which are read first, come with the footer.
+    """
 
     def __init__(self, objects: ObjectStore, key: str, size: int, path: Path) -> None:
         self._objects = objects
         self._key = key
         self._size = size
+        self._shift = -size % BLOCK_BYTES
         self._present: set[int] = set()
         self._folder = path.parent
         self._file = path.open("r+b", buffering=0)
@@ -34,13 +38,13 @@ class SparseCopy:
         last = min(first + length, self._size) - 1
         if first < 0 or last < first:
             return
-        wanted = range(first // BLOCK_BYTES, last // BLOCK_BYTES + 1)
+        wanted = range((first + self._shift) // BLOCK_BYTES, (last + self._shift) // BLOCK_BYTES + 1)
         for run in _runs([block for block in wanted if block not in self._present]):
             self._copy(run)
 
     def _copy(self, run: range) -> None:
-        begin = run.start * BLOCK_BYTES
-        length = min(run.stop * BLOCK_BYTES, self._size) - begin
+        begin = max(0, run.start * BLOCK_BYTES - self._shift)
+        length = run.stop * BLOCK_BYTES - self._shift - begin
         data = self._objects.get(self._key, first=begin, length=length)
         if data is None:
             raise SegmentGone(f"segment {self._key}: not in the store any more")

@@ -54,6 +54,14 @@ class SegmentReader:
         names = [name for name in SCHEMA.names if columns is None or name in columns]
         return Scan(self._opened, names, rows or self._rows).batches(self.row_groups)
 
+    def times(self) -> list[tuple[int, int]]:
+        """The least and the greatest timestamp (ns) of each row group, as the file's metadata claims them.
+
+        Raises SegmentCorrupt where there are no such statistics.
+        """
+        with explained(self._opened.source.key):
+            return checks.times(self._opened.metadata, self._opened.leaves["timestamp_ns"])
+
     def close(self) -> None:
         """Let go of the file; no error if that was done."""
         self._opened.source.cleanup.close()

@@ -119,3 +119,14 @@ def messages(batch: pa.RecordBatch) -> Iterator[Message]:
     )
     for row in rows:
         yield Message(*row)
+
+
+def batch_of(*rows: Message) -> pa.RecordBatch:
+    """One batch of `SCHEMA` of these messages."""
+    return record_batch(
+        [row.sequence for row in rows],
+        [row.timestamp_ns for row in rows],
+        [row.subject for row in rows],
+        [row.headers for row in rows],
+        [row.payload for row in rows],
+    )

@@ -7,6 +7,7 @@ put that is repeated, doubled or late can only put right what is there.
 from __future__ import annotations
 
 import builtins
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,17 @@ class SegmentStore:
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
         self._fetcher = Fetcher(objects, self._spool, self._clock)
+        self._in_parts = False
+
+    def in_parts(self) -> SegmentStore:
+        """The same store, where `open` fetches of a segment only what is read if a part of it is wanted.
+
+        For whoever reads a little of an archive: the bytes of such a part are proved by page checksums and
+        the footer, not by the segment's name. Closing either closes both.
+        """
+        view = copy.copy(self)
+        view._in_parts = True
+        return view
 
     # Listing
 
@@ -70,11 +82,19 @@ class SegmentStore:
         levels = range(MAX_LEVEL + 1) if level is None else (level,)
         return [ref for each in levels for ref in self._list_level(chain, each, position, limit)]
 
+    def list_behind(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
+        """At most `limit` segments of the chain and level of `ref` that are listed behind it."""
+        return self._list_from(ref.chain, ref.level, ref.key, limit)
+
     def _list_level(
         self, chain: Chain, level: int, position: int, limit: int | None
     ) -> builtins.list[SegmentRef]:
+        return self._list_from(chain, level, self.layout.start_after(chain, level, position), limit)
+
+    def _list_from(
+        self, chain: Chain, level: int, after: str, limit: int | None
+    ) -> builtins.list[SegmentRef]:
         prefix = self.layout.segments_prefix(chain, level)
-        after = self.layout.start_after(chain, level, position)
         found: builtins.list[SegmentRef] = []
         while True:
             # A foreign key takes a place in a limited page; without going on it would hide a segment.
@@ -160,7 +180,16 @@ class SegmentStore:
         Up to 256 MiB it is fetched whole and its SHA-256 held against its name; a larger one is fetched by
         ranges as it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
         """
+        if self._in_parts and rows is not None and not rows.encloses(ref.coverage):
+            return self.open_part(ref, rows=rows)
         return self._fetcher.open(ref, rows)
+
+    def open_part(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
+        """As `open`, with no more of the object fetched than what is read, whatever its size.
+
+        The name cannot prove bytes that are not all there: page checksums and the footer do.
+        """
+        return self._fetcher.open_ranged(ref, rows)
 
     def footer(self, ref: SegmentRef) -> Footer:
         """The footer, from the end of the object only. Raises SegmentCorrupt, SegmentGone."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
 
+from common.jetstream.transforms import TransformError, compile_transform
 from common.settings.base import Section, merged, needed, option
 from common.settings.service import ServiceSettings
 from common.settings.start import StartSettings
@@ -31,7 +32,12 @@ from common.settings.types import (
 
 _AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
-_EVENTS = re.compile(r"(nats|sqs)://[^\s@\x00-\x1f\x7f]+")
+# A subject, or the name of a queue, or its whole address.
+_EVENTS = re.compile(
+    r"nats://[^\s.@:/>\x00-\x1f\x7f]+(\.[^\s.@:/>\x00-\x1f\x7f]+)*(\.>)?"
+    r"|sqs://([A-Za-z0-9.:-]+/([0-9]{12}/)?)?[A-Za-z0-9_-]{1,80}"
+)
+_POLL_BESIDE_EVENTS = 60.0  # seconds
 
 # They steer how a message is stored, so one that came along would break the promises of the publishers.
 _NEVER_CONTROL = ("nats-expected-", "nats-batch-", "nats-msg-id", "nats-required-api-level")
@@ -77,6 +83,11 @@ class SubjectTransformSettings(Section):
         if bool(self.source) != bool(self.destination):
             there, missing = ("source", "destination") if self.source else ("destination", "source")
             yield there, f"expected {missing} beside it, found none"
+        elif self.source:
+            try:
+                compile_transform(self.source, self.destination)
+            except TransformError as error:
+                yield error.where, error.why
 
 
 class SourceSettings(StartSettings):
@@ -186,6 +197,12 @@ class IngressSettings(ServiceSettings):
             return data
         defaults = data.get("defaults")
         return {**data, "targets": [_with_source_defaults(defaults, target) for target in data["targets"]]}
+
+    @property
+    def poll_seconds(self) -> float:
+        """Between two polls: `poll_interval`; where events are set and it is not, longer."""
+        is_set = "poll_interval" in self.model_fields_set
+        return _POLL_BESIDE_EVENTS if self.events and not is_set else self.poll_interval
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()

@@ -62,6 +62,8 @@ class Settings(Section):
     def combinations(self) -> Iterator[tuple[str, str]]:
         if self.egress.feeds and not self.site:
             yield "site", "expected a name where egress has feeds, found none"
+        if self.ingress.events and self.store.url.startswith("file:"):
+            yield "ingress.events", "expected none beside a file:// store, found some"
 
     def loops(self) -> Iterator[tuple[str, str]]:
         """Targets that are the source of the very feed that flows into them: they would grow for ever.

@@ -18,6 +18,11 @@ class StartSettings(Section):
     start_delta: Duration = option("0s", "begin this long ago")
     start_at_end: Flag = option(False, "begin with the next message")
 
+    @property
+    def is_set(self) -> bool:
+        """Whether any of the keys says something."""
+        return bool(self.start_sequence or self.start_time or self.start_delta or self.start_at_end)
+
     def combinations(self) -> Iterator[tuple[str, str]]:
         found = several(
             {

@@ -16,23 +16,8 @@ class Unbuilt(NamedTuple):
 
 
 _NATS = ("context", "jetstream_domain")
-_SOURCE = (
-    "subject_transform",
-    "start_sequence",
-    "start_time",
-    "start_delta",
-    "start_at_end",
-    "lost_segment_timeout",
-    "on_lost",
-)
 
 UNBUILT = (
     *(Unbuilt(f"{section}.{key}") for section in ("nats", "egress.nats", "ingress.nats") for key in _NATS),
-    Unbuilt("ingress.events"),
-    Unbuilt("ingress.targets.*.exclusive"),
-    Unbuilt("ingress.targets.*.delivery"),
-    Unbuilt("ingress.targets.*.publisher", ("fast",)),
-    Unbuilt("ingress.targets.*.on_oversize"),
-    *(Unbuilt(f"ingress.targets.*.sources.*.{key}") for key in _SOURCE),
     Unbuilt("compaction.retention.delete_after"),
 )

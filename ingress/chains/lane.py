@@ -10,8 +10,10 @@ from typing import Any
 from common.chain import Chain
 from common.errors import FloeError
 from common.segments.segment import SegmentRef
-from common.sequences import Stretch
+from common.sequences import SequenceRange, Stretch
 from common.service.logs import get_logger
+from ingress.chains import advice
+from ingress.chains.looking import Search
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.rows.prepare import Preparer
 
@@ -24,8 +26,11 @@ class Lane:
 
     `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
     incarnation ended, None while it has not. `archived`: the end of coverage as the chain's tail
-    says, a hint; 0 where unknown. `stopped`: why nothing more of it is carried until ingress is
-    started again. `waits_for`: why it has not begun.
+    says, a hint; 0 where unknown. `given_up`: what is passed next without a row. `rechecked`: the position at
+    which damaged segments were read once more. `stopped`: why nothing more of it is carried until it is
+    looked at again, at `retry_at` (monotonic seconds) or when an operator asks for it. `paused`: an operator
+    wants nothing of it carried. `waits_for`: why it has not begun. `unreached`: an end of coverage that was
+    still before the moment at which it is to begin; 0: none was.
     """
 
     chain: Chain
@@ -34,11 +39,19 @@ class Lane:
     end: int | None = None
     archived: int = 0
     stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque)
+    given_up: SequenceRange | None = None
     plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE))
+    search: Search = field(default_factory=Search)
     damaged: set[str] = field(default_factory=set)
+    rechecked: int = 0
     stopped: FloeError | None = None
+    retry_at: float = float("inf")
+    is_retried: bool = False
+    paused: bool = False
     waits_for: str = ""
+    unreached: int = 0
     look_everywhere: bool = True
+    look_behind: bool = True
     looked_at: float = float("-inf")
     is_due: bool = True
     is_queued: bool = False
@@ -58,18 +71,19 @@ class Lane:
     @property
     def waits(self) -> bool:
         """Whether it has to be looked at again soon."""
-        if self.stopped is not None:
+        if self.stopped is not None or self.paused:
             return False
         return (
             not self.has_begun
             or self.failed
-            or self.plan.phase in (Phase.LATE, Phase.DAMAGED)
+            or self.plan.waits
             or (self.archived >= self.position and self.plan.phase is not Phase.DONE)
         )
 
     def replan(self, *, everywhere: bool = False) -> None:
         """Forget what was going to be read; with `everywhere` look at all levels next time."""
         self.stretches.clear()
+        self.given_up = None
         self.look_everywhere = self.look_everywhere or everywhere
 
     def fail(self) -> None:
@@ -87,7 +101,7 @@ class Lane:
         """The incarnation ended at `end` (None: it has not)."""
         if end != self.end:
             self.end = end
-            self.stretches.clear()
+            self.replan()
 
     def looked(self, plan: ChainPlan, now: float) -> None:
         """Take over a new plan, made at `now` (monotonic seconds); what is new about it is logged."""
@@ -111,6 +125,38 @@ class Lane:
         self.plan, self.looked_at = plan, now
         self.look_everywhere = False
         self.stretches.extend(plan.stretches)
+        if plan.stretches:
+            # A notification wakes without the tail being read; the listing knows better anyway.
+            self.archived = max(self.archived, plan.stretches[-1].rows.last)
+
+    # Stopping
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it may be looked at now."""
+        return not self.paused and (self.stopped is None or self.is_retried)
+
+    def stop(self, error: FloeError, retry_at: float) -> bool:
+        """Nothing more of it is carried until `retry_at`; whether that, or the reason, is new."""
+        is_new = self.stopped is None or str(self.stopped) != str(error)
+        self.stopped, self.retry_at, self.is_retried, self.again = error, retry_at, False, False
+        self.replan(everywhere=True)
+        return is_new
+
+    def retry(self, retry_at: float) -> None:
+        """Look again: whether what stopped it is mended, and whether damaged segments are; if that does not
+        come to an end, once more at `retry_at`.
+        """
+        self.is_retried, self.retry_at = self.stopped is not None, retry_at
+        self.damaged.clear()
+        self.replan(everywhere=True)
+
+    def goes_on(self) -> None:
+        """What stopped it is mended."""
+        if self.stopped is None:
+            return
+        self.stopped, self.is_retried, self.retry_at = None, False, float("inf")
+        log.info("chain goes on", action="chain_goes_on", **self.chain.log_context())
 
     def status(self, positions: Mapping[Chain, int]) -> dict[str, Any]:
         """What /status shows of it."""
@@ -121,8 +167,16 @@ class Lane:
         }
         if self.plan.hole is not None:
             state["hole"] = str(self.plan.hole)
+            state["waiting_since"] = self.plan.waiting_since
+            state["hint"] = f"to go on without these sequences: {advice.accept(self.chain, self.plan.hole)}"
         if self.waits_for:
             state["waits_for"] = self.waits_for
+        if self.paused:
+            state["paused"] = True
         if self.stopped is not None:
-            state["stopped"] = self.stopped.message
+            state |= {
+                "stopped": self.stopped.message,
+                "code": self.stopped.code,
+                "hint": self.stopped.hint,
+            }
         return state

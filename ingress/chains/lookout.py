@@ -1,25 +1,33 @@
-"""Finds out what there is of a chain: where it begins, and which stretches continue from where it stands."""
+"""Finds out what there is of a chain: where it begins, which stretches continue from where it stands, and
+what becomes of its holes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError
+from common.errors import DataError, Stopped
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, Stretch
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from ingress import metrics
+from ingress.chains import advice
+from ingress.chains.giving_up import GivingUp
 from ingress.chains.lane import Lane
-from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain
+from ingress.chains.late import Decision, Fate, Patience
+from ingress.chains.looking import look
+from ingress.chains.plan import ChainPlan, Phase, first_position
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
+from ingress.chains.starts import Starts
 
 log = get_logger("ingress.chains.lookout")
-
-LISTED = 200  # segments of level 0 that one look takes
 
 
 class Lookout:
@@ -27,6 +35,7 @@ class Lookout:
 
     def __init__(
         self,
+        target: str,
         roster: Roster,
         store: SegmentStore,
         documents: ChainStore,
@@ -34,19 +43,24 @@ class Lookout:
         threads: Threads,
         clock: Clock,
     ) -> None:
+        self._target = target
         self._roster, self._store, self._documents, self._relays = roster, store, documents, relays
         self._threads, self._clock = threads, clock
+        self._starts = Starts(target, store, documents, clock)
+        self.giving_up = GivingUp(target, store, documents, clock)
 
     async def finds(self, lane: Lane, positions: Mapping[Chain, int]) -> bool:
-        """Whether there is a stretch to read next; `positions`: what is stored for good.
+        """Whether there is a stretch to read next, or one to pass; `positions`: what is stored for good.
 
         Raises Stopped and DataError where only an operator can help the chain, and what the store raises.
         """
         if not lane.has_begun and not await self._begin(lane, positions):
             return False
-        if not lane.stretches:
+        if lane.look_behind:
+            await self._look_behind(lane)
+        if not lane.stretches and lane.given_up is None:
             await self._look(lane)
-        return bool(lane.stretches)
+        return bool(lane.stretches) or lane.given_up is not None
 
     async def read_previous(self, positions: Mapping[Chain, int]) -> None:
         """Read the `stream.json` of incarnations of which it is not known yet."""
@@ -56,20 +70,39 @@ class Lookout:
             except DataError as error:
                 context = chain.log_context()
                 log.error("stream.json spoiled", action="document_spoiled", error=str(error), **context)
+                self._roster.cannot_read(chain, f"stream.json is spoiled: {error.message}")
                 continue
             if document is not None:
                 self._roster.set_previous(chain, document.previous, positions)
 
+    # Beginning
+
     async def _begin(self, lane: Lane, positions: Mapping[Chain, int]) -> bool:
-        """Find out where the chain begins; whether that is known."""
+        """Find out where the chain begins, and what it leaves out before that; whether it is known."""
+        if lane.unreached and lane.unreached == lane.archived:
+            return False
         lane.waits_for = self._roster.obstacle(lane, positions)
         document = None if lane.waits_for else await self._read_chain(lane)
         if document is None:
             return False
         floor = await self._threads.run(self._documents.read_floor, lane.chain)
-        lane.position = first_position(document.first, floor)
-        log.info("chain begins", action="chain_begins", position=lane.position, **lane.chain.log_context())
-        return True
+        first = first_position(document.first, floor)
+        self._roster.check_may_begin(lane.chain, first)
+        source = self._roster.source(lane.chain)
+        start = await self._threads.run(
+            self._starts.resolve, lane.chain, source, first, lane.end, dict(positions)
+        )
+        lane.waits_for, lane.unreached = start.waits_for, lane.archived if start.waits_for else 0
+        if start.sequence:
+            self._begin_at(lane, first, start.sequence)
+        return lane.has_begun
+
+    @staticmethod
+    def _begin_at(lane: Lane, first: int, start: int) -> None:
+        lane.position = first
+        # Stored with the positions, so that a restart begins at the same sequence.
+        lane.given_up = SequenceRange(first, start - 1) if start > first else None
+        log.info("chain begins", action="chain_begins", position=start, **lane.chain.log_context())
 
     async def _read_chain(self, lane: Lane) -> ChainDocument | None:
         document = await self._threads.run(self._documents.read_chain, lane.chain)
@@ -79,18 +112,99 @@ class Lookout:
             self._relays.note(lane.chain, document)
         return document
 
+    # Looking
+
     async def _look(self, lane: Lane) -> None:
-        """List from the position: level 0 first, all levels where that does not lead on but must."""
+        """List from the position; where a hole or damage keeps the chain waiting, see what becomes of it."""
         if lane.is_done:
             lane.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
             return
-        refs = await self._list(lane, level=0, limit=LISTED)
-        plan = plan_chain(refs, lane.position, lane.end, lane.damaged)
-        if plan.phase not in (Phase.READY, Phase.DONE) and (refs or lane.look_everywhere or lane.waits):
-            refs = await self._list(lane)
-            plan = plan_chain(refs, lane.position, lane.end, lane.damaged)
+        plan = (await self._plan(lane)).since(lane.plan)
+        if not plan.waits:
+            lane.looked(plan, self._clock.monotonic())
+            return
+        plan = await self._with_end(lane, plan)
         lane.looked(plan, self._clock.monotonic())
+        await self._settle(lane, plan)
 
-    async def _list(self, lane: Lane, level: int | None = None, limit: int | None = None) -> list[SegmentRef]:
-        call = self._threads.run
-        return await call(self._store.list, lane.chain, position=lane.position, level=level, limit=limit)
+    async def _plan(self, lane: Lane) -> ChainPlan:
+        return await self._threads.run(
+            look,
+            self._store,
+            lane.chain,
+            lane.position,
+            lane.end,
+            frozenset(lane.damaged),
+            everywhere=lane.look_everywhere or lane.waits or lane.is_retried,
+            search=lane.search,
+        )
+
+    async def _with_end(self, lane: Lane, plan: ChainPlan) -> ChainPlan:
+        """A hole at the end of an incarnation has waited since the next one began."""
+        if plan.waiting_since is not None:
+            return plan
+        since = await self._threads.run(self._next_began, lane.chain)
+        return replace(plan, waiting_since=since)
+
+    def _next_began(self, chain: Chain) -> float | None:
+        key = self._documents.layout.stream_document(chain.next_incarnation())
+        info = self._documents.objects.head(key)
+        return None if info is None else info.modified
+
+    # Holes
+
+    async def _settle(self, lane: Lane, plan: ChainPlan) -> None:
+        source = self._roster.source(lane.chain)
+        patience = Patience(source.lost_segment_timeout, source.on_lost == "skip")
+        decision = await self._threads.run(self.giving_up.decide, lane.chain, plan, patience)
+        if decision.fate is Fate.HALT:
+            lane.plan = replace(plan, phase=Phase.LOST)
+            raise self._lost(lane.chain, decision)
+        if decision.fate is Fate.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
+            # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
+            lane.rechecked = lane.position
+            lane.forget_damage()
+            await self._look(lane)
+        elif decision.fate is Fate.GIVE_UP:
+            await self._pass(lane, decision)
+
+    async def _pass(self, lane: Lane, decision: Decision) -> None:
+        """Go on behind what is given up, as far as nothing covers it after all."""
+        damaged = frozenset(lane.damaged)
+        found = await self._threads.run(self.giving_up.give_up, lane.chain, decision, damaged)
+        if found.leads_on is not None:
+            lane.stretches.append(_stretch(found.leads_on, lane))
+            lane.plan = ChainPlan(Phase.READY, tuple(lane.stretches))
+        elif found.free is not None:
+            lane.given_up = found.free
+            chain = lane.chain
+            labels = (self._target, chain.site, chain.feed, str(chain.partition))
+            metrics.lost_sequences.labels(*labels).inc(len(found.free))
+
+    async def _look_behind(self, lane: Lane) -> None:
+        """Tell what arrived behind gaps that were passed: it is not carried."""
+        found = await self._threads.run(self.giving_up.arrived, lane.chain, lane.position)
+        lane.look_behind = False
+        for gap, ref in found:
+            first = max(gap.range.first, ref.coverage.first)
+            metrics.behind_gaps.labels(lane.chain.site, lane.chain.feed).inc()
+            log.warning(
+                "a segment arrived behind a gap that was passed; it is not carried",
+                action="arrived_behind",
+                gap=str(gap.range),
+                to_carry_it=advice.set_position(self._target, lane.chain, first),
+                **ref.log_context(),
+            )
+
+    def _lost(self, chain: Chain, decision: Decision) -> Stopped:
+        assert decision.part is not None, "what is lost is named"
+        return Stopped(
+            f"chain {chain}: sequences {decision.part} are lost: {decision.why}",
+            hint=f"put the segment back; or to go on without them: {advice.accept(chain, decision.part)}",
+            code="E-LOST",
+        )
+
+
+def _stretch(ref: SegmentRef, lane: Lane) -> Stretch[SegmentRef]:
+    last = ref.coverage.last if lane.end is None else min(ref.coverage.last, lane.end)
+    return Stretch(ref, SequenceRange(lane.position, last))

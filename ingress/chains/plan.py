@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from common.chain import Chain
 from common.segments.segment import SegmentRef
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, extends, until_hole
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, extends, leading
 
 
 class Phase(StrEnum):
@@ -19,7 +19,8 @@ class Phase(StrEnum):
 
     READY = "ready"  # rows can be carried now
     IDLE = "idle"  # everything that is archived is carried
-    LATE = "late"  # a hole: segments behind it are there, the one that continues is not
+    LATE = "late"  # a hole: something behind it is there, the segment that continues is not
+    LOST = "lost"  # a hole that has been late for too long, and an operator is to decide
     DAMAGED = "damaged"  # only damaged segments would continue
     DONE = "done"  # its incarnation ended and everything up to there is carried
 
@@ -28,10 +29,11 @@ class Phase(StrEnum):
 class ChainPlan:
     """What can be carried of one chain, ascending and without a hole from its position on.
 
-    `hole`: the missing sequences, where the phase is LATE or DAMAGED. `waiting_since`: LastModified
+    `hole`: the missing sequences, where the phase is LATE, LOST or DAMAGED. `waiting_since`: LastModified
     of the first segment behind the hole (or of the damaged one), in seconds by the store's clock, so
-    that waiting survives restarts. `beyond`: the greatest end of coverage behind the end of the
-    incarnation, which is reported and never delivered; 0 if there is none.
+    that waiting survives restarts; None where no segment stands behind it, because the incarnation ended
+    there. `beyond`: the greatest end of coverage behind the end of the incarnation, which is reported and
+    never delivered; 0 if there is none.
     """
 
     phase: Phase
@@ -39,6 +41,24 @@ class ChainPlan:
     hole: SequenceRange | None = None
     waiting_since: float | None = None
     beyond: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a hole or damage keeps the chain waiting."""
+        return self.phase in (Phase.LATE, Phase.LOST, Phase.DAMAGED)
+
+    def since(self, former: ChainPlan) -> ChainPlan:
+        """This plan; where `former` was late at the same place it is late since then.
+
+        Compaction puts segments behind a hole anew, with a new LastModified. For how long something was
+        damaged says nothing about how long it is late.
+        """
+        if not self.hole or not former.hole or self.hole.first != former.hole.first:
+            return self
+        if Phase.DAMAGED in (self.phase, former.phase):
+            return self
+        times = [t for t in (self.waiting_since, former.waiting_since) if t is not None]
+        return replace(self, waiting_since=min(times, default=None))
 
 
 def plan_chain(
@@ -55,19 +75,22 @@ def plan_chain(
     if position > last:
         return ChainPlan(Phase.DONE, beyond=beyond)
     usable = [ref for ref in found if ref.key not in damaged]
-    stretches = tuple(until_hole(cover(usable, position, last), position))
+    stretches = tuple(leading(usable, position, last))
     if stretches:
         return ChainPlan(Phase.READY, stretches, beyond=beyond)
     broken = [ref for ref in found if ref.key in damaged and extends(ref.coverage, position)]
     behind = [ref for ref in usable if ref.coverage.first > position]
-    return _waiting(position, broken, behind, beyond)
+    return _waiting(position, end, broken, behind, beyond)
 
 
-def _waiting(position: int, broken: list[SegmentRef], behind: list[SegmentRef], beyond: int) -> ChainPlan:
-    if not broken and not behind:
+def _waiting(
+    position: int, end: int | None, broken: list[SegmentRef], behind: list[SegmentRef], beyond: int
+) -> ChainPlan:
+    if not broken and not behind and end is None:
         return ChainPlan(Phase.IDLE, beyond=beyond)
     ends = [ref.coverage.first - 1 for ref in behind] or [ref.coverage.last for ref in broken]
-    since = min(ref.modified for ref in broken or behind)
+    ends += [] if end is None else [end]
+    since = min((ref.modified for ref in broken or behind), default=None)
     phase = Phase.DAMAGED if broken else Phase.LATE
     return ChainPlan(phase, (), SequenceRange(position, min(ends)), since, beyond)
 

@@ -4,18 +4,26 @@ gone.
 
 from __future__ import annotations
 
-from common.errors import SegmentCorrupt, Stopped
-from common.segments.segment import SegmentRef
+from common.chain import Chain
+from common.errors import DataError, SegmentCorrupt, Stopped
+from common.segments.layout import SegmentName
+from common.segments.rows import batch_of
+from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
-from common.sequences import Stretch, cover, until_hole
+from common.sequences import SequenceRange, Stretch, cover, until_hole
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
+from ingress.checkpoints.commands import set_command
 from ingress.checkpoints.intent import Gap, Intent, Piece
+from ingress.parked.message import digest_of
+from ingress.parked.names import ParkedName
+from ingress.parked.store import ParkedStore
 from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
+from ingress.rows.prepare import Preparer
 
 log = get_logger("ingress.chains.recall")
 
@@ -27,10 +35,16 @@ class Recall:
     because what was decoded ahead is not published before the intent is closed."""
 
     def __init__(
-        self, store: SegmentStore, threads: Threads, budget: Budget, roster: Roster, relays: Relays
+        self,
+        store: SegmentStore,
+        threads: Threads,
+        budget: Budget,
+        roster: Roster,
+        relays: Relays,
+        parked: ParkedStore | None = None,
     ) -> None:
         self._store, self._threads, self._budget, self._roster = store, threads, budget, roster
-        self._relays = relays
+        self._relays, self._parked = relays, parked
         self._decoder = Decoder(store, threads, budget)
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
@@ -47,12 +61,56 @@ class Recall:
                 if piece.count == 0 or before <= stored:
                     self._budget.force((skipped := Block(piece)).size)
                     blocks.append(skipped)
+                elif piece.out_of_turn and (again := await self._parked_piece(piece)) is not None:
+                    self._budget.force(again.size)
+                    blocks.append(again)
                 else:
                     blocks += await self._piece(piece)
         except BaseException:
             self._budget.give(sum(block.size for block in blocks))
             raise
         return Rows(blocks)
+
+    # Parked messages
+
+    async def again(self, name: ParkedName) -> Block:
+        """The parked message, made ready by the limits and rules of now; its bytes are not on the budget yet.
+
+        Raises RowRefused where it still has no place at the target, ConfigError where its chain may not flow
+        in, DataError where it is not there or is spoiled, and what the store raises.
+        """
+        assert self._parked is not None, "only who parks tries again"
+        message = await self._threads.run(self._parked.read, name)
+        if message is None:
+            raise DataError(f"parked message {name.sequence} of {name.chain} is not there", code="E-PARKED")
+        rows = SequenceRange(message.sequence, message.sequence)
+        segment = SegmentName(name.chain, 0, rows, digest_of(name.chain, message))
+        return await self._out_of_turn(Piece(segment, rows, 1, out_of_turn=True), message)
+
+    async def _parked_piece(self, piece: Piece) -> Block | None:
+        """The message of a piece that is out of turn; None where only the archive can have it."""
+        if self._parked is None:
+            return None
+        name = self._parked.name(piece.chain, piece.rows.first)
+        message = await self._threads.run(self._parked.read, name)
+        return None if message is None else await self._out_of_turn(piece, message)
+
+    async def _out_of_turn(self, piece: Piece, message: Message) -> Block:
+        preparer = await self._preparer(piece.chain, frozenset())
+        prepared = await self._threads.run(preparer.prepare, batch_of(message))
+        if prepared.problem is not None:
+            raise prepared.problem
+        assert prepared.material is not None, "one row is ready or refused"
+        return Block(piece, prepared.material, prepared.material.size)
+
+    async def _preparer(self, chain: Chain, leaves_out: frozenset[int]) -> Preparer:
+        """What makes rows of the chain ready; it leaves out exactly `leaves_out`, whatever the limits are."""
+        preparer = self._roster.preparer(chain)
+        preparer.relay = await self._relays.of(chain)
+        preparer.leaves_out = leaves_out
+        return preparer
+
+    # Pieces of segments
 
     async def _piece(self, piece: Piece) -> list[Block]:
         damaged: set[str] = set()
@@ -63,7 +121,7 @@ class Recall:
                 refs = await self._threads.run(self._store.list, piece.chain, position=piece.rows.first)
                 stretches = _stretches(piece, [ref for ref in refs if ref.key not in damaged])
             if not stretches:
-                raise _lost(piece, f"no undamaged segments cover {piece.rows}")
+                raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
             found = await self._read(piece, stretches, damaged)
             if found is not None:
                 return found
@@ -85,7 +143,7 @@ class Recall:
         blocks: list[Block] = []
         try:
             for stretch in stretches:
-                await self._read_stretch(stretch, blocks)
+                await self._read_stretch(stretch, frozenset(piece.left_out), blocks)
             self._check_count(piece, blocks)
         except (SegmentCorrupt, SegmentGone) as error:
             log.warning("segment not usable", action="recall", error=str(error), **piece.chain.log_context())
@@ -97,10 +155,11 @@ class Recall:
             raise
         return blocks
 
-    async def _read_stretch(self, stretch: Stretch[SegmentRef], blocks: list[Block]) -> None:
+    async def _read_stretch(
+        self, stretch: Stretch[SegmentRef], leaves_out: frozenset[int], blocks: list[Block]
+    ) -> None:
         ref = stretch.segment
-        preparer = self._roster.preparer(ref.chain)
-        preparer.relay = await self._relays.of(ref.chain)
+        preparer = await self._preparer(ref.chain, leaves_out)
         problem = await self._decoder.read(ref, stretch.rows, preparer, blocks.append, wait=False)
         if problem is not None:
             raise problem
@@ -109,11 +168,18 @@ class Recall:
         self._budget.give(sum(block.size for block in blocks))
         blocks.clear()
 
-    @staticmethod
-    def _check_count(piece: Piece, blocks: list[Block]) -> None:
+    def _check_count(self, piece: Piece, blocks: list[Block]) -> None:
         count = sum(block.piece.count for block in blocks)
         if count != piece.count:
-            raise _lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
+            raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
+
+    def _lost(self, piece: Piece, why: str) -> Stopped:
+        drop = set_command(self._roster.target, "--accept")
+        return Stopped(
+            f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
+            hint=f"put the segment back, or one with the same rows; or drop the rest of the intent: {drop}",
+            code="E-INTENT",
+        )
 
 
 def _stretches(piece: Piece, refs: list[SegmentRef]) -> list[Stretch[SegmentRef]]:
@@ -125,11 +191,3 @@ def _stretches(piece: Piece, refs: list[SegmentRef]) -> list[Stretch[SegmentRef]
             return [Stretch(ref, piece.rows)]
     found = until_hole(cover(refs, piece.rows.first, piece.rows.last), piece.rows.first)
     return found if found and found[-1].rows.last == piece.rows.last else []
-
-
-def _lost(piece: Piece, why: str) -> Stopped:
-    return Stopped(
-        f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
-        hint="put the segment back, or one with the same rows, and start ingress again",
-        code="E-INTENT",
-    )

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from common.chain import Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import SourceSettings, TargetSettings
+from ingress.chains.advice import set_position
 from ingress.chains.lane import Lane
 from ingress.chains.plan import unfinished
+from ingress.checkpoints.commands import set_command
 from ingress.rows.prepare import Preparer, Shape
-from ingress.rows.subjects import SubjectRule
+from ingress.rows.subjects import rule_of
 
 Positions = Mapping[Chain, int]
 
@@ -24,6 +26,12 @@ class Roster:
         self._lanes: dict[Chain, Lane] = {}
         self._archived: dict[Chain, int] = {}
         self._previous: dict[Chain, Mapping[int, int] | None] = {}
+        self._unread: dict[Chain, str] = {}
+
+    @property
+    def target(self) -> str:
+        """The name of the target stream."""
+        return self._settings.stream
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._lanes.values()))
@@ -46,10 +54,23 @@ class Roster:
         if source is None:
             raise ConfigError(
                 f"target {self._settings.stream}: sources: expected {chain.site}/{chain.feed}, found none",
-                hint="an intent holds rows of it: list it again until ingress has run once",
+                hint="an intent holds rows of it: list it again until it ran once; or drop the rest of "
+                f"the intent: {set_command(self.target, '--accept')}",
                 code="E-SOURCES",
             )
-        return Preparer(chain, _rule(source), self._shape)
+        return Preparer(chain, rule_of(source), self._shape)
+
+    def source(self, chain: Chain) -> SourceSettings:
+        """The source entry of a chain that may flow in."""
+        return self._sources[chain.site, chain.feed]
+
+    def reshape(self, shape: Shape) -> None:
+        """The target takes other messages than before: rows are prepared for it as it is now."""
+        if shape == self._shape:
+            return
+        self._shape = shape
+        for lane in self._lanes.values():
+            lane.preparer = self.preparer(lane.chain)
 
     def add(self, chain: Chain, positions: Positions) -> Lane | None:
         """The lane of `chain`, made if it is new; None for a chain that may not flow in."""
@@ -74,6 +95,13 @@ class Roster:
             self._lanes[chain].is_due = lane.is_due
         return [lane for lane in self._lanes.values() if not lane.is_due]
 
+    def renew(self, lane: Lane, positions: Positions) -> Lane:
+        """A lane of the same chain in place of `lane`, standing at `positions`; what was read for the former
+        belongs to nobody.
+        """
+        renewed = self._lanes[lane.chain] = self._lane(lane.chain, positions)
+        return renewed
+
     def _lane(self, chain: Chain, positions: Positions) -> Lane:
         archived = self._archived.get(chain, 0)
         lane = Lane(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
@@ -97,6 +125,10 @@ class Roster:
         for lane in self._lanes.values():
             lane.ends_at(self._end(lane.chain, positions))
 
+    def cannot_read(self, chain: Chain, why: str) -> None:
+        """`stream.json` of the chain's incarnation is there and cannot be read."""
+        self._unread[_whole(chain)] = why
+
     def _end(self, chain: Chain, positions: Positions) -> int | None:
         """Where the chain's incarnation ended; None while it has not, as far as known."""
         previous = self._previous.get(_whole(chain.next_incarnation()))
@@ -110,33 +142,37 @@ class Roster:
         return positions.get(chain, 1) - 1 if later else None
 
     def obstacle(self, lane: Lane, positions: Positions) -> str:
-        """What keeps a lane from beginning; empty if nothing does. Raises Stopped where an
-        operator decides.
-        """
+        """What keeps a lane from beginning, and passes by itself; empty if nothing does."""
         chain = lane.chain
         if chain.incarnation == 0:
             return ""
         if _whole(chain) not in self._previous:
-            return "stream.json is not there yet"
+            return self._unread.get(_whole(chain), "stream.json is not there yet")
         previous = self._previous[_whole(chain)]
         if previous is None:
+            return ""
+        left = unfinished(chain, previous, positions)
+        return "; ".join(f"{before} stands at {at} and ends at {end}" for before, (at, end) in left.items())
+
+    def check_may_begin(self, chain: Chain, first: int) -> None:
+        """Raises Stopped where an operator decides whether an incarnation begins. `first`: where it would."""
+        if chain.incarnation == 0:
+            return
+        begin = set_position(self._settings.stream, chain, first)
+        if self._previous.get(_whole(chain)) is None:
             raise Stopped(
-                f"chain {chain}: stream.json: expected the ends of the incarnation before, found none"
+                f"chain {chain}: stream.json: expected the ends of the incarnation before, found none",
+                hint=f"to begin it all the same: {begin}",
+                code="E-INCARNATION",
             )
         if self._settings.on_new_incarnation == "halt":
             raise Stopped(
-                f"chain {chain}: a new incarnation begins",
-                hint="to go on with it, set on_new_incarnation: continue and start ingress again",
+                f"chain {chain}: a new incarnation begins at {first}",
+                hint=f"to go on with it: {begin}",
                 code="E-INCARNATION",
             )
-        left = unfinished(chain, previous, positions)
-        return "; ".join(f"{before} stands at {at} and ends at {end}" for before, (at, end) in left.items())
 
 
 def _whole(chain: Chain) -> Chain:
     """The same for all partitions of an incarnation."""
     return Chain(chain.site, chain.feed, chain.incarnation)
-
-
-def _rule(source: SourceSettings) -> SubjectRule:
-    return SubjectRule(source.subject_prefix.encode(), source.subject_remove.encode())

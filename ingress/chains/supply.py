@@ -6,24 +6,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from common.chain import Chain
 from common.clock import Clock, first_of
-from common.errors import DataError, FloeError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
+from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from common.tasks import together
 from ingress import metrics
+from ingress.chains.attendant import LOOK_AT_STOPPED, AskShape, Attendant, Decisions
 from ingress.chains.lane import Lane
 from ingress.chains.lookout import Lookout
 from ingress.chains.recall import Recall
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
-from ingress.checkpoints.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS
+from ingress.checkpoints.intent import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, Gap, Piece
+from ingress.parked.store import ParkedStore
 from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
@@ -39,7 +42,10 @@ class _StaleError(Exception):
 
 
 class Supply:
-    """Rows for one target, decoded ahead of whoever publishes them."""
+    """Rows for one target, decoded ahead of whoever publishes them.
+
+    `shape`, `decisions`, `look_at_stopped`: see `Attendant`.
+    """
 
     def __init__(
         self,
@@ -50,27 +56,38 @@ class Supply:
         threads: Threads,
         clock: Clock,
         memory_limit: int,
+        parked: ParkedStore | None = None,
+        *,
+        shape: AskShape | None = None,
+        decisions: Decisions | None = None,
+        look_at_stopped: float = LOOK_AT_STOPPED,
     ) -> None:
         self.target, self.roster = target, roster
         self._clock = clock
         self._relays = Relays(documents, threads)
-        self._lookout = Lookout(roster, store, documents, self._relays, threads, clock)
+        self._lookout = Lookout(target, roster, store, documents, self._relays, threads, clock)
         # The rest is for what decoding needs beside the rows, for what is on the wire, and for what the
         # allocator keeps.
         self._budget = Budget(memory_limit // 4)
-        self._decoder = Decoder(store, threads, self._budget)
-        self.recall = Recall(store, threads, self._budget, roster, self._relays)
+        self._decoder = Decoder(store, threads, self._budget, parked)
+        self.recall = Recall(store, threads, self._budget, roster, self._relays, parked)
         self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
         self._turns: asyncio.Queue[Lane] = asyncio.Queue()
         self._ready: deque[Block] = deque()
         self._filled = asyncio.Event()
         self.positions: Mapping[Chain, int] = {}
+        # Behind what was taken: where a chain goes on, though that is not stored yet.
+        self._taken_to: dict[Chain, int] = {}
+        self._attendant = Attendant(
+            target, roster, clock, shape, decisions, look_at_stopped, wake=self._wake, hold=self._hold
+        )
 
     async def run(self) -> None:
         """Decode for ever; ends only by an error that an operator has to deal with."""
-        async with asyncio.TaskGroup() as group:
-            for number in range(TURNS):
-                group.create_task(self._take_turns(), name=f"decode-{self.target}-{number}")
+        await self._attendant.begin()
+        for lane in self.roster:
+            self._wake(lane)
+        await together(self._attendant.run(), *(self._take_turns() for _ in range(TURNS)))
 
     # For whoever publishes
 
@@ -82,13 +99,21 @@ class Supply:
         return None if stop.is_set() else Rows(list(self._taken()))
 
     def _taken(self) -> Iterator[Block]:
-        rows = size = pieces = 0
+        rows = size = pieces = left_out = 0
         while self._ready and pieces < MAX_PIECES:
             block = self._ready[0]
             rows, size, pieces = rows + block.piece.count, size + block.size, pieces + 1
-            if pieces > 1 and (rows > MAX_ROWS or size > self._intent_bytes):
+            left_out += len(block.piece.left_out)
+            full = rows > MAX_ROWS or size > self._intent_bytes or left_out > MAX_LEFT_OUT
+            if pieces > 1 and full:
                 return
+            if not block.piece.out_of_turn:
+                self._taken_to[block.piece.chain] = block.piece.rows.last + 1
             yield self._ready.popleft()
+
+    def ready(self) -> Sequence[Block]:
+        """What is decoded and not taken yet, in order."""
+        return tuple(self._ready)
 
     def release(self, rows: Rows) -> None:
         """Rows are done with: their memory may be used again."""
@@ -104,12 +129,24 @@ class Supply:
     def reset(self, positions: Mapping[Chain, int]) -> None:
         """Drop what was decoded and begin again at `positions`: somebody else has carried meanwhile."""
         self.positions = positions
+        self._taken_to.clear()
         self._budget.give(sum(block.size for block in self._ready))
         self._ready.clear()
         while not self._turns.empty():
             self._turns.get_nowait()
-        for lane in self.roster.reset(positions):
+        due = self.roster.reset(positions)
+        self._attendant.mark(self.roster)
+        for lane in due:
             self._wake(lane)
+
+    def offer(self, block: Block) -> None:
+        """Publish a block that was made elsewhere (a parked message tried again) in its turn.
+
+        Its bytes are forced onto the budget. A `reset` drops it, as everything that is ready.
+        """
+        self._budget.force(block.size)
+        self._ready.append(block)
+        self._filled.set()
 
     # For discovery
 
@@ -124,9 +161,17 @@ class Supply:
         """
         lane = self.roster.add(chain, self.positions)
         if lane is not None:
+            self._attendant.mark([lane])
+            lane = self.roster.get(chain) or lane
             lane.is_due = True
             if end is not None:
                 self.roster.archive(chain, end)
+
+    def wake(self, chain: Chain) -> None:
+        """Look at the chain at once: a notification says that there is more of it."""
+        lane = self.roster.get(chain)
+        if lane is not None:
+            self._wake(lane)
 
     async def tick(self) -> None:
         """Look at chains that were found or that wait, and now and then at all."""
@@ -137,13 +182,14 @@ class Supply:
             long_ago = now - lane.looked_at >= LOOK_AGAIN
             if long_ago:
                 lane.forget_damage()
+                lane.look_behind = True
             if long_ago or lane.is_due or lane.waits:
                 self._wake(lane)
 
     # Turns
 
     def _wake(self, lane: Lane) -> None:
-        if lane.stopped is not None:
+        if not lane.may_run or not self._attendant.is_informed:
             return
         if lane.is_busy:
             lane.again = True
@@ -171,7 +217,9 @@ class Supply:
         try:
             if await self._lookout.finds(lane, self.positions):
                 lane.again = True
-                await self._decode(lane, lane.stretches.popleft())
+                await self._carry_on(lane)
+            else:
+                lane.goes_on()
             lane.failed = False
         except _StaleError:
             pass
@@ -181,7 +229,7 @@ class Supply:
             lane.again = not lane.failed
             lane.fail()
         except (Stopped, DataError) as error:
-            self._stop(lane, error)
+            self._attendant.stop(lane, error)
         except (Unavailable, OutcomeUnknown) as error:
             lane.again = False
             lane.fail()
@@ -190,15 +238,41 @@ class Supply:
                 "store not readable", action="store_error", error=str(error), **lane.chain.log_context()
             )
 
+    async def _carry_on(self, lane: Lane) -> None:
+        """The next stretch of the chain, or what is given up before it."""
+        if lane.given_up is None:
+            await self._decode(lane, lane.stretches.popleft())
+            return
+        block = Block(Piece(Gap(lane.chain), lane.given_up, 0))
+        lane.given_up = None
+        self._append(lane, block)
+        self._budget.force(block.size)
+
+    def _append(self, lane: Lane, block: Block) -> None:
+        """The block is ready. Raises _StaleError where it is nobody's any more."""
+        if not self._is_current(lane):
+            raise _StaleError
+        lane.position = block.piece.rows.last + 1
+        lane.goes_on()
+        self._ready.append(block)
+        self._filled.set()
+
+    def _hold(self, lane: Lane) -> Lane:
+        """Drop what is ready of the chain; the lane that goes on behind what was taken."""
+        kept: deque[Block] = deque()
+        for block in self._ready:
+            if block.piece.chain == lane.chain and not block.piece.out_of_turn:
+                self._budget.give(block.size)
+            else:
+                kept.append(block)
+        self._ready = kept
+        return self.roster.renew(lane, {**self.positions, **self._taken_to})
+
     async def _decode(self, lane: Lane, stretch: Stretch[SegmentRef]) -> None:
         ref = stretch.segment
 
         def emit(block: Block) -> None:
-            if not self._is_current(lane):
-                raise _StaleError
-            lane.position = block.piece.rows.last + 1
-            self._ready.append(block)
-            self._filled.set()
+            self._append(lane, block)
 
         lane.preparer.relay = await self._relays.of(lane.chain)
         try:
@@ -207,7 +281,7 @@ class Supply:
             self._leave_out(lane, ref, error)
         else:
             if problem is not None:
-                self._stop(lane, problem)
+                self._attendant.stop(lane, problem)
 
     def _leave_out(self, lane: Lane, ref: SegmentRef, error: SegmentCorrupt) -> None:
         lane.damaged.add(ref.key)
@@ -215,15 +289,4 @@ class Supply:
         metrics.damaged.labels(lane.chain.site, lane.chain.feed).inc()
         log.error(
             "segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context()
-        )
-
-    def _stop(self, lane: Lane, error: FloeError) -> None:
-        lane.stopped, lane.again = error, False
-        lane.replan()
-        log.error(
-            "chain stopped",
-            action="chain_stopped",
-            error=str(error),
-            code=error.code,
-            **lane.chain.log_context(),
         )

@@ -1,6 +1,6 @@
-"""The JSON form of what ingress remembers of a target. Read back, it is untrusted: a value that is not
-what this
-version wrote stops the target and is never overwritten."""
+"""The JSON form of what ingress remembers of a target. Read back, it is untrusted: a value that is not what
+this version wrote stops the target, and only an operator overwrites it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.segments.layout import Layout, SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.intent import Checkpoint, Gap, Intent, Piece, TargetState
+from ingress.checkpoints.commands import set_command
+from ingress.checkpoints.intent import Checkpoint, Ending, Gap, Intent, Piece, TargetState
 
 VERSION = 1
 _GAP = "gap"  # in the place of a segment
@@ -29,6 +30,7 @@ def to_json(target: str, state: TargetState) -> bytes:
             "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
             "intent": state.intent and _intent_json(state.intent),
             **({"begins": checkpoint.begins} if checkpoint.begins else {}),
+            **({"ending": _ending_json(checkpoint.ending)} if checkpoint.ending else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -52,13 +54,18 @@ def from_json(target: str, raw: bytes) -> TargetState:
 def _refuse(target: str, error: Exception, raw: bytes) -> NoReturn:
     raise Stopped(
         f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
-        hint="restore the key from a backup of the bucket, or begin again with an empty target",
+        hint="restore the key from a backup of the bucket; or go on behind what the target holds: "
+        + set_command(target, "--from-target"),
         code="E-STATE-KV",
     ) from error
 
 
 def _intent_json(intent: Intent) -> dict[str, Any]:
     return {"base": intent.base, "rows": [_piece_json(piece) for piece in intent.pieces]}
+
+
+def _ending_json(ending: Ending) -> list[Any]:
+    return [str(ending.chain), ending.rows.first, ending.rows.last]
 
 
 def _piece_json(piece: Piece) -> list[Any]:
@@ -78,7 +85,17 @@ def _checkpoint(document: dict[str, Any]) -> Checkpoint:
     if not isinstance(created, str):
         raise TypeError(f"target_created: expected text, found {created!r:.40}")
     begins = _count(document.get("begins", 0), "begins")
-    return Checkpoint(_count(document["target_sequence"], "target_sequence"), created, positions, begins)
+    ending = _ending(document.get("ending"))
+    return Checkpoint(
+        _count(document["target_sequence"], "target_sequence"), created, positions, begins, ending
+    )
+
+
+def _ending(document: Any) -> Ending | None:
+    if document is None:
+        return None
+    chain, first, last = document
+    return Ending(Chain.parse(chain), SequenceRange(_count(first, "first"), _count(last, "last")))
 
 
 def _intent(document: Any) -> Intent | None:

@@ -22,6 +22,8 @@ MAX_ROWS = 100_000
 MAX_BYTES = 64 * 1024 * 1024
 # Keeps the stored value far below the 1 MiB that a message may have by default (about 150 bytes each).
 MAX_PIECES = 1_000
+# Parked messages that an intent names (about 12 bytes each).
+MAX_LEFT_OUT = 10_000
 
 
 class CheckpointConflict(DataError):
@@ -85,6 +87,23 @@ class Intent:
         """The target sequence of its last message; `base` without messages."""
         return self.base + self.count
 
+    @property
+    def ending(self) -> Ending | None:
+        """What its last message is; None without messages."""
+        last = next((piece for piece in reversed(self.pieces) if piece.count), None)
+        return None if last is None else Ending(last.chain, last.rows)
+
+    def ends(self, stored: int) -> dict[int, Piece]:
+        """The pieces with messages that end among the first `stored` messages, by the target sequence of
+        their last one.
+        """
+        found, at = {}, self.base
+        for piece in self.pieces:
+            at += piece.count
+            if piece.count and at <= self.base + stored:
+                found[at] = piece
+        return found
+
     def piece_at(self, index: int) -> tuple[int, Piece]:
         """Which piece holds message `index` (0 is the first), and how many messages stand before
         that piece.
@@ -98,18 +117,28 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """Which message a checkpoint ends with: one of `rows` of `chain`."""
+
+    chain: Chain
+    rows: SequenceRange
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What is stored for good: everything below `positions`, up to `target_sequence` of the target.
 
     `target_created` tells this target from another of the same name. A chain without a position has
     not begun. `begins`: what stands at or below this target sequence was there before Floe, or was accepted
-    by an operator as it is; it need not be ours.
+    by an operator as it is; it need not be ours. `ending`: what stands at `target_sequence`; None where that
+    is not known.
     """
 
     target_sequence: int
     target_created: str
     positions: Mapping[Chain, int] = field(default_factory=dict)
     begins: int = 0
+    ending: Ending | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +154,18 @@ class TargetState:
         return self.checkpoint.target_sequence if self.intent is None else self.intent.end
 
 
-def open_intent(state: TargetState, pieces: Sequence[Piece]) -> TargetState:
+def open_intent(state: TargetState, pieces: Sequence[Piece], base: int | None = None) -> TargetState:
     """`state` with an intent over `pieces`. Raises CheckpointConflict where one is open or a piece
     does not fit.
+
+    `base`: the target sequence that its rows come after, where foreign messages stand behind the checkpoint
+    (None: nothing does).
     """
     if state.intent is not None:
         raise CheckpointConflict(f"expected no open intent, found one after sequence {state.intent.base}")
     advanced(state.checkpoint.positions, pieces)
-    return replace(state, intent=Intent(state.checkpoint.target_sequence, tuple(pieces)))
+    base = state.checkpoint.target_sequence if base is None else base
+    return replace(state, intent=Intent(base, tuple(pieces)))
 
 
 def close_intent(state: TargetState, base: int | None = None) -> TargetState:
@@ -146,7 +179,8 @@ def close_intent(state: TargetState, base: int | None = None) -> TargetState:
         raise CheckpointConflict("expected an open intent, found none")
     positions = advanced(state.checkpoint.positions, state.intent.pieces)
     end = (state.intent.base if base is None else base) + state.intent.count
-    return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions))
+    ending = state.intent.ending or state.checkpoint.ending
+    return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions, ending=ending))
 
 
 def advanced(positions: Mapping[Chain, int], pieces: Sequence[Piece]) -> dict[Chain, int]:

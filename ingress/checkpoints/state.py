@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import OutcomeUnknown, Stopped
+from ingress.checkpoints.commands import set_command
 from ingress.checkpoints.documents import from_json, to_json
 from ingress.checkpoints.intent import TargetState
 
@@ -38,6 +39,14 @@ class Stored:
     revision: int
 
 
+class StateMoved(Exception):
+    """Another instance, or an operator, changed the stored state: `stored` is what is there now."""
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__("state moved by another instance")
+        self.stored = stored
+
+
 class StateStore:
     """The state of one target under one key."""
 
@@ -63,7 +72,8 @@ class StateStore:
         if len(value) > MAX_STATE:
             raise Stopped(
                 f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}",
-                hint="spread its sources over several targets",
+                hint="spread its sources over several targets; or forget chains that are listed no more: "
+                + set_command(self._target, "--forget-unlisted"),
                 code="E-STATE-SIZE",
             )
         try:

@@ -1,5 +1,5 @@
 """What an operator is told when a target is not what its checkpoint says: the verdict, both sides, the
-choices.
+choices, each a command to paste.
 """
 
 from __future__ import annotations
@@ -7,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import AnotherWriter, FloeError, Stopped
+from ingress.checkpoints.commands import set_command
 from ingress.verdicts.verdict import Finding, Origin, Reading, Verdict
 
 _GONE = Verdict(Finding.GONE, detail="expected the stream, found none")
 
 
 class Choices:
-    """Errors about one target. `forget`: the command that makes ingress forget it."""
+    """Errors about one target."""
 
-    def __init__(self, target: str, forget: str) -> None:
-        self.target, self.forget = target, forget
+    def __init__(self, target: str) -> None:
+        self.target = target
 
     def no_checkpoint(self, reading: Reading | None) -> FloeError:
         """A target that is missing, or that holds or held messages, and of which nothing is remembered."""
@@ -25,7 +26,7 @@ class Choices:
         return Stopped(
             f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
             f"{reading.last_sequence} and no checkpoint",
-            hint="restore the state bucket, or carry into a new stream: what is stored cannot be told",
+            hint=f"restore the state bucket; or go on behind what the target holds: {self._from_target}",
             code="E-TARGET-NOT-EMPTY",
         )
 
@@ -33,25 +34,39 @@ class Choices:
         """What to raise for a confirmed `verdict`; `seen`: the readings, oldest first."""
         message = f"target {self.target}: {verdict.finding.value}: {verdict.detail}"
         if verdict.finding in (Finding.GONE, Finding.RECREATED):
-            return Stopped(
-                message,
-                hint=f"restore the stream; or to fill an empty one from the archive: {self.forget}",
-                code=f"E-TARGET-{verdict.finding.name}",
-            )
+            return Stopped(message, hint=self._replaced(seen), code=f"E-TARGET-{verdict.finding.name}")
         if verdict.finding is Finding.BEHIND:
-            again = f"recreate it and: {self.forget}"
-            return Stopped(
-                message,
-                hint=f"restore a newer copy of the stream; or to fill it again from the archive, {again}",
-                code="E-TARGET-BEHIND",
-            )
+            hint = f"restore a newer copy; or carry what it lost again: {self._from_target}"
+            hint += f"; or go on without it: {self._accept}"
+            return Stopped(message, hint=hint, code="E-TARGET-BEHIND")
         return self._shared(message, seen)
 
+    def _replaced(self, seen: Sequence[Reading]) -> str:
+        if not seen or seen[-1].last_sequence == 0:
+            return f"restore the stream; or fill an empty one from the archive: {self._forget}"
+        return (
+            f"restore the stream; or go on behind what this one holds: {self._from_target}; or, where it is "
+            f"the same with another creation time, or what was carried shall not come again: {self._accept}"
+        )
+
     def _shared(self, message: str, seen: Sequence[Reading]) -> FloeError:
-        again = f"carry into a new stream, or recreate this one and: {self.forget}"
-        hint = f"find what else publishes to it; then {again}"
+        hint = f"stop what else publishes to it; then leave its messages where they are: {self._accept}"
         if seen and seen[-1].last_sequence > seen[0].last_sequence:
             return AnotherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
         if seen and isinstance(seen[-1].tail, Origin):
-            hint = f"the state bucket may be an old copy: restore the newest. Or {hint}"
+            hint += f"; or, where the state bucket is an old copy: {self._from_target}"
         return Stopped(message, hint=hint, code="E-TARGET-SHARED")
+
+    # Commands
+
+    @property
+    def _accept(self) -> str:
+        return set_command(self.target, "--accept")
+
+    @property
+    def _from_target(self) -> str:
+        return set_command(self.target, "--from-target")
+
+    @property
+    def _forget(self) -> str:
+        return set_command(self.target, "--forget")

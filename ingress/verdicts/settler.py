@@ -4,18 +4,21 @@ itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from common.clock import Clock
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.service.logs import get_logger
-from ingress.checkpoints.state import Stored
+from ingress.checkpoints.state import StateMoved, Stored
 from ingress.ports import Looker, StateKeeper, Tenure
 from ingress.rows.blocks import Rows
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.verdict import Finding, Reading, Verdict, judge
+from ingress.verdicts.verdict import Finding, Reading, Settled, Verdict, contradiction, judge
 
 log = get_logger("ingress.verdicts.settler")
+
+T = TypeVar("T")
 
 LOOKS = 3  # equal answers before a verdict that stops
 LOOK_SPACING = 10.0  # seconds between them
@@ -23,26 +26,10 @@ PATIENCE = 30.0  # seconds without an answer of the target before everything is 
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between two questions
 
 
-class StateMoved(Exception):
-    """Another instance changed the stored state: `stored` is what is there now."""
-
-    def __init__(self, stored: Stored) -> None:
-        super().__init__("state moved by another instance")
-        self.stored = stored
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent
-    is to stand at target sequence base + n, from the first row that is not stored on.
-    """
-
-    base: int
-    stored: int
-
-
 class Settler:
-    """Looks at one target and its stored state."""
+    """Looks at one exclusive target and its stored state (`ingress.ports.Settling`)."""
+
+    steps_over = False
 
     def __init__(
         self,
@@ -56,6 +43,7 @@ class Settler:
         self.target, self._choices = choices.target, choices
         self._keeper, self._looker, self._lease = keeper, looker, lease
         self._clock, self._look_spacing = clock, look_spacing
+        self._proved = (0, 0)  # a revision, and the target sequence up to which its intent's pieces are ours
 
     async def settle(self, known: Stored, rows: Rows | None) -> Settled:
         """How many messages of the open intent of `known` are stored, by the target itself.
@@ -66,7 +54,7 @@ class Settler:
         """
         while True:
             reading = await self.reading()
-            verdict = _judge(known, reading, rows)
+            verdict = await self._proved_verdict(known, reading, rows)
             if verdict.finding is Finding.STORED:
                 return Settled(_base(known), verdict.stored)
             await self.check_moved(known)
@@ -103,10 +91,33 @@ class Settler:
 
     async def reading(self) -> Reading | None:
         """What the target says, asked again for a while if it does not answer."""
+        return await self._patiently(self._looker.read)
+
+    def _verdict(self, known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
+        """What the last sequence and the last message say."""
+        return _judge(known, reading, rows)
+
+    async def _proved_verdict(self, known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
+        """The verdict, and where rows are stored, what the ends of the pieces before the last one say."""
+        verdict = self._verdict(known, reading, rows)
+        intent = None if known.state is None else known.state.intent
+        if verdict.finding is not Finding.STORED or intent is None:
+            return verdict
+        if self._proved[0] != known.revision:
+            self._proved = (known.revision, intent.base)
+        places = [at for at in intent.ends(verdict.stored) if at > self._proved[1]]
+        found = await self._patiently(lambda: self._looker.origins(places)) if places else {}
+        against = contradiction(intent, found)
+        if against is not None:
+            return against
+        self._proved = (known.revision, max([self._proved[1], *places]))
+        return verdict
+
+    async def _patiently(self, question: Callable[[], Awaitable[T]]) -> T:
         deadline, pause = self._clock.monotonic() + PATIENCE, FIRST_PAUSE
         while True:
             try:
-                return await self._looker.read()
+                return await question()
             except (Unavailable, OutcomeUnknown, DataError):
                 if self._clock.monotonic() + pause >= deadline:
                     raise
@@ -130,7 +141,7 @@ class Settler:
             self.check_lease()
             seen.append(await self._looker.read_fresh())
             await self.check_moved(known)
-            verdict = _judge(known, seen[-1], rows)
+            verdict = await self._proved_verdict(known, seen[-1], rows)
             if verdict.finding is not finding:
                 return
         raise self._error(verdict, seen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
 
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
@@ -15,6 +16,8 @@ from common.jetstream.streams import (
     stream_info,
 )
 from ingress.verdicts.verdict import Origin, Reading, Unread
+
+PARALLEL = 32  # messages that are asked for at the same time
 
 
 class Target:
@@ -36,6 +39,17 @@ class Target:
             return await read(client, self._stream)
         finally:
             await client.aclose()
+
+    async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+        """What the messages at these target sequences say. Raises as `read`."""
+        gate = asyncio.Semaphore(PARALLEL)
+
+        async def one(place: int) -> Origin | Unread:
+            async with gate:
+                return await _tail(self._client, self._stream, place)
+
+        found = await asyncio.gather(*map(one, places))
+        return dict(zip(places, found, strict=True))
 
 
 async def read(client: FloeClient, stream: str) -> Reading | None:

@@ -7,11 +7,12 @@ provenance must agree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from common.chain import Chain
-from ingress.checkpoints.intent import TargetState
+from ingress.checkpoints.intent import Intent, TargetState
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,16 @@ class Verdict:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent
+    is to stand at target sequence base + n, from the first row that is not stored on.
+    """
+
+    base: int
+    stored: int
+
+
 def judge(state: TargetState, reading: Reading | None, expected: int | None = None) -> Verdict:
     """How much of the open intent (if any) is stored, or what speaks against going on.
 
@@ -68,7 +79,7 @@ def judge(state: TargetState, reading: Reading | None, expected: int | None = No
         return Verdict(Finding.GONE, detail="expected the stream, found none")
     checkpoint = state.checkpoint
     agrees = _agrees(state, reading, expected)
-    if reading.created != checkpoint.target_created and not _vouches(reading, agrees):
+    if reading.created != checkpoint.target_created and not _vouches(reading, agrees, checkpoint.begins):
         return Verdict(
             Finding.RECREATED,
             detail=f"created: expected {checkpoint.target_created}, found {reading.created}",
@@ -86,9 +97,26 @@ def judge(state: TargetState, reading: Reading | None, expected: int | None = No
     return Verdict(Finding.STORED, reading.last_sequence - checkpoint.target_sequence)
 
 
-def _vouches(reading: Reading, agrees: bool) -> bool:
+def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Verdict | None:
+    """What speaks against the intent among the ends of its pieces that were `read`, by target sequence; None:
+    nothing. What is not held any more speaks for nothing.
+
+    The last message alone could agree by chance where another writer stored other rows before it.
+    """
+    for at, piece in intent.ends(intent.count).items():
+        origin = read.get(at, Unread.GONE)
+        expected = f"expected {piece.chain} {piece.rows}"
+        if origin is Unread.FOREIGN:
+            return Verdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}")
+        if isinstance(origin, Origin) and (origin.chain != piece.chain or origin.sequence not in piece.rows):
+            found = f"message {at} is {origin.chain} {origin.sequence}"
+            return Verdict(Finding.FOREIGN, detail=f"{found}, {expected}")
+    return None
+
+
+def _vouches(reading: Reading, agrees: bool, begins: int) -> bool:
     """Some servers report another creation time after a restart; a message of ours in its place tells so."""
-    return agrees and isinstance(reading.tail, Origin)
+    return agrees and isinstance(reading.tail, Origin) and reading.last_sequence > begins
 
 
 def _agrees(state: TargetState, reading: Reading, expected: int | None) -> bool:
@@ -102,9 +130,12 @@ def _agrees(state: TargetState, reading: Reading, expected: int | None) -> bool:
 
 
 def _stands_there(state: TargetState, last_sequence: int, tail: Origin, expected: int | None) -> bool:
-    stored = last_sequence - state.checkpoint.target_sequence
+    checkpoint, ending = state.checkpoint, state.checkpoint.ending
+    stored = last_sequence - checkpoint.target_sequence
     if state.intent is None or stored == 0:
-        return tail.sequence < state.checkpoint.positions.get(tail.chain, 0)
+        if ending is not None:
+            return tail.chain == ending.chain and tail.sequence in ending.rows
+        return tail.sequence < checkpoint.positions.get(tail.chain, 0)
     piece = state.intent.piece_at(stored - 1)[1]
     return tail.chain == piece.chain and tail.sequence in piece.rows and expected in (None, tail.sequence)
 
@@ -115,6 +146,8 @@ def _disagreement(state: TargetState, reading: Reading, expected: int | None) ->
     found = f"message {reading.last_sequence} is {reading.tail.chain} {reading.tail.sequence}"
     stored = reading.last_sequence - state.checkpoint.target_sequence
     if state.intent is None or stored == 0:
-        return f"{found}, which lies behind the checkpoint"
+        ending = state.checkpoint.ending
+        wanted = "one below the positions" if ending is None else f"{ending.chain} {ending.rows}"
+        return f"{found}, expected {wanted}"
     piece = state.intent.piece_at(stored - 1)[1]
     return f"{found}, expected {piece.chain} {piece.rows if expected is None else expected}"

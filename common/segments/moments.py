@@ -1,0 +1,151 @@
+"""Where a moment lies in a chain: a binary search over footers, then over the row groups of one segment.
+
+Timestamps of one chain ascend, but for small steps back after a change of leader, whose clock may be behind.
+What is found is right as long as no message is more than MARGIN_NS older than one before it in the chain;
+beyond that a row at or after the moment, but in another place, may be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.chain import Chain
+from common.errors import SegmentCorrupt
+from common.segments.faults import SegmentGone
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import Stretch, cover
+
+MARGIN_NS = 60_000_000_000
+_LISTINGS = 3  # compaction may delete what a listing named
+_COLUMNS = ("sequence", "timestamp_ns")
+
+
+def first_at(store: SegmentStore, chain: Chain, moment_ns: int) -> int | None:
+    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC).
+
+    None: the rows of the archive are all before, or there are none. Damaged segments are left out. Blocking.
+    Raises SegmentGone where segments vanish time and again, and what the store raises.
+    """
+    for _ in range(_LISTINGS - 1):
+        try:
+            return Timeline(store, store.list(chain)).first_at(moment_ns)
+        except SegmentGone:
+            continue
+    return Timeline(store, store.list(chain)).first_at(moment_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """The times in one segment, inclusive; of its last examined message where it has no rows."""
+
+    first: int
+    last: int
+    has_rows: bool
+
+
+class Timeline:
+    """The segments `refs` of one chain by time; remembers the footers that it has read. Blocking."""
+
+    def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef]) -> None:
+        self._store, self._usable = store, list(refs)
+        self._times: dict[str, _Times | None] = {}
+
+    def first_at(self, moment_ns: int) -> int | None:
+        """As the function `first_at`. Raises SegmentGone for a segment that is not there any more."""
+        while True:
+            try:
+                return self._first_at(cover(self._usable, 1), moment_ns)
+            except _DamagedError as damaged:
+                self._usable.remove(damaged.ref)
+
+    def times_of(self, ref: SegmentRef) -> tuple[int, int] | None:
+        """The least and the greatest timestamp (ns) in a segment; None where it says nothing of time."""
+        try:
+            times = self._of(ref)
+        except _DamagedError:
+            return None
+        return None if times is None else (times.first, times.last)
+
+    def _first_at(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int | None:
+        begin = self._stepped_back(stretches, self._bisected(stretches, moment_ns), moment_ns)
+        for stretch in stretches[begin:]:
+            times = self._of(stretch.segment)
+            if times is None or not times.has_rows or times.last < moment_ns:
+                continue
+            if (sequence := self._row(stretch, moment_ns)) is not None:
+                return sequence
+        return None
+
+    def _bisected(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int:
+        """A stretch that reaches the moment while the one before does not; their number if none does."""
+        low, high = 0, len(stretches)
+        while low < high:
+            middle = probe = (low + high) // 2
+            while probe < high and self._of(stretches[probe].segment) is None:
+                probe += 1
+            times = self._of(stretches[probe].segment) if probe < high else None
+            if times is None or times.last >= moment_ns:
+                high = middle
+            else:
+                low = probe + 1
+        return low
+
+    def _stepped_back(self, stretches: list[Stretch[SegmentRef]], begin: int, moment_ns: int) -> int:
+        """How far before `begin` a row at or after the moment may stand."""
+        while begin > 0:
+            times = self._of(stretches[begin - 1].segment)
+            if times is not None and times.last < moment_ns - MARGIN_NS:
+                break
+            begin -= 1
+        return begin
+
+    def _of(self, ref: SegmentRef) -> _Times | None:
+        """None where the segment says nothing of time: nothing was examined for it."""
+        if ref.key not in self._times:
+            try:
+                self._times[ref.key] = self._read(ref)
+            except SegmentCorrupt:
+                raise _DamagedError(ref) from None
+        return self._times[ref.key]
+
+    def _read(self, ref: SegmentRef) -> _Times | None:
+        with self._store.open_part(ref) as reader:
+            if groups := reader.times():
+                return _Times(min(low for low, _ in groups), max(high for _, high in groups), True)
+            tip = reader.footer.tip
+            return None if tip is None else _Times(tip.timestamp_ns, tip.timestamp_ns, False)
+
+    def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
+        """The first row of the stretch at or after the moment; only row groups that may hold it are read."""
+        try:
+            with self._store.open_part(stretch.segment) as reader:
+                for group, (_, last) in zip(reader.row_groups, reader.times(), strict=True):
+                    rows = group.range.intersection(stretch.rows)
+                    if last < moment_ns or rows is None:
+                        continue
+                    for batch in reader.batches(rows, _COLUMNS):
+                        if (sequence := _first(batch, moment_ns)) is not None:
+                            return sequence
+        except SegmentCorrupt:
+            raise _DamagedError(stretch.segment) from None
+        return None
+
+
+class _DamagedError(Exception):
+    """`ref` cannot be read."""
+
+    def __init__(self, ref: SegmentRef) -> None:
+        super().__init__(ref.key)
+        self.ref = ref
+
+
+def _first(batch: pa.RecordBatch, moment_ns: int) -> int | None:
+    late = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(moment_ns, pa.int64()))
+    row: int = pc.index(late, True).as_py()
+    sequence: int | None = batch.column("sequence")[row].as_py() if row >= 0 else None
+    return sequence

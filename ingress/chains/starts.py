@@ -1,0 +1,163 @@
+"""Where the copy of a feed begins, where its source entry says so: resolved once for a target and written
+down, so that a restart does not resolve it again.
+
+    start_sequence            of the first incarnation; later ones are carried whole
+    start_time, start_delta   a moment: of every incarnation what is at or after it
+    start_at_end              of every incarnation that is there, what comes behind the end of its coverage
+
+A target that has a position for any chain of the feed has begun: the keys are ignored then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.chain import Chain
+from common.clock import Clock
+from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.segments.archive import span
+from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
+from common.segments.moments import first_at
+from common.segments.store import SegmentStore
+from common.sequences import MAX_SEQUENCE
+from common.service.logs import get_logger
+from common.settings.start import StartSettings
+from common.settings.units import parse_time
+
+log = get_logger("ingress.chains.starts")
+
+FORMAT_VERSION = 1
+_SECOND = 1_000_000_000  # nanoseconds
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    format_version: int
+    moment_ns: int | None = None
+    sequence: int = 0
+    ends: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the copy of one feed begins. `moment_ns`: with what is at or after it (ns since 1970 UTC); None:
+    no moment. `sequence`: the first one of incarnation 0; 0: no matter. `ends`: by chain, the sequence behind
+    which it begins.
+    """
+
+    moment_ns: int | None = None
+    sequence: int = 0
+    ends: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        wire = _Wire(FORMAT_VERSION, self.moment_ns, self.sequence, dict(self.ends))
+        return msgspec.json.encode(wire, order="sorted")
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Start:
+        """What `to_json` wrote. Raises ValueError."""
+        wire = msgspec.json.decode(raw, type=_Wire)
+        numbers = (wire.sequence, *wire.ends.values())
+        if wire.format_version != FORMAT_VERSION or not all(0 <= n <= MAX_SEQUENCE for n in numbers):
+            raise ValueError(f"expected a start of version {FORMAT_VERSION}, found {wire}")
+        return cls(wire.moment_ns, wire.sequence, wire.ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """`sequence`: where the chain begins; 0 while that is not known, for the reason `waits_for`."""
+
+    sequence: int = 0
+    waits_for: str = ""
+
+
+class Starts:
+    """Resolves the start keys for one target. Blocking."""
+
+    def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
+        self._target, self._store, self._documents, self._clock = target, store, documents, clock
+
+    def resolve(
+        self,
+        chain: Chain,
+        settings: StartSettings,
+        first: int,
+        end: int | None,
+        positions: Mapping[Chain, int],
+    ) -> Beginning:
+        """Where `chain` begins, which has no position. `first`: its first sequence in the archive; `end`: of
+        its incarnation, None while that goes on; `positions`: of all chains of the target.
+
+        Raises DataError for a document that is not what it must be, and what the store raises.
+        """
+        start = self._start(chain, settings, positions)
+        if start is None:
+            return Beginning(first)
+        behind = MAX_SEQUENCE if end is None else end + 1
+        if start.moment_ns is not None:
+            return self._at(chain, start.moment_ns, first, end)
+        wanted = start.sequence if chain.incarnation == 0 else 0
+        wanted = max(wanted, start.ends.get(str(chain), 0) + 1)
+        return Beginning(max(first, min(wanted, behind)))
+
+    def _at(self, chain: Chain, moment_ns: int, first: int, end: int | None) -> Beginning:
+        found = first_at(self._store, chain, moment_ns)
+        if found is not None:
+            return Beginning(max(first, found if end is None else min(found, end + 1)))
+        if end is not None:
+            return Beginning(max(first, end + 1))
+        return Beginning(waits_for="nothing is archived yet from the moment on at which the copy begins")
+
+    def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
+        """What is written down, or is now; None where the whole feed is carried."""
+        if not settings.is_set:
+            return None
+        key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
+        start = self._read(key)
+        if start is None and any(_feed(other) == _feed(chain) for other in positions):
+            return None
+        return start or self._write(key, self._resolved(chain, settings))
+
+    def _resolved(self, chain: Chain, settings: StartSettings) -> Start:
+        if settings.start_at_end:
+            return Start(ends={str(each): self._end(each) for each in self._documents.chains(*_feed(chain))})
+        if settings.start_sequence:
+            return Start(sequence=settings.start_sequence)
+        if settings.start_time:
+            return Start(moment_ns=parse_time(settings.start_time))
+        return Start(moment_ns=round((self._clock.now() - settings.start_delta) * _SECOND))
+
+    def _end(self, chain: Chain) -> int:
+        """The end of the coverage; the tail is a hint that may be old."""
+        tail = self._documents.read_tail(chain) or 0
+        newer = span(self._store.list(chain, position=tail + 1))
+        return tail if newer is None else newer.last
+
+    def _read(self, key: str) -> Start | None:
+        raw = self._documents.objects.get(key, length=MAX_DOCUMENT_BYTES)
+        try:
+            return None if raw is None else Start.from_json(raw)
+        except ValueError as error:
+            raise DataError(
+                f"{key}: {error}", hint="delete it to have the start keys resolved again", code="E-STATE-JSON"
+            ) from error
+
+    def _write(self, key: str, start: Start) -> Start:
+        """Write it unless another instance has; what is there now, read back."""
+        body = start.to_json()
+        try:
+            self._documents.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
+        except OutcomeUnknown as error:
+            log.warning("start in doubt", action="document_in_doubt", key=key, error=str(error))
+        found = self._read(key)
+        if found is None:
+            raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
+        log.info("copy begins", action="start_resolved", key=key, start=body.decode())
+        return found
+
+
+def _feed(chain: Chain) -> tuple[str, str]:
+    return chain.site, chain.feed

@@ -1,0 +1,1 @@
+"""What operators decide about single chains: gaps, pauses; and the commands for it."""

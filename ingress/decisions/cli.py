@@ -1,0 +1,299 @@
+"""`floe gap ls|accept` and `floe chain pause|resume`: an operator's decisions about single chains."""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.errors import UsageError
+from common.service.cli import (
+    Sequence,
+    config_option,
+    json_option,
+    load_settings,
+    open_chains,
+    open_store,
+    print_json,
+    run_command,
+    table,
+)
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.settings.root import Settings
+    from ingress.decisions.pauses import Pauses
+
+GAP_COLUMNS = ("site", "feed", "incarnation", "partition", "first", "last", "since", "behind", "accepted")
+
+
+def chain_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--site --feed [--incarnation] [--partition]`: one chain."""
+    for option in (
+        click.option("--partition", type=click.IntRange(0, 65535), default=0, help="The partition."),
+        click.option("--incarnation", type=click.IntRange(0, 9999), default=0, help="The incarnation."),
+        click.option("--feed", required=True, help="The feed."),
+        click.option("--site", required=True, help="The site."),
+    ):
+        command = option(command)
+    return command
+
+
+def _chain(site: str, feed: str, incarnation: int, partition: int) -> Chain:
+    from common.chain import Chain
+
+    try:
+        return Chain(site, feed, incarnation, partition)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("expected --yes where nobody can be asked")
+    click.confirm(question, abort=True, err=True)
+
+
+def _somebody() -> str:
+    """Who runs the command, as far as this host knows."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):
+        name = "?"
+    return f"{name}@{socket.gethostname()}"
+
+
+def _now() -> str:
+    from common.clock import SystemClock
+    from common.segments.listing import timestamp
+
+    return timestamp(int(SystemClock().now() * 1000) * 1_000_000)
+
+
+# Gaps
+
+
+@click.group()
+def gap() -> None:
+    """List holes in the archive, and give them up."""
+
+
+@gap.command("ls")
+@config_option
+@json_option
+@run_command
+async def gap_ls(config: str, as_json: bool) -> None:
+    """List the holes of every chain that flows into a target, from where the target stands.
+
+    since: when the first segment behind the hole was stored. accepted: whether ingress goes on behind it.
+
+    Example: floe gap ls -c central.yaml --json
+    """
+    from ingress.decisions.holes import look_up
+    from ingress.reports import read_states
+
+    settings = load_settings(config, quiet=True)
+    states = await read_states(settings)
+    store, documents = open_store(settings), open_chains(settings)
+    try:
+        rows = []
+        for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
+            rows += [hole.row() for hole in look_up(store, documents, chain, position).holes()]
+    finally:
+        store.close()
+    print_json(rows) if as_json else table(rows, GAP_COLUMNS)
+
+
+def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Chain, int | None]:
+    """Each chain that flows into a target and where the target that is furthest behind stands; None: it has
+    not begun there.
+    """
+    found: dict[Chain, int | None] = {}
+    for target in settings.ingress.targets:
+        pairs = {pair for source in target.sources for pair in source.pairs()}
+        state = states.get(target.stream)
+        positions = state.checkpoint.positions if state else {}
+        for chain in chains:
+            if (chain.site, chain.feed) in pairs:
+                at = positions.get(chain)
+                before = found.get(chain, at)
+                found[chain] = None if at is None or before is None else min(at, before)
+    return found
+
+
+@gap.command("accept")
+@config_option
+@chain_options
+@click.option("--first", type=Sequence(), required=True, help="The first sequence that is given up.")
+@click.option("--last", type=Sequence(), required=True, help="The last one.")
+@click.option("--note", default="", help="Why; kept with the decision.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@run_command
+def gap_accept(
+    config: str,
+    site: str,
+    feed: str,
+    incarnation: int,
+    partition: int,
+    first: int,
+    last: int,
+    note: str,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Give up sequences that no segment covers: every target goes on behind them, within a poll.
+
+    Segments that arrive before a target has passed the gap are carried all the same; what arrives later is
+    reported. Refused where a sound segment covers a part.
+
+    Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
+    """
+    from common.segments.gaps import AcceptedGap
+    from common.sequences import SequenceRange
+    from ingress.decisions.holes import check, look_up
+
+    if first > last:
+        raise UsageError(f"--first {first} is greater than --last {last}")
+    chain, wanted = _chain(site, feed, incarnation, partition), SequenceRange(first, last)
+    settings = load_settings(config, quiet=True)
+    store, documents = open_store(settings), open_chains(settings)
+    try:
+        found = check(store, look_up(store, documents, chain, first), wanted)
+        for problem in found.damaged:
+            click.echo(f"damaged, and given up with the gap: {problem}", err=True)
+        _confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+        try:
+            decision = AcceptedGap(wanted, note, _somebody(), _now())
+        except ValueError as error:
+            raise UsageError(f"--note: {error}") from None
+        kept = documents.accept_gap(chain, decision)
+    finally:
+        store.close()
+    _show_accepted(chain, kept, found.damaged, as_json)
+
+
+def _show_accepted(chain: Chain, kept: Any, damaged: tuple[str, ...], as_json: bool) -> None:
+    if as_json:
+        shown = {"first": kept.range.first, "last": kept.range.last, "note": kept.note}
+        decided = {"by": kept.by, "at": kept.at, "damaged": list(damaged)}
+        print_json({**chain.log_context(), **shown, **decided})
+    else:
+        click.echo(f"{chain} {kept.range} is given up, by {kept.by} at {kept.at}")
+
+
+# Pauses
+
+
+@click.group()
+def chain() -> None:
+    """Pause single chains, and have them carried again."""
+
+
+@chain.command("pause")
+@config_option
+@click.option("--target", required=True, metavar="STREAM", help="The target.")
+@chain_options
+@click.option("--note", default="", help="Why; shown by `floe chain ls`.")
+@json_option
+@run_command
+async def chain_pause(
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int,
+    partition: int,
+    note: str,
+    as_json: bool,
+) -> None:
+    """Carry nothing more of a chain into a target until it is resumed; others go on.
+
+    What is being stored now is stored. Holds through restarts and take-overs.
+
+    Example: floe chain pause -c central.yaml --target FLEET --site us-east --feed NODES --note "bad data"
+    """
+    from ingress.decisions.pauses import Pause
+
+    if len(note) > 1000:
+        raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
+    named = _chain(site, feed, incarnation, partition)
+    pause = Pause(_now(), _somebody(), note)
+    pauses = await _decide(config, target, lambda pauses: pauses.pause(named, pause))
+    _show_pauses(target, pauses, as_json)
+
+
+@chain.command("resume")
+@config_option
+@click.option("--target", required=True, metavar="STREAM", help="The target.")
+@chain_options
+@json_option
+@run_command
+async def chain_resume(
+    config: str, target: str, site: str, feed: str, incarnation: int, partition: int, as_json: bool
+) -> None:
+    """Carry a paused chain again; or have a chain that stopped by itself looked at again at once.
+
+    Example: floe chain resume -c central.yaml --target FLEET --site us-east --feed NODES
+    """
+    named = _chain(site, feed, incarnation, partition)
+    # Two resumptions within a millisecond are two.
+    at = f"{_now()} {secrets.token_hex(4)}"
+    pauses = await _decide(config, target, lambda pauses: pauses.resume(named, at))
+    _show_pauses(target, pauses, as_json)
+
+
+@chain.command("ls")
+@config_option
+@json_option
+@run_command
+async def chain_ls(config: str, as_json: bool) -> None:
+    """List the paused chains of every target.
+
+    Example: floe chain ls -c central.yaml --json
+    """
+    from ingress.decisions.opened import pause_stores
+
+    rows = []
+    async with pause_stores(load_settings(config, quiet=True)) as stores:
+        for target, store in stores.items():
+            rows += _rows(target, await store.read())
+    print_json(rows) if as_json else table(rows, PAUSE_COLUMNS)
+
+
+PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
+
+
+async def _decide(config: str, target: str, step: Callable[[Pauses], Pauses]) -> Pauses:
+    from ingress.decisions.opened import pause_stores
+
+    async with pause_stores(load_settings(config, quiet=True)) as stores:
+        if target not in stores:
+            known = ", ".join(stores) or "none"
+            raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
+        return await stores[target].change(step)
+
+
+def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
+    return [
+        {"target": target, **chain.log_context(), "since": pause.at, "by": pause.by, "note": pause.note}
+        for chain, pause in sorted(pauses.paused.items())
+    ]
+
+
+def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
+    """What is paused now; the service sees it within two seconds."""
+    rows = _rows(target, pauses)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        table(rows, PAUSE_COLUMNS)
+    else:
+        click.echo(f"no chain of {target} is paused")

@@ -1,0 +1,123 @@
+"""Which chains of a target an operator has paused, in one key of the state bucket beside the target's state.
+
+A resumed chain stays named with the time of its resumption, so that a running service sees that somebody
+wants it looked at again. Read back, the value is untrusted: one that is not what this version wrote stops the
+target's decisions being changed, and pauses nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import msgspec
+
+from common.chain import Chain
+from common.errors import Stopped
+from common.jetstream.kv import state_key
+from ingress.checkpoints.state import Entry
+
+VERSION = 1
+ROLE = "pauses"
+MOST = 5_000  # chains named in the value, which has to stay far below 1 MiB
+
+
+class _PauseWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    at: str
+    by: str = ""
+    note: str = ""
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    target: str
+    paused: dict[str, _PauseWire]
+    resumed: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Who paused a chain, when (RFC 3339), and why."""
+
+    at: str
+    by: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """`paused`: the chains that are not carried. `resumed`: when somebody wanted a chain looked at again."""
+
+    paused: Mapping[Chain, Pause] = field(default_factory=dict)
+    resumed: Mapping[Chain, str] = field(default_factory=dict)
+
+    def pause(self, chain: Chain, pause: Pause) -> Pauses:
+        """With `chain` paused; one that is paused stays as it was."""
+        paused = {**self.paused, chain: self.paused.get(chain, pause)}
+        return Pauses(paused, {c: at for c, at in self.resumed.items() if c != chain})
+
+    def resume(self, chain: Chain, at: str) -> Pauses:
+        """With `chain` carried again, or looked at again where it has stopped by itself."""
+        resumed = {**{c: t for c, t in self.resumed.items() if c != chain}, chain: at}
+        most = MOST - len(self.paused)
+        kept = dict(list(resumed.items())[-most:]) if most > 0 else {}
+        return replace(self, paused={c: p for c, p in self.paused.items() if c != chain}, resumed=kept)
+
+
+class Bucket(Protocol):
+    """What is needed here of `common.jetstream.kv.KeyValue`."""
+
+    bucket: str
+
+    async def get(self, key: str) -> Entry | None: ...
+    async def change(self, key: str, step: Callable[[bytes | None], bytes | None]) -> None: ...
+
+
+class PauseStore:
+    """The pauses of one target."""
+
+    def __init__(self, bucket: Bucket, target: str) -> None:
+        self._bucket, self._target, self._key = bucket, target, state_key(ROLE, target)
+
+    async def read(self) -> Pauses:
+        """What is decided now. Raises Stopped where it cannot be read, and what the bucket raises."""
+        entry = await self._bucket.get(self._key)
+        return self._parsed(None if entry is None else entry.value)
+
+    async def change(self, step: Callable[[Pauses], Pauses]) -> Pauses:
+        """Have stored what `step` makes of it, whoever else changes it too. Raises as `read`."""
+        done = [Pauses()]
+
+        def changed(value: bytes | None) -> bytes:
+            done[0] = step(self._parsed(value))
+            return self._json(done[0])
+
+        await self._bucket.change(self._key, changed)
+        return done[0]
+
+    def _parsed(self, value: bytes | None) -> Pauses:
+        if value is None:
+            return Pauses()
+        try:
+            wire = msgspec.json.decode(value, type=_Wire)
+            if (wire.version, wire.target) != (VERSION, self._target):
+                raise ValueError(
+                    f"expected {VERSION} of {self._target}, found {wire.version} {wire.target:.80}"
+                )
+            paused = {Chain.parse(chain): Pause(p.at, p.by, p.note) for chain, p in wire.paused.items()}
+            return Pauses(paused, {Chain.parse(chain): at for chain, at in wire.resumed.items()})
+        except ValueError as error:
+            raise Stopped(
+                f"pauses of target {self._target} cannot be read: {error} (begins {value[:40]!r})",
+                hint=f"restore it; or have nothing paused: {self._forget()}",
+                code="E-STATE-KV",
+            ) from error
+
+    def _forget(self) -> str:
+        return f"nats kv del {self._bucket.bucket} {self._key} --force"
+
+    def _json(self, pauses: Pauses) -> bytes:
+        paused = {str(c): _PauseWire(p.at, p.by, p.note) for c, p in pauses.paused.items()}
+        resumed = {str(c): at for c, at in pauses.resumed.items()}
+        return msgspec.json.encode(_Wire(VERSION, self._target, paused, resumed))

@@ -1,0 +1,37 @@
+"""What becomes of a target after an error: pure."""
+
+from __future__ import annotations
+
+from common.errors import AnotherWriter, ConfigError, FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.requests import ApiError
+
+
+def passes_by_itself(error: BaseException) -> bool:
+    """Whether trying again later may help without anybody doing anything."""
+    if isinstance(error, ApiError):
+        return error.status >= 500 or error.status == 429
+    return isinstance(error, Unavailable | OutcomeUnknown)
+
+
+def ends_target(error: FloeError, *, was_checked: bool) -> bool:
+    """Whether the target is over for this process: another writer, or a configuration that cannot work.
+
+    `was_checked`: the configuration and the target went together once, so that the target has changed since,
+    and may change again.
+    """
+    if isinstance(error, ConfigError):
+        return not was_checked or error.code == "E-SOURCES"
+    return isinstance(error, AnotherWriter)
+
+
+def leading(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error of a group that says most: one that an operator has to deal with before one that passes."""
+    errors = list(_flat(group))
+    ranked = sorted(errors, key=lambda e: (passes_by_itself(e), not isinstance(e, FloeError)))
+    return ranked[0]
+
+
+def _flat(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [inner for each in error.exceptions for inner in _flat(each)]
+    return [error]
