@@ -6,6 +6,7 @@ It runs in the event loop of the test. Faults act on the connections that are op
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import struct
 from contextlib import suppress
@@ -30,7 +31,8 @@ class TcpProxy:
     """`async with TcpProxy(port) as proxy:` listens on `proxy.port`; "up" is towards the server, "down" back.
 
     `blackhole` swallows the bytes of a direction while connections stay open; `delay` holds each chunk back
-    for that many seconds; `cut_after` resets a connection once so many bytes went in a direction (0: off).
+    for that many seconds; `cut_after` resets a connection once so many bytes went in a direction (0: off);
+    `lose` resets a connection instead of passing on a chunk that matches.
     """
 
     def __init__(self, target_port: int) -> None:
@@ -43,6 +45,8 @@ class TcpProxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._cut_after = {"up": 0, "down": 0}
+        self._loses: re.Pattern[bytes] | None = None
+        self._lost = asyncio.Event()
         self._pairs: list[_Pair] = []
         self._server: asyncio.Server | None = None
 
@@ -82,13 +86,22 @@ class TcpProxy:
         """Reset the connections when `size` more bytes went in `direction`; the bytes up to there arrive."""
         self._cut_after[direction] = self.passed[direction] + size
 
+    def lose(self, pattern: re.Pattern[bytes]) -> asyncio.Event:
+        """The next chunk from the server that matches is lost and its connection reset; set when it was."""
+        self._loses, self._lost = pattern, asyncio.Event()
+        return self._lost
+
+    def lose_nothing(self) -> None:
+        """Pass on what `lose` was waiting for."""
+        self._loses = None
+
     def heal(self) -> None:
         """No faults any more; connections that were made to swallow or to stall are reset."""
         swallowed = bool(self._blackhole) or not self._flowing.is_set()
         self._flowing.set()
         self._blackhole.clear()
         self._cut_after = {"up": 0, "down": 0}
-        self.delay = 0.0
+        self.delay, self._loses = 0.0, None
         if swallowed:
             self.cut()
 
@@ -125,6 +138,10 @@ class TcpProxy:
                     await asyncio.sleep(self.delay)
                 if direction in self._blackhole:
                     continue
+                if direction == "down" and self._loses and self._loses.search(data):
+                    self._loses = None
+                    self._lost.set()
+                    break
                 limit = self._cut_after[direction]
                 if limit and self.passed[direction] + len(data) >= limit:
                     self._cut_after[direction] = 0

@@ -77,15 +77,22 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlace:
-    """Where a server stands in a cluster: its own route port and those of all members."""
+    """Where a server stands in a cluster: its own route port and those of all members.
+
+    `advertise`: whether clients are told the addresses of the other members.
+    """
 
     name: str
     port: int
     ports: tuple[int, ...]
+    advertise: bool = True
 
     def config(self) -> str:
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.ports)
-        return f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", routes: [{routes}] }}'
+        quiet = f"no_advertise: {_flag(not self.advertise)}"
+        return (
+            f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", {quiet}, routes: [{routes}] }}'
+        )
 
 
 class NatsServer:
@@ -257,10 +264,19 @@ class NatsServer:
 
 
 class NatsCluster:
-    """`size` servers in one cluster; streams may have up to as many replicas."""
+    """`size` servers in one cluster; streams may have up to as many replicas.
+
+    Without `advertise` clients know only the addresses that they were given, such as those of proxies.
+    """
 
     def __init__(
-        self, size: int = 3, *, max_payload: int | None = None, extra: str = "", binary: Path | None = None
+        self,
+        size: int = 3,
+        *,
+        max_payload: int | None = None,
+        extra: str = "",
+        binary: Path | None = None,
+        advertise: bool = True,
     ) -> None:
         routes = tuple(free_port() for _ in range(size))
         self.servers = [
@@ -268,7 +284,7 @@ class NatsCluster:
                 name=f"n{i + 1}",
                 max_payload=max_payload,
                 extra=extra,
-                cluster=ClusterPlace("floe", port, routes),
+                cluster=ClusterPlace("floe", port, routes, advertise),
                 binary=binary,
             )
             for i, port in enumerate(routes)

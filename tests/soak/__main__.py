@@ -16,11 +16,17 @@ import click
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios import sampling
 from tests.scenarios.bucket import compacted, shuffled
+from tests.scenarios.delivery import delivered
+from tests.scenarios.delivery_forgetful import per_subject, work_queue
 from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
+from tests.scenarios.foreign_site import foreign_site
 from tests.scenarios.histories import recreated_unput, recreated_while_down, recreated_while_running
+from tests.scenarios.many_sites import many_sites
+from tests.scenarios.replay import replay_kills
 from tests.scenarios.retention import retention
 from tests.scenarios.sharing import shared
 from tests.scenarios.sharing_sampled import sampled_shared
+from tests.scenarios.takeover import take_overs
 from tests.support import SharedS3
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "soak.json"
@@ -41,6 +47,15 @@ RUNS: dict[str, Callable[[Any, random.Random], Awaitable[Ran]]] = {
     "sharing": lambda s3, rng: shared(s3, rng, seconds=60),
     "sharing_sampled": lambda s3, rng: sampled_shared(s3, rng, seconds=60),
     "retention": lambda s3, rng: retention(s3, rng, seconds=60),
+    "delivery_fast": lambda s3, rng: delivered(s3, rng, 300, "fast"),
+    "delivery_atomic": lambda s3, rng: delivered(s3, rng, 300, "atomic"),
+    "delivery_single": lambda s3, rng: delivered(s3, rng, 300, "single"),
+    "delivery_work_queue": lambda s3, rng: work_queue(s3, rng, 300, "auto"),
+    "delivery_per_subject": lambda s3, rng: per_subject(s3, rng, 300, "auto"),
+    "replay_kills": lambda s3, rng: replay_kills(s3, rng, rounds=30),
+    "take_overs": lambda s3, rng: take_overs(s3, rng, rounds=10),
+    "foreign_site": lambda s3, rng: foreign_site(s3, rng, seconds=60),
+    "many_sites": lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300),
 }
 
 

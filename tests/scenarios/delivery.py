@@ -1,0 +1,175 @@
+"""Must hold: whatever breaks on the way into a target of three replicas, each message is in it once.
+
+Six chains, one of them by a real egress, two ingress instances, compaction and deletion all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from common.chain import Chain
+from common.errors import FloeError
+from common.jetstream.streams import stream_info
+from common.service.wiring import load_settings, open_chains, open_store
+from infra.oracle import Trace, prefixed
+from infra.oracle_streams import target_traces
+from infra.oracle_targets import classes, compare_target
+from tests.scenarios.delivery_beside import FEEDS, FROZEN, SITES, WRITTEN, Compactor, Egress
+from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
+from tests.scenarios.delivery_faults import KINDS, Faults
+from tests.scenarios.delivery_meter import Meter
+from tests.scenarios.delivery_writer import Author, Writer
+from tests.support import soon
+
+SETTLE = 90.0  # seconds for everything to arrive once all is healed
+# Messages a second, and seconds that lines hold each chunk back: a `single` waits for each message.
+PACES = {"single": (150, 0.0)}
+PACE = (1000, 0.03)
+CALM = 2.0  # seconds in which nothing more may arrive
+# What an ingress may end with by itself under faults: a supervisor starts it again.
+LATER = {75}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A centre under faults, and what counted them."""
+
+    centre: Centre
+    meter: Meter
+    faults: Faults
+    compactor: Compactor
+    writer: Writer
+
+    def found(self, started: float) -> dict[str, Any]:
+        """What an operator would want to know of the run; `started`: monotonic seconds."""
+        exits = sum((instance.exits for instance in self.centre.instances), Counter[int]())
+        return {
+            "seconds": round(time.monotonic() - started, 1),
+            "faults": dict(sorted(self.faults.counts.items())),
+            "acknowledgements lost": self.faults.acknowledgements_lost,
+            **self.meter.totals(),
+            "take-overs": self.meter.take_overs,
+            "restarts by exit code": {str(code): count for code, count in exits.items()},
+            "publishers": sorted(self.meter.publishers),
+            **self.writer.counts,
+            **self.compactor.counts,
+        }
+
+
+async def delivered(s3: Any, rng: random.Random, seconds: float, publisher: str) -> dict[str, Any]:
+    """All chains exact in an R3 target. Raises AssertionError with the oracle's report where they are not."""
+    started = time.monotonic()
+    async with disturbed(s3, rng, seconds, publisher=publisher, create=CREATE) as (run, expected):
+        await arrived(run.centre, sum(map(len, expected.values())))
+        async with run.centre.client() as client:
+            target = await target_traces(client, TARGET)
+        compared = compare_target(expected, target.traces, target.foreign)
+        found = {**run.found(started), **classes(compared), "messages": compared.expected}
+        assert compared.ok, f"{compared.report()}\n{found}"
+        require_faults(found)
+    return found
+
+
+@asynccontextmanager
+async def disturbed(
+    s3: Any,
+    rng: random.Random,
+    seconds: float,
+    subjects: int = 50,
+    frozen: bool = True,
+    beside: Callable[[Centre], AbstractAsyncContextManager[None]] | None = None,
+    **target: Any,
+) -> AsyncIterator[tuple[Run, dict[Chain, Trace]]]:
+    """Six chains into a target under faults for `seconds`; the block has all healed and all written.
+
+    It gets the run, and what the target must hold. `subjects`: of each written chain. `frozen`: one of the
+    chains comes from an egress. `beside`: entered before ingress starts, and left behind the block. Behind
+    the block the instances are drained.
+    """
+    store = store_of(s3)
+    rate, delay = PACES.get(target["publisher"], PACE)
+    async with AsyncExitStack() as stack:
+        at = await stack.enter_async_context(centre(store, SITES, FEEDS, delay, **target))
+        settings = load_settings(str(at.config))
+        segments, documents = open_store(settings), open_chains(settings)
+        stack.callback(segments.close)
+        authors = [
+            Author(segments, documents, c, random.Random(rng.random()), prefixed(PREFIX), subjects=subjects)
+            for c in (WRITTEN if frozen else (*WRITTEN, FROZEN))
+        ]
+        if beside is not None:
+            await stack.enter_async_context(beside(at))
+        egress = Egress(at.folder, store, random.Random(rng.random()), rate // 6) if frozen else None
+        if egress is not None:
+            await stack.enter_async_context(egress)
+        for instance in at.instances:
+            instance.service.start()
+        meter = await stack.enter_async_context(Meter(at.instances))
+        compactor = await stack.enter_async_context(Compactor(at.config, segments))
+        faults = Faults(at, meter, rng)
+        with Writer(authors, random.Random(rng.random()), rate) as writer:
+            await soon(lambda: last_sequence(at), SETTLE, 0.3)
+            await faults.run(seconds, lambda: compactor.counts["segments deleted"] > 0)
+        expected = {**writer.expected, **(await egress.drained() if egress is not None else {})}
+        yield Run(at, meter, faults, compactor, writer), expected
+        await _drained(at)
+
+
+async def _drained(at: Centre) -> None:
+    for instance in at.instances:
+        code = await asyncio.to_thread(instance.service.drain)
+        assert code == 0, f"{instance.name} ended with {code} on SIGTERM\n{instance.service.tail()}"
+        exits = {code: count for code, count in instance.exits.items() if code not in LATER}
+        assert not exits, f"{instance.name} ended by itself: {exits}\n{instance.service.tail()}"
+
+
+def store_of(s3: Any, bucket: str = "") -> dict[str, Any]:
+    """The `store` of a configuration, with a bucket of its own."""
+    return {
+        "url": f"s3://{bucket or s3.new_bucket()}",
+        "endpoint_url": s3.endpoint_url,
+        "access_key_id": s3.access_key,
+        "secret_access_key": s3.secret_key,
+    }
+
+
+async def arrived(at: Centre, count: int, seconds: float = SETTLE) -> None:
+    """Wait until the target took so many messages, and then for a calm; the oracle names what is missing."""
+    deadline, last = time.monotonic() + seconds, -1
+    while time.monotonic() < deadline:
+        at.supervise()
+        before, last = last, await last_sequence(at)
+        if last >= count and last == before:
+            return
+        await asyncio.sleep(CALM if last >= count else 0.3)
+
+
+async def last_sequence(at: Centre) -> int:
+    """How many messages the target ever took; 0 where it does not exist or nobody can tell."""
+    async with at.client() as client:
+        with suppress(FloeError):
+            info = await stream_info(client, TARGET)
+            return info.last_sequence if info else 0
+    return 0
+
+
+def require_faults(found: Mapping[str, Any]) -> None:
+    """A run that broke nothing, or in which nothing was ever unclear, proves nothing."""
+    missing = set(KINDS) - set(found["faults"])
+    assert not missing, f"no faults of these kinds: {missing}"
+    for name in (
+        "acknowledgements lost",
+        "unclear outcomes",
+        "take-overs",
+        "compactions",
+        "segments deleted",
+        "late segments",
+    ):
+        assert found[name] > 0, f"expected {name}, found none: {found}"

@@ -1,0 +1,172 @@
+"""A centre of three servers with two ingress instances, each behind connections of its own that can break."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.jetstream.client import FloeClient, connect
+from common.settings.nats import NatsSettings
+from common.settings.units import parse_duration
+from infra.local.nats import NatsCluster
+from infra.local.ports import free_port
+from tests.scenarios.bucket import POLICY
+from tests.scenarios.processes import Service
+from tests.tcp_proxy import TcpProxy
+
+TARGET, PREFIX = "FLEET", "fleet"
+LEASE_TTL = "3s"
+LEASE_SECONDS = parse_duration(LEASE_TTL)
+REPLICAS = 3
+CREATE = {"replicas": REPLICAS, "storage": "file", "subjects": [f"{PREFIX}.>"]}
+
+
+@dataclass(slots=True)
+class Instance:
+    """One ingress process. `proxies`: what it connects through, one for each server of the centre.
+
+    `delay`: seconds that its lines hold each chunk back, so that something is under way when they break.
+    """
+
+    service: Service
+    proxies: list[TcpProxy]
+    monitor: str
+    delay: float = 0.0
+    exits: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def name(self) -> str:
+        return self.service.name
+
+    def supervise(self) -> None:
+        """Start it again where it ended, as a supervisor does; how it ended by itself is counted."""
+        if not self.service.runs():
+            code = self.service.wait(1)
+            if code != -signal.SIGKILL:
+                self.exits[code] += 1
+            self.service.start()
+
+    def heal(self) -> None:
+        """Whole connections again, as slow as they are."""
+        for proxy in self.proxies:
+            proxy.heal()
+            proxy.delay = self.delay
+
+
+@dataclass(slots=True)
+class Centre:
+    """What a run works on. `config`: of an operator, whose connections nobody breaks."""
+
+    folder: Path
+    cluster: NatsCluster
+    instances: list[Instance]
+    config: Path
+
+    @asynccontextmanager
+    async def client(self, name: str = "test") -> AsyncIterator[FloeClient]:
+        """A connection past the proxies, to whichever server is there."""
+        client = await connect(NatsSettings(url=tuple(self.cluster.urls), connect_timeout=30), name=name)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+    def supervise(self) -> None:
+        """Start again what ended by itself."""
+        for instance in self.instances:
+            instance.supervise()
+
+    async def heal(self) -> None:
+        """All servers run and agree, all connections are whole, all instances run."""
+        for server in self.cluster.servers:
+            server.resume()
+            server.start(wait=False)
+        for instance in self.instances:
+            instance.heal()
+        self.supervise()
+        await asyncio.to_thread(self.cluster.wait_ready, 60)
+
+    def logs(self) -> str:
+        """The ends of the logs, for whoever reads why a run failed."""
+        return "\n".join(instance.service.tail() for instance in self.instances)
+
+
+@asynccontextmanager
+async def centre(
+    store: Mapping[str, Any], sites: Sequence[str], feeds: Sequence[str], delay: float, **target: Any
+) -> AsyncIterator[Centre]:
+    """A running centre whose ingress is not started yet; `target`: more keys of the target.
+
+    Where the block fails the logs stay, and a line says where.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="floe-delivery-"))
+    cluster = NatsCluster(REPLICAS, max_payload=2 * 1024 * 1024, advertise=False)
+    instances: list[Instance] = []
+    kept = False
+    try:
+        async with AsyncExitStack() as stack:
+            await asyncio.to_thread(cluster.start)
+            sources = [{"site": list(sites), "feed": list(feeds), "subject_prefix": PREFIX}]
+            entry = {"stream": TARGET, "sources": sources, **target}
+            for number in (1, 2):
+                proxies = [await stack.enter_async_context(TcpProxy(s.port)) for s in cluster.servers]
+                instances.append(_instance(folder, number, proxies, store, entry))
+                instances[-1].delay = delay
+                instances[-1].heal()
+            config = write_config(folder, "operator", cluster.urls, "", store, entry)
+            yield Centre(folder, cluster, instances, config)
+    except BaseException:
+        kept = True
+        print(f"logs: {folder}\n" + "\n".join(instance.service.tail() for instance in instances))
+        raise
+    finally:
+        for instance in instances:
+            instance.service.kill()
+        await asyncio.to_thread(cluster.close)
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _instance(
+    folder: Path, number: int, proxies: list[TcpProxy], store: Mapping[str, Any], entry: Mapping[str, Any]
+) -> Instance:
+    name, monitor = f"ingress-{number}", f"127.0.0.1:{free_port()}"
+    config = write_config(folder, name, [proxy.url for proxy in proxies], monitor, store, entry)
+    return Instance(Service(folder, name, "ingress", "run", "-c", str(config)), proxies, monitor)
+
+
+def write_config(
+    folder: Path,
+    name: str,
+    urls: Sequence[str],
+    monitor: str,
+    store: Mapping[str, Any],
+    entry: Mapping[str, Any],
+) -> Path:
+    """A configuration; those of all instances are the same but for their addresses."""
+    path = folder / f"{name}.yaml"
+    document = {
+        "instance": name,
+        "nats": {"url": list(urls), "connect_timeout": "3s"},
+        "store": dict(store),
+        "ingress": {
+            "monitor": {"listen": monitor},
+            "lease_ttl": LEASE_TTL,
+            "poll_interval": "1s",
+            "targets": [dict(entry)],
+        },
+        "compaction": POLICY,
+    }
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    path.chmod(0o600)
+    return path

@@ -1,0 +1,124 @@
+"""What a target ever stored, by its sequence, as a consumer saw it that reads while the target forgets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextlib import suppress
+
+from common.chain import Chain
+from common.errors import FloeError
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.headers import restore
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import create_consumer, parse_ack
+from infra.oracle import Trace, fingerprint
+
+BATCH = 500
+PULL = json.dumps({"batch": BATCH, "expires": 10**9}).encode()
+LOSES = 97  # one acknowledgement in so many is lost
+ACK_WAIT = 5  # seconds until what was not acknowledged is delivered again
+
+# Where one stored message comes from (None: no provenance), its timestamp there, its fingerprint.
+Entry = tuple[Chain | None, int, int, int]
+
+
+class Journal:
+    """One entry for each target sequence. `changed`: those under which two different messages were seen."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.changed: list[int] = []
+        self.counts: Counter[str] = Counter()
+
+    def note(self, sequence: int, subject: bytes, headers: bytes | None, payload: bytes) -> None:
+        """The target holds, or held, this message under this sequence."""
+        provenance, original = restore(headers)
+        entry: Entry = (None, 0, 0, 0)
+        if provenance is not None:
+            prints = fingerprint(subject, original, payload)
+            entry = (provenance.chain, provenance.sequence, provenance.timestamp_ns, prints)
+        if self.entries.setdefault(sequence, entry) != entry:
+            self.changed.append(sequence)
+
+    def traces(self) -> dict[Chain, Trace]:
+        """The messages of each chain in the order of the target."""
+        traces: dict[Chain, Trace] = {}
+        for _, (chain, sequence, timestamp, prints) in sorted(self.entries.items()):
+            if chain is not None:
+                trace = traces.setdefault(chain, Trace())
+                trace.sequences.append(sequence)
+                trace.timestamps.append(timestamp)
+                trace.prints.append(prints)
+        return traces
+
+    @property
+    def foreign(self) -> int:
+        """Messages without provenance."""
+        return sum(entry[0] is None for entry in self.entries.values())
+
+    def unseen(self, last: int) -> int:
+        """How many target sequences up to `last` nobody has seen."""
+        return last - sum(1 for sequence in self.entries if sequence <= last)
+
+
+class Consumer:
+    """A durable consumer with explicit acknowledgements, over a connection of its own, while it is entered.
+
+    What is delivered again (its acknowledgement was lost) is counted, and must be the same message.
+    """
+
+    def __init__(self, client: FloeClient, stream: str, journal: Journal) -> None:
+        self._client, self._stream, self._journal = client, stream, journal
+        self._inbox = client.new_inbox().encode()
+        self._missing, self._seen = 0, asyncio.Event()
+
+    async def __aenter__(self) -> Consumer:
+        config = {
+            "durable_name": "READER",
+            "ack_policy": "explicit",
+            "deliver_policy": "all",
+            "ack_wait": ACK_WAIT * 10**9,
+            "max_ack_pending": 20_000,
+        }
+        with suppress(ApiError):  # made at the second try, where the first answer was lost
+            await create_consumer(self._client, self._stream, config)
+        self._subscription = await self._client.subscribe_raw(self._inbox.decode(), self._sink)
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        await self._subscription.unsubscribe()
+
+    async def _run(self) -> None:
+        """Pull for ever. A pull that got lost is made again when it would have expired."""
+        subject = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.READER").encode()
+        while True:
+            self._missing = BATCH
+            with suppress(FloeError):
+                self._client.send(frame(subject, PULL, None, self._inbox))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    while self._missing > 0:
+                        self._seen.clear()
+                        await self._seen.wait()
+
+    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        self._seen.set()
+        if reply.startswith(b"$JS.ACK."):
+            sequence = parse_ack(reply).stream_sequence
+            is_known = sequence in self._journal.entries
+            self._journal.counts["delivered again"] += is_known
+            self._journal.note(sequence, subject, headers, payload)
+            self._missing -= 1
+            if not is_known and sequence % LOSES == 0:
+                return  # an acknowledgement that is lost
+            # Acknowledged behind its entry: what a work queue has let go of was seen.
+            with suppress(FloeError):
+                self._client.send(frame(reply, b"+ACK", None, None))
+        elif (headers or b"").startswith(b"NATS/1.0 4"):
+            self._missing = 0
