@@ -16,6 +16,7 @@ from pathlib import Path
 from common.clock import Clock
 from common.errors import ConfigError
 from infra.demo_compare import ask_advisories, ask_spark, read_chains
+from infra.demo_drill import ask_drill
 from infra.demo_publish import Load
 from infra.demo_result import COLUMNS, Result
 from infra.demo_run import Run
@@ -23,7 +24,7 @@ from infra.demo_view import View
 from infra.demo_world import World
 from infra.local.nats import nats_server_binary
 
-STEPS = 8
+STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +92,21 @@ async def _steps(run: Run, view: View, world: World) -> Result:
     await run.compact()
     view.step("wait for the centre", "Everything frozen must melt into the target stream, in order and once.")
     await run.wait_for_arrival()
+    view.step(
+        "drill", "A feed comes back from its segments, into a scratch stream, and is compared with them."
+    )
+    restored, wrong = await ask_drill(world)
+    view.say(restored)
     view.step("compare", "Source, archive and target, chain by chain, message by message, byte for byte.")
-    result = await _compare(run, world, started)
+    result = await _compare(run, world, started, wrong)
     view.table(COLUMNS, result.rows())
     for text in (*result.figures(), *result.comparison().examples, *result.problems):
         view.say(text)
     return result
 
 
-async def _compare(run: Run, world: World, started: float) -> Result:
-    """Read each chain in its three places, and let Spark count the archive too."""
+async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> Result:
+    """Read each chain in its three places, and let Spark count the archive too; `wrong`: known already."""
     readings, problems = await read_chains(run.clients, run.archive)
     told, untrue = await ask_advisories(run.clients)
     run.view.say(told)
@@ -112,7 +118,7 @@ async def _compare(run: Run, world: World, started: float) -> Result:
         published=sum(publisher.sent() for publisher in run.publishers),
         publishing_seconds=run.publishing_seconds,
         seconds=run.clock.monotonic() - started,
-        problems=tuple(problems + untrue + differences),
+        problems=tuple(wrong + problems + untrue + differences),
     )
 
 
