@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from click.testing import CliRunner
 
+from floe import cli
 from tests.egress_bench import SITE, Bench
 from tests.support import unique
 
@@ -68,11 +70,34 @@ async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: floa
     return Done(process.returncode or 0, out.decode(), err.decode())
 
 
+async def invoke(*arguments: str) -> Done:
+    """The same in this process, which takes no second: on a loop of its own."""
+    result = await asyncio.to_thread(CliRunner().invoke, cli, [*arguments], prog_name="floe")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
 def command_of(hint: str, wanted: str = "") -> list[str]:
     """The arguments of the first `floe` command in a hint that has `wanted` in it."""
     commands = re.findall(r"floe (egress (?:resolve|repartition) [^|;,()]*)", hint)
     found = next(each for each in commands if wanted in each)
     return shlex.split(found)
+
+
+def checkpoint_command(hint: str, wanted: str = "") -> list[str]:
+    """The arguments of the first `floe checkpoint set` of a hint that has `wanted` in it."""
+    commands = re.findall(r"floe (checkpoint set [^|;,()]*)", hint)
+    return shlex.split(next(each for each in commands if wanted in each))
+
+
+async def paste_checkpoint(config: Path, hint: str, wanted: str = "", *more: str) -> Done:
+    """Run a `floe checkpoint set` of a hint, with `config` in place of the file that it names."""
+    arguments = checkpoint_command(hint, wanted)
+    arguments[arguments.index("-c") + 1] = str(config)
+    done = await invoke(*arguments, "--yes", *more)
+    assert done.code == 0, done
+    return done
 
 
 async def paste(bench: Bench, hint: str, *feeds: dict[str, Any], wanted: str = "", yes: bool = True) -> Done:

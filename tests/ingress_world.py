@@ -13,7 +13,7 @@ import yaml
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, restore
 from common.jetstream.kv import KeyValue, state_key
@@ -31,11 +31,13 @@ from common.settings.nats import NatsSettings
 from common.settings.root import Settings
 from ingress.checkpoints.state import StateStore
 from ingress.controller import Controller
+from ingress.parts import Pace
 from tests.segment_files import message, write_segment
 from tests.support import soon, unique
 
 CHAIN = Chain("us-east", "NODES")
 PREFIX = "data"
+QUICK = Pace(look_spacing=0.1, reexamine=0.3, parked=0.3, look_at_stopped=1.0)
 
 
 class Archive:
@@ -213,9 +215,32 @@ class Centre:
         store = SegmentStore(self.archive.objects, Layout(PREFIX))
         health = health or Health(SystemClock())
         controller = Controller(
-            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), look_spacing=0.1
+            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), pace=QUICK
         )
         await controller.run(stop or asyncio.Event())
+
+    async def ending(self, seconds: float = 20, **ingress: Any) -> FloeError:
+        """What ends the service, or what stops the target while the service stays: then as Stopped."""
+        health, stop = Health(SystemClock()), asyncio.Event()
+        task = asyncio.create_task(self.run(stop, health, **ingress))
+
+        def over() -> bool:
+            return task.done() or self.status(health).get("state") == "stopped"
+
+        try:
+            await soon(over, seconds)
+            found = self.status(health)
+        finally:
+            stop.set()
+            await asyncio.wait({task}, timeout=40)
+        if (raised := task.exception()) is not None:
+            assert isinstance(raised, FloeError), raised
+            return raised
+        return Stopped(found["why"], hint=found["hint"], code=found["code"])
+
+    def status(self, health: Health) -> dict[str, Any]:
+        """What /status says of the target."""
+        return dict(health.status()["parts"].get(f"target {self.target}", {}))
 
     async def state(self, client: FloeClient) -> StateStore:
         """The stored state of the target."""

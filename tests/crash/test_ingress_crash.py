@@ -73,7 +73,7 @@ def alone(centre: Centre, **ingress: Any) -> Path:
     return centre.write(lease_bucket=unique("L"), memory_limit="16M", **ingress)
 
 
-@pytest.mark.parametrize("publisher", ["atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
@@ -88,7 +88,7 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     assert await asyncio.to_thread(last.drain) == 0
 
 
-@pytest.mark.parametrize("publisher", ["atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_harm(
     tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
@@ -138,7 +138,7 @@ async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
     return await soon(moved, 20)
 
 
-@pytest.mark.parametrize("publisher", ["atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
 async def test_two_instances_that_know_nothing_of_each_other_waste_work_only(
     tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:

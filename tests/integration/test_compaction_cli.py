@@ -10,6 +10,8 @@ import yaml
 
 from common.chain import Chain
 from common.segments.documents import ChainDocument, ChainStore
+from common.segments.gaps import AcceptedGap
+from common.sequences import SequenceRange
 from tests.compaction_archive import CHAIN, Archive, rows
 from tests.scenarios.processes import run_floe
 
@@ -181,6 +183,20 @@ def test_a_chain_must_begin_where_its_document_says(site: Site):
     ]
     site.chains.raise_floor(late, 11)
     assert site.verify("--json", "eu-west")[0]["problems"] == []
+
+
+def test_an_accepted_hole_is_shown_and_no_difference_and_no_output_spans_it(site: Site):
+    site.put(51, 60)
+    site.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(41, 45)))
+    [found] = site.verify("--json", code=3)
+    assert found["accepted"] == [{"first": 41, "last": 45}]
+    assert [p["text"].split()[1] for p in found["problems"]] == ["46..50"]
+
+    site.chains.accept_gap(CHAIN, AcceptedGap(SequenceRange(44, 50)))
+    site.compact()
+    [found] = site.verify("--json")
+    assert (found["accepted"], found["problems"]) == ([{"first": 41, "last": 50}], [])
+    assert all(not ref.coverage.overlaps(SequenceRange(41, 50)) for ref in site.listed())
 
 
 def test_a_spoiled_document_is_a_problem_of_its_chain(site: Site):

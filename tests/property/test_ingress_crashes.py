@@ -1,13 +1,14 @@
 """The protocol of intents under crashes, pauses, twins, lost answers and late messages: a simulated server
 and bucket, the real carrier, state store and transitions. Whatever happens, the target holds each row once,
-in order.
+in order: also one that forgets or is purged, one that was not empty, with gaps that are given up, and with
+parked messages that are left out and tried again out of turn.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -18,16 +19,19 @@ from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Unavailable
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
 from ingress.carrier import Carrier
-from ingress.checkpoints.intent import Intent, Piece, TargetState
+from ingress.checkpoints.documents import to_json
+from ingress.checkpoints.intent import Checkpoint, Gap, Intent, Piece, TargetState
 from ingress.checkpoints.state import StateStore, Stored
 from ingress.publishing.publisher import Outcome
 from ingress.publishing.replies import Unclear
 from ingress.rows.blocks import Block, Material, Rows
 from ingress.verdicts.choices import Choices
+from ingress.verdicts.settler import Settler
 from ingress.verdicts.verdict import Origin, Reading, Unread
 from tests.support import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]
+FOREIGN = b"foreign"
 EXPECTED_ENDS = (AnotherWriter, LeaseLost, OutcomeUnknown, Unavailable)
 
 
@@ -68,6 +72,8 @@ class Server:
     on_the_way: list[Batch] = field(default_factory=list)
     seen: list[int] = field(default_factory=lambda: [0])
     held_from: int = 1
+    gone: set[int] = field(default_factory=set)
+    parked: set[tuple[Chain, int]] = field(default_factory=set)
     value: bytes = b""
     revision: int = 0
     writes: list[tuple[bytes, int]] = field(default_factory=list)
@@ -146,12 +152,21 @@ class Host:
         await self.world.gates.step(self.name)
         return self.reading(len(self.world.server.log))
 
+    async def origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]:
+        await self.world.gates.step(self.name)
+        return {place: self.origin(place) for place in places}
+
     def reading(self, last: int) -> Reading:
+        return Reading(last, "t0", self.origin(last))
+
+    def origin(self, place: int) -> Origin | Unread:
         server = self.world.server
-        if last < server.held_from:
-            return Reading(last, "t0", Unread.GONE)
-        chain, _, sequence = server.log[last - 1].decode().partition("|")
-        return Reading(last, "t0", Origin(Chain.parse(chain), int(sequence)))
+        if place < server.held_from or place in server.gone:
+            return Unread.GONE
+        if server.log[place - 1] == FOREIGN:
+            return Unread.FOREIGN
+        chain, _, sequence = server.log[place - 1].decode().partition("|")
+        return Origin(Chain.parse(chain), int(sequence))
 
     # Publisher
 
@@ -173,6 +188,13 @@ class Host:
             stored = stop
         return Outcome(stored)
 
+    async def mark(self, intent: Intent) -> None:
+        """Before an intent is closed: parked messages of it are not parked any more."""
+        for piece in intent.pieces:
+            if piece.out_of_turn:
+                await self.world.gates.step(self.name)
+                self.world.server.parked.discard((piece.chain, piece.rows.first))
+
 
 @dataclass(frozen=True)
 class Value:
@@ -185,26 +207,67 @@ class Archive:
 
     def __init__(self, rng: random.Random, rows: int) -> None:
         self.last = {chain: rng.randint(rows // 2, rows) for chain in CHAINS}
-        self.rows = {
+        rows_of = {
             chain: [s for s in range(1, last + 1) if rng.random() < 0.7] for chain, last in self.last.items()
         }
+        self.given_up = {
+            chain: set(range(first := rng.randint(1, last), first + rng.choice([0, 1, 12])))
+            for chain, last in self.last.items()
+        }
+        kept = {chain: [s for s in rows_of[chain] if s not in self.given_up[chain]] for chain in CHAINS}
+        self.parked = {chain: {s for s in kept[chain] if rng.random() < 0.05} for chain in CHAINS}
+        self.carried = {chain: [s for s in kept[chain] if s not in self.parked[chain]] for chain in CHAINS}
 
-    def block(self, chain: Chain, rows: SequenceRange, name: SegmentName | None = None) -> Block:
-        held = [s for s in self.rows[chain] if s in rows]
-        name = name or SegmentName(chain, 0, SequenceRange(1, self.last[chain]), "0" * 16)
+    def stretch(self, chain: Chain, first: int, most: int) -> SequenceRange:
+        """The next sequences: all of them given up, or none."""
+        is_gap, last = first in self.given_up[chain], first
+        while last < min(self.last[chain], first + most) and (last + 1 in self.given_up[chain]) == is_gap:
+            last += 1
+        return SequenceRange(first, last)
+
+    def block(self, chain: Chain, rows: SequenceRange) -> Block:
+        if rows.first in self.given_up[chain]:
+            return Block(Piece(Gap(chain), rows, 0))
+        held = [s for s in self.carried[chain] if s in rows]
+        left_out = tuple(s for s in sorted(self.parked[chain]) if s in rows)
+        return self._block(chain, held, rows, left_out, out_of_turn=False)
+
+    def again(self, chain: Chain, sequence: int) -> Block:
+        """A parked message that is tried again."""
+        return self._block(chain, [sequence], SequenceRange(sequence, sequence), (), out_of_turn=True)
+
+    def remade(self, piece: Piece) -> Block:
+        return (
+            self.again(piece.chain, piece.rows.first)
+            if piece.out_of_turn
+            else self.block(piece.chain, piece.rows)
+        )
+
+    def _block(
+        self,
+        chain: Chain,
+        held: list[int],
+        rows: SequenceRange,
+        left_out: tuple[int, ...],
+        *,
+        out_of_turn: bool,
+    ) -> Block:
+        name = SegmentName(chain, 0, SequenceRange(1, self.last[chain]), "0" * 16)
         subjects = [f"{chain}|{s}".encode() for s in held]
         sizes = list(range(1, len(held) + 1))
         material = Material(held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes)
-        return Block(Piece(name, rows, len(held)), material if held else None)
+        piece = Piece(name, rows, len(held), left_out, out_of_turn)
+        return Block(piece, material if held else None)
 
     def messages(self) -> int:
-        return sum(len(rows) for rows in self.rows.values())
+        return sum(len(self.carried[chain]) + len(self.parked[chain]) for chain in CHAINS)
 
 
 class FakeSupply:
     """Gives out random stretches in random turns, as the real one gives out what is decoded."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, stop: asyncio.Event) -> None:
+        self.stop = stop
         self.host, self.archive, self.rng = host, host.world.archive, host.world.rng
         self.at: dict[Chain, int] = {}
         self.recall = self
@@ -217,15 +280,21 @@ class FakeSupply:
             if not left:
                 break
             chain = self.rng.choice(left)
-            first = self.at.get(chain, 1)
-            last = min(self.archive.last[chain], first + self.rng.randint(0, 12))
-            blocks.append(self.archive.block(chain, SequenceRange(first, last)))
-            self.at[chain] = last + 1
+            rows = self.archive.stretch(chain, self.at.get(chain, 1), self.rng.randint(0, 12))
+            blocks.append(self.archive.block(chain, rows))
+            self.at[chain] = rows.last + 1
+        parked = self.host.world.server.parked
+        for chain, sequence in sorted(parked):
+            if sequence < self.at.get(chain, 1) - 13 or (self.rng.random() < 0.5 and not blocks):
+                blocks.append(self.archive.again(chain, sequence))
+                break
+        if not blocks and not parked:
+            self.stop.set()  # everything is carried
         return Rows(blocks) if blocks else None
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
         await self.host.world.gates.step(self.host.name)
-        return Rows([self.archive.block(p.chain, p.rows, p.segment) for p in intent.pieces])
+        return Rows([self.archive.remade(piece) for piece in intent.pieces])
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         self.at = dict(positions)
@@ -238,6 +307,13 @@ class World:
     def __init__(self, rng: random.Random, kind: type[Carrier] = Carrier, rows: int = 60) -> None:
         self.rng, self.kind, self.trouble = rng, kind, 0.15
         self.gates, self.server, self.archive = Gates(rng), Server(rng), Archive(rng, rows)
+        self.server.parked = {(c, s) for c in CHAINS for s in self.archive.parked[c]}
+        self.begins = rng.choice([0, 0, 5])
+        if self.begins:  # the target was not empty, and an operator took it as it was
+            self.server.log = [FOREIGN] * self.begins
+            self.server.seen = [self.begins]
+            accepted = TargetState(Checkpoint(self.begins, "t0", {}, self.begins))
+            self.server.write(to_json("T", accepted), 0)
 
     def fate(self) -> str:
         if self.rng.random() >= self.trouble:
@@ -249,11 +325,11 @@ class World:
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            carrier = self.kind(
-                Choices("T", "forget"), state, host, host, FakeSupply(host), host, host, look_spacing=1.0
-            )
+            stop = asyncio.Event()
+            settler = Settler(Choices("T"), state, host, host, host, 1.0)
+            carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:
-                await carrier.run(asyncio.Event())
+                await carrier.run(stop)
                 return
             except EXPECTED_ENDS:
                 await self.gates.step(name)
@@ -287,7 +363,7 @@ class World:
         elif roll < 0.16:
             self.server.something_arrives()
         elif roll < 0.18:
-            self.server.held_from = self.rng.randint(self.server.held_from, len(self.server.log) + 1)
+            self.forget()
         else:
             self.gates.release(paused)
         await quiet()
@@ -295,13 +371,27 @@ class World:
             if task.done():
                 task.result()
 
+    def forget(self) -> None:
+        """Messages expire, are consumed or superseded, or the target is purged."""
+        server, length = self.server, len(self.server.log)
+        server.held_from = self.rng.choice(
+            [self.rng.randint(server.held_from, length + 1), server.held_from, length + 1]
+        )
+        server.gone |= {place for place in range(1, length + 1) if self.rng.random() < 0.2}
+
     def verdict(self) -> str:
-        """What is wrong with the target; empty if each row is there once, in order within its chain."""
+        """What is wrong with the target; empty if each row is there once, in order within its chain, parked
+        ones anywhere.
+        """
         for chain in CHAINS:
             prefix = f"{chain}|".encode()
             found = [int(row[len(prefix) :]) for row in self.server.log if row.startswith(prefix)]
-            if found != self.archive.rows[chain]:
-                return f"{chain}: expected {self.archive.rows[chain]}, found {found}"
+            parked = self.archive.parked[chain]
+            in_turn = [sequence for sequence in found if sequence not in parked]
+            if in_turn != self.archive.carried[chain]:
+                return f"{chain}: expected {self.archive.carried[chain]}, found {in_turn}"
+            if sorted(again := [sequence for sequence in found if sequence in parked]) != sorted(parked):
+                return f"{chain}: expected parked {sorted(parked)}, found {again}"
         return ""
 
 
@@ -316,7 +406,7 @@ async def test_each_row_is_stored_once_and_in_order_whatever_happens(number: int
     world = World(seeded())
     await world.run()
     assert world.verdict() == ""
-    assert len(world.server.log) == world.archive.messages()
+    assert len(world.server.log) == world.begins + world.archive.messages()
 
 
 class ReplacingCarrier(Carrier):

@@ -434,10 +434,10 @@ def test_config_check_tells_all_problems_of_all_documents(folder: Path):
 
 def test_config_check_tells_what_is_not_built_in_each_document(folder: Path):
     code, shown, told = check(
-        folder, f"{HEAD}nats: {{jetstream_domain: hub}}\n---\n{HEAD}ingress: {{events: nats://x}}\n"
+        folder, f"{HEAD}nats: {{jetstream_domain: hub}}\n---\n{HEAD}nats: {{context: prod}}\n"
     )
     assert (code, shown) == (78, "")
-    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:26", "f.yaml:7:19"]
+    assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:26", "f.yaml:7:17"]
 
 
 def test_config_check_warns_and_goes_on(folder: Path):

@@ -72,13 +72,13 @@ def test_a_key_at_its_default_is_not_refused():
     )
 
 
-def test_keys_are_refused_where_they_stand_whether_in_defaults_in_an_override_or_in_an_entry():
+def test_keys_are_refused_where_they_stand_and_others_beside_them_are_not():
     assert refused(
         HEAD
         + "nats: {context: prod}\n"
         + "egress:\n  nats: {jetstream_domain: hub}\n  defaults: {relay: true}\n"
         + "  feeds: [{stream: A}, {stream: B, partitions: [a.>, b.>]}]\n"
-        + "ingress:\n  events: nats://x\n  defaults: {start_at_end: true}\n"
+        + "ingress:\n  monitor: {}\n  defaults: {start_at_end: true}\n"
         + "  targets:\n    - stream: T\n      publisher: fast\n"
         + "      exclusive: false\n      delivery: at_least_once\n"
         + "      sources: [{site: s, feed: f, on_lost: skip}]\n"
@@ -86,20 +86,14 @@ def test_keys_are_refused_where_they_stand_whether_in_defaults_in_an_override_or
     ) == [
         f'f.yaml:3:17: nats.context: {NOT_BUILT} ("")',
         f'f.yaml:5:28: egress.nats.jetstream_domain: {NOT_BUILT} ("")',
-        f'f.yaml:9:11: ingress.events: {NOT_BUILT} ("")',
-        f"f.yaml:10:28: ingress.defaults.start_at_end: {NOT_BUILT} (false)",
-        f"f.yaml:13:18: ingress.targets.0.publisher: fast: {NOT_BUILT} (auto)",
-        f"f.yaml:14:18: ingress.targets.0.exclusive: {NOT_BUILT} (true)",
-        f"f.yaml:15:17: ingress.targets.0.delivery: {NOT_BUILT} (exactly_once)",
-        f"f.yaml:16:45: ingress.targets.0.sources.0.on_lost: {NOT_BUILT} (halt)",
         f"f.yaml:17:40: compaction.retention.delete_after: {NOT_BUILT} (0s)",
     ]
 
 
 def test_load_refuses_what_is_not_built(tmp_path: Path):
     file = tmp_path / "f.yaml"
-    file.write_text(HEAD + "ingress: {events: nats://x}\n")
-    with pytest.raises(ConfigError, match=r"f.yaml:3:19: ingress.events: not built yet"):
+    file.write_text(HEAD + "compaction: {retention: {delete_after: 1d}}\n")
+    with pytest.raises(ConfigError, match=r"f.yaml:3:40: compaction.retention.delete_after: not built yet"):
         load(str(file))
 
 

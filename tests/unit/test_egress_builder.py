@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from hypothesis import given, settings
@@ -105,6 +106,19 @@ def test_closes_at_max_age_counted_from_the_first_sequence_covered() -> None:
     bench.clock.advance(1)
     bench.builder.tick()
     assert bench.segments() == [(SequenceRange(1, 1), [1], Close.AGE)]
+
+
+def test_it_knows_when_the_open_segment_is_old_enough() -> None:
+    bench = Bench(max_age=60)
+    assert bench.builder.due_in == math.inf
+    bench.builder.messages(columns([1]))
+    assert bench.builder.due_in == 60
+    bench.clock.advance(45)
+    assert bench.builder.due_in == 15
+    bench.clock.advance(45)
+    assert bench.builder.due_in == 0
+    bench.builder.tick()
+    assert bench.builder.due_in == math.inf
 
 
 def test_a_range_that_was_passed_without_rows_still_becomes_a_segment() -> None:

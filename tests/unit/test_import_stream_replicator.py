@@ -490,10 +490,10 @@ def test_a_byte_order_mark_is_no_matter() -> None:
 
 def test_an_alias_bomb_is_refused_at_once() -> None:
     bomb = "a: &a [x]\n" + "".join(f"b{n}: &b{n} [*a, *a, *a]\n" for n in range(2000))
-    started = time.monotonic()
+    started = time.process_time()
 
     assert problems(bomb)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_the_examples_with_other_keys_name_them() -> None:

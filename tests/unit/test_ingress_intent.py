@@ -16,6 +16,7 @@ from ingress.checkpoints.documents import from_json, to_json
 from ingress.checkpoints.intent import (
     Checkpoint,
     CheckpointConflict,
+    Ending,
     Intent,
     Piece,
     TargetState,
@@ -44,8 +45,26 @@ def test_an_intent_begins_after_the_checkpoint_and_closing_it_is_the_next_checkp
     assert opened.intent.count == 9
     assert opened.expected_sequence == 109
     closed = close_intent(opened)
-    assert closed == state({A: 21, B: 6}, 109)
+    assert closed.checkpoint == Checkpoint(109, "t0", {A: 21, B: 6}, ending=Ending(B, SequenceRange(1, 5)))
     assert closed.expected_sequence == 109
+
+
+def test_a_checkpoint_ends_with_the_last_message_of_the_last_piece_that_has_one() -> None:
+    opened = open_intent(state({A: 11}, 100), [piece(11, 20, 4), piece(1, 5, 0, B)])
+    closed = close_intent(opened)
+    again = close_intent(open_intent(closed, [piece(21, 30, 0)]))
+
+    assert closed.checkpoint.ending == Ending(A, SequenceRange(11, 20))
+    assert again.checkpoint.ending == Ending(A, SequenceRange(11, 20))
+    assert from_json("T", to_json("T", again)) == again
+
+
+def test_the_ends_of_the_pieces_that_are_stored() -> None:
+    intent = Intent(100, (piece(11, 20, 4), piece(1, 5, 0, B), piece(6, 9, 3, B)))
+
+    assert list(intent.ends(3)) == []
+    assert list(intent.ends(6)) == [104]
+    assert intent.ends(7) == {104: piece(11, 20, 4), 107: piece(6, 9, 3, B)}
 
 
 def test_a_second_intent_is_refused_while_one_is_open() -> None:
@@ -131,7 +150,10 @@ def stored(**changes: Any) -> bytes:
         (stored(positions={"us/NODES": True}), "position: expected a number from 0, found True"),
         (stored(intent={"base": 0, "rows": [["us/N", "0/9-1-xyz", 1, 9, 9]]}), "digest 'xyz'"),
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 10, 9]]}), "inside 1..9"),
-        (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "at most 9 of 1..9, found 10"),
+        (
+            stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}),
+            "at most 9 of 1..9, found 10",
+        ),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
         (stored(intent=7), "not subscriptable"),
     ],

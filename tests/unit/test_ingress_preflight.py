@@ -9,7 +9,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.ingress import TargetSettings
 from ingress.preflight import add_command, problems, stream_config
-from ingress.publishing.publisher import choose, offered
+from ingress.publishing.choice import choose, offered
 
 
 def target(**keys: Any) -> TargetSettings:
@@ -41,7 +41,7 @@ def test_a_created_target_allows_what_its_control_headers_need() -> None:
 def test_the_line_that_makes_a_missing_target_can_be_pasted() -> None:
     assert add_command(target()) == (
         "nats stream add FLEET --subjects 'fleet.>' --storage file --replicas 1 --retention limits "
-        "--discard old --allow-batch --allow-direct --defaults"
+        "--discard old --allow-batch --allow-fast --allow-direct --defaults"
     )
 
 
@@ -99,12 +99,65 @@ def test_control_headers_that_the_target_would_refuse_are_named(header: str, pro
     assert found.startswith(problem)
 
 
+def test_a_rollup_needs_a_target_that_may_be_purged() -> None:
+    settings = target(control_headers=["Nats-Rollup"])
+    config = {**created(create={}), "allow_rollup_hdrs": True, "deny_purge": True}
+
+    (found,) = problems(config, settings)
+
+    assert found == "deny_purge: expected false for control_headers nats-rollup, found true"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ({"subject_prefix": "fleet"}, "fleet.>"),
+        ({"subject_prefix": "fleet", "subject_remove": "nodes."}, "fleet.>"),
+        ({"subject_transform": {"source": ">", "destination": "fleet.>"}}, "fleet.>"),
+        ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
+    ],
+)
+def test_a_source_of_which_nothing_could_be_stored_is_found_at_the_start(
+    source: dict[str, Any], found: str
+) -> None:
+    settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
+
+    (problem,) = problems({"subjects": ["other.>", "more.*"]}, settings)
+
+    assert problem == f"sources.0: expected subjects that the target takes (other.>, more.*), found {found}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {},
+        {"subject_remove": "x"},
+        {"subject_prefix": "more"},
+        {"subject_prefix": "fleet", "subject_remove": "fleet."},
+        {"subject_prefix": "fleet", "subject_remove": ".nodes"},
+        {"subject_transform": {"source": "a.*", "destination": "{{split(1,-)}}.b"}},
+        {"subject_transform": {"source": "a.*", "destination": "more.$1"}},
+    ],
+)
+def test_a_source_of_which_something_may_be_stored_is_not_refused(source: dict[str, Any]) -> None:
+    settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
+
+    assert list(problems({"subjects": ["other.>", "more.*"]}, settings)) == []
+
+
 ATOMIC = {"allow_atomic": True}
+BOTH = {"allow_atomic": True, "allow_batched": True}
 
 
 @pytest.mark.parametrize(
     ("version", "config", "control", "name"),
     [
+        ((2, 14, 0), BOTH, frozenset(), "fast"),
+        ((2, 14, 0), {"allow_batched": True}, frozenset(), "fast"),
+        ((2, 15, 1), BOTH, frozenset({b"nats-rollup"}), "fast"),
+        ((2, 13, 9), BOTH, frozenset(), "atomic"),
+        ((2, 15, 1), {**ATOMIC, "allow_batched": False}, frozenset(), "atomic"),
+        ((2, 10, 26), BOTH, frozenset(), "single"),
         ((2, 12, 0), ATOMIC, frozenset(), "atomic"),
         ((2, 15, 1), ATOMIC, frozenset({b"nats-ttl"}), "atomic"),
         ((2, 11, 9), ATOMIC, frozenset(), "single"),
@@ -122,3 +175,26 @@ def test_the_publisher_follows_the_server_and_what_the_stream_echoes(
 def test_a_publisher_that_the_target_does_not_offer_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="expected one that it offers, found atomic: the stream says"):
         choose("FLEET", "atomic", offered((2, 15, 1), {}, frozenset()))
+
+
+@pytest.mark.parametrize("name", ["fast", "atomic"])
+def test_the_refusal_of_a_publisher_names_the_key_and_the_command(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        choose("FLEET", name, offered((2, 15, 1), {}, frozenset()))
+
+    assert "nats stream edit FLEET --allow-" in str(error.value.hint)
+
+
+def test_a_shared_target_gets_no_fast_batches() -> None:
+    against = offered((2, 15, 1), BOTH, frozenset(), exclusive=False)
+
+    assert choose("FLEET", "auto", against) == "atomic"
+    assert against["fast"] == "exclusive is false, and a foreign message ends a whole batch"
+
+
+def test_each_publisher_has_its_reason() -> None:
+    assert offered((2, 13, 0), {}, frozenset()) == {
+        "fast": "nats-server 2.13.0 is older than 2.14",
+        "atomic": "the stream says allow_atomic false",
+        "single": "",
+    }

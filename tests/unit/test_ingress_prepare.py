@@ -130,3 +130,86 @@ def test_a_subject_refused_once_is_refused_again() -> None:
 
     for _ in range(2):
         assert preparer.prepare(batch_of([message(1, subject=b"a b")])).problem is not None
+
+
+def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
+    preparer = Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1 << 20), b"Floe-Replay: x")
+    rows = [message(7), message(8, headers=block(b"A: 1"))]
+
+    found = ready(preparer.prepare(batch_of(rows)).material)
+    bare = ready(
+        Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1 << 20)).prepare(batch_of(rows)).material
+    )
+
+    for (_, tail, _), (_, without, _) in zip(found, bare, strict=True):
+        assert tail.replace(b"Floe-Replay: x\r\n", b"") == without
+        assert tail.split(b"\r\n")[1] == b"Floe-Replay: x"
+
+
+PARKING = Shape(Accepting(["fleet.>"]), 2000, parks=True)
+
+
+def parking(*rows: Message, leaves_out: frozenset[int] | None = None) -> Prepared:
+    preparer = Preparer(CHAIN, SubjectRule(b"fleet"), PARKING)
+    preparer.leaves_out = leaves_out
+    return preparer.prepare(batch_of(rows))
+
+
+def test_messages_that_are_too_large_are_left_out_where_they_are_parked() -> None:
+    large, block_too_large = message(2, b"x" * 3000), message(4, headers=block(*[b"A: " + b"v" * 90] * 700))
+    result = parking(message(1), large, message(3), block_too_large, message(5))
+
+    assert result.material is not None
+    assert result.material.sequences == [1, 3, 5]
+    assert [bytes(payload) for _, _, payload in ready(result.material)] == [b"payload"] * 3
+    assert (result.left_out, result.problem) == ((2, 4), None)
+    assert [each.message for each in result.oversize] == [large, block_too_large]
+    assert [each.what for each in result.oversize] == ["message with its headers", "header block"]
+
+
+def test_nothing_but_messages_that_are_too_large() -> None:
+    result = parking(message(1, b"x" * 3000), message(2, b"x" * 3000))
+
+    assert (result.material, result.left_out, result.problem) == (None, (1, 2), None)
+
+
+def test_a_subject_that_is_refused_stops_and_nothing_behind_it_is_parked() -> None:
+    bad = message(3, b"x" * 3000, subject=b"a b")
+    result = parking(message(1, b"x" * 3000), message(2), bad, message(4, b"x" * 3000))
+
+    assert result.problem is not None
+    assert result.problem.code == "E-SUBJECT"
+    assert result.left_out == (1,)
+    assert result.material is not None
+    assert result.material.sequences == [2]
+
+
+def test_an_intent_leaves_out_exactly_what_it_says_whatever_the_limits_are() -> None:
+    rows = [message(1), message(2), message(3, b"x" * 3000), message(4)]
+
+    result = parking(*rows, leaves_out=frozenset({2}))
+    assert (result.left_out, result.oversize) == ((2,), ())
+    assert result.material is not None
+    assert result.material.sequences == [1]
+    assert result.problem is not None
+    assert result.problem.code == "E-MSG-TOO-LARGE"
+
+    result = parking(*rows, leaves_out=frozenset({3, 99}))
+    assert result.material is not None
+    assert (result.material.sequences, result.left_out, result.problem) == ([1, 2, 4], (3,), None)
+
+
+def test_the_way_out_of_a_refused_row_is_a_command() -> None:
+    problem = prepared(message(7, subject=b"a b")).problem
+
+    assert problem is not None
+    assert "floe chain resume -c " in problem.hint
+    assert "--site us-east --feed NODES --incarnation 1 --partition 2 --sequence 8 --yes" in problem.hint
+
+
+def test_hours_and_minutes_that_would_overflow_the_server_travel_as_text() -> None:
+    control = frozenset({b"nats-ttl"})
+    for value, acts in [(b"999999h", True), (b"9999999h", False), (b"5m ", False), (b"  5m", True)]:
+        row = message(1, headers=block(b"Nats-TTL: " + value))
+        ((_, tail, _),) = ready(prepared(row, control=control).material)
+        assert (b"\r\nNats-TTL:" in tail) is acts

@@ -63,22 +63,38 @@ def test_an_incarnation_waits_for_stream_json_then_for_the_ends_of_the_one_befor
 
 def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
     lanes = roster()
-    lane = lanes.add(NEXT, {})
-    assert lane is not None
+    lanes.add(NEXT, {})
     lanes.set_previous(NEXT, None, {})
 
-    with pytest.raises(Stopped, match="expected the ends of the incarnation before, found none"):
-        lanes.obstacle(lane, {})
+    with pytest.raises(Stopped, match="expected the ends of the incarnation before, found none") as caught:
+        lanes.check_may_begin(NEXT, 7)
+    assert "--incarnation 1 --sequence 7 --yes" in caught.value.hint
 
 
-def test_a_new_incarnation_can_be_made_to_wait_for_an_operator() -> None:
+def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_before_is_done() -> None:
     lanes = roster(on_new_incarnation="halt")
     lane = lanes.add(NEXT, {})
     assert lane is not None
-    lanes.set_previous(NEXT, {0: 0}, {})
+    lanes.set_previous(NEXT, {0: 5}, {})
 
-    with pytest.raises(Stopped, match="a new incarnation begins"):
-        lanes.obstacle(lane, {})
+    assert lanes.obstacle(lane, {}) == "us-east/NODES/0000/0 stands at 1 and ends at 5"
+    assert lanes.obstacle(lane, {CHAIN: 6}) == ""
+    with pytest.raises(Stopped, match="a new incarnation begins at 3") as caught:
+        lanes.check_may_begin(NEXT, 3)
+    assert "floe checkpoint set" in caught.value.hint
+    assert caught.value.hint.endswith(
+        "--target FLEET --site us-east --feed NODES --incarnation 1 --sequence 3 --yes"
+    )
+    lanes.check_may_begin(CHAIN, 1)
+
+
+def test_a_stream_json_that_cannot_be_read_is_named_as_what_the_incarnation_waits_for() -> None:
+    lanes = roster()
+    lane = lanes.add(NEXT, {})
+    assert lane is not None
+    lanes.cannot_read(NEXT, "stream.json is spoiled")
+
+    assert lanes.obstacle(lane, {}) == "stream.json is spoiled"
 
 
 def test_a_partition_that_the_next_incarnation_does_not_know_had_no_coverage() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+
 import pytest
 
 from common.chain import Chain
 from common.errors import AnotherWriter, Stopped
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
+from ingress.checkpoints.cli import checkpoint_set
+from ingress.checkpoints.intent import Checkpoint, Ending, Piece, TargetState, open_intent
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.verdict import Finding, Origin, Reading, Unread, Verdict, judge
+from ingress.verdicts.verdict import Finding, Origin, Reading, Unread, Verdict, contradiction, judge
 
-A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
+A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west", "OTHER")
 
 
 def piece(first: int, last: int, count: int, chain: Chain = A) -> Piece:
@@ -90,23 +94,55 @@ def test_a_message_of_ours_in_its_place_vouches_for_a_creation_time_that_drifted
     assert judge(CLOSED, reading(100, Origin(A, 11), "t1")).finding is Finding.RECREATED
 
 
+def test_what_stands_at_or_below_begins_vouches_for_nothing() -> None:
+    begun = TargetState(Checkpoint(100, "t0", {A: 11}, begins=100))
+
+    assert judge(begun, reading(100, Unread.FOREIGN)).finding is Finding.STORED
+    assert judge(begun, reading(100, Origin(A, 10), "t1")).finding is Finding.RECREATED
+
+
+def test_a_checkpoint_knows_which_message_it_ends_with() -> None:
+    """An old copy of the state, and a target that was filled anew in another order, to the same length."""
+    ended = TargetState(Checkpoint(100, "t0", {A: 51, B: 51}, ending=Ending(B, SequenceRange(41, 50))))
+
+    assert judge(ended, reading(100, Origin(B, 45))).finding is Finding.STORED
+    assert judge(ended, reading(100, Origin(B, 20), "t1")).finding is Finding.RECREATED
+    verdict = judge(ended, reading(100, Origin(A, 40)))
+    assert verdict.finding is Finding.FOREIGN
+    assert verdict.detail == "message 100 is us-east/NODES/0000/0 40, expected eu-west/NODES/0000/0 41..50"
+
+
+def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too() -> None:
+    """Two ingresses with a state bucket each, on one target: the last message agrees by chance."""
+    intent = open_intent(CLOSED, [piece(11, 15, 5), piece(5, 9, 5, B), piece(16, 20, 5)]).intent
+    assert intent is not None
+
+    assert contradiction(intent, {105: Origin(A, 15), 110: Unread.GONE, 115: Origin(A, 20)}) is None
+    other = contradiction(intent, {105: Origin(A, 15), 110: Origin(C, 9)})
+    assert other is not None
+    assert other.detail == "message 110 is eu-west/OTHER/0000/0 9, expected eu-west/NODES/0000/0 5..9"
+    foreign = contradiction(intent, {105: Unread.FOREIGN})
+    assert foreign is not None
+    assert foreign.finding is Finding.FOREIGN
+
+
 @pytest.mark.parametrize("finding", [f for f in Finding if f is not Finding.STORED])
 def test_every_stop_names_the_choices(finding: Finding) -> None:
-    error = Choices("FLEET", "nats kv del S ingress.FLEET").error(
-        Verdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)]
-    )
+    error = Choices("FLEET").error(Verdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)])
 
     assert isinstance(error, Stopped)
     assert error.message.startswith("target FLEET: ")
     assert "expected 1, found 2" in error.message
-    assert "nats kv del S ingress.FLEET" in error.hint
+    for command in (named := re.findall(r"floe checkpoint set ([^;]+)", error.hint)):
+        # The command line takes it as it stands.
+        context = checkpoint_set.make_context("set", shlex.split(command))
+        assert context.params["target"] == "FLEET"
+    assert named
     assert error.code.startswith("E-TARGET-")
 
 
 def test_a_target_that_still_moves_has_another_writer() -> None:
-    error = Choices("FLEET", "forget").error(
-        Verdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)]
-    )
+    error = Choices("FLEET").error(Verdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)])
 
     assert isinstance(error, AnotherWriter)
     assert error.exit_code == 4

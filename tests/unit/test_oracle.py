@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from common.chain import Chain
 from common.segments.segment import Message
 from infra.oracle import Comparison, Trace, compare, fingerprint, prefixed, total
+from infra.oracle_targets import CLASSES, classes, compare_target
 
 
 def message(sequence: int, **changes: object) -> Message:
@@ -169,3 +171,64 @@ def test_a_trace_takes_24_bytes_for_a_message_of_any_size() -> None:
 
     assert sum(part.itemsize for part in (trace.sequences, trace.timestamps, trace.prints)) == 24
     assert trace.raw_bytes > 100_000
+
+
+ALPHA, BETA = Chain("alpha", "NODES"), Chain("beta", "NODES")
+HELD = {ALPHA: [*range(1, 11)], BETA: [2, 5, 7]}
+
+
+def of_target(found: dict[Chain, list[Message]], foreign: int = 0) -> Comparison:
+    """A target that holds `found` where `HELD` was expected."""
+    expected = {chain: Trace.of(messages(*held)) for chain, held in HELD.items()}
+    return compare_target(expected, {chain: Trace.of(held) for chain, held in found.items()}, foreign)
+
+
+def whole(**changed: list[Message]) -> dict[Chain, list[Message]]:
+    """What a target holds where all is well, but for the chains of the sites in `changed`."""
+    return {chain: changed.get(chain.site, messages(*held)) for chain, held in HELD.items()}
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "count", "example"),
+    [
+        (whole(alpha=messages(*range(3, 11))), "lost_prefix", 2, "0/0: lost: sequence 1"),
+        (whole(beta=messages(2, 7)), "lost_middle", 1, "lost: sequence 5"),
+        (whole(alpha=messages(*range(1, 8))), "lost_postfix", 3, "lost: sequence 8"),
+        (whole(beta=[]), "lost_postfix", 3, "lost: sequence 2"),
+        (whole(beta=messages(2, 5, 5, 7)), "repeated", 1, "repeated: sequence 5 came again"),
+        (whole(beta=messages(2, 5, 7, 2)), "repeated", 1, "repeated: sequence 2 came again"),
+        (whole(beta=messages(5, 2, 7)), "out_of_order", 1, "sequence 2 came after 5"),
+        (whole(beta=[*messages(2, 5), message(7, payload=b"!")]), "altered", 1, "altered: sequence 7"),
+        (whole(beta=[*messages(2, 5), message(7, timestamp_ns=1)]), "altered", 1, "timestamp 7000 became 1"),
+        (whole(beta=messages(2, 5, 6, 7)), "unexpected", 1, "sequence 6 was never there"),
+        ({**whole(), Chain("evil", "NODES"): messages(1)}, "unexpected", 1, "(no such chain)"),
+        ({**whole(), Chain("beta", "NODES", 1): messages(1, 2)}, "unexpected", 2, "(no such chain)"),
+        ({**whole(), Chain("beta", "NODES", 0, 1): messages(1)}, "unexpected", 1, "(no such chain)"),
+    ],
+)
+def test_tells_every_class_of_damage_of_a_whole_target_apart(
+    found: dict[Chain, list[Message]], kind: str, count: int, example: str
+) -> None:
+    result = of_target(found)
+
+    assert not result.ok
+    assert classes(result) == {name: count if name == kind else 0 for name in CLASSES}
+    assert example in result.report()
+
+
+def test_a_whole_target_without_damage_is_exact() -> None:
+    assert of_target(whole()).ok
+    assert of_target(whole()).found == 13
+
+
+def test_a_message_without_provenance_is_unexpected_in_a_whole_target() -> None:
+    result = of_target(whole(), foreign=2)
+
+    assert (result.ok, result.unexpected) == (False, 2)
+    assert "2 messages without provenance" in result.report()
+
+
+def test_messages_of_two_chains_under_each_others_name_are_altered_and_lost() -> None:
+    result = of_target({ALPHA: messages(*HELD[BETA]), BETA: messages(*HELD[ALPHA])})
+
+    assert (result.lost, result.unexpected, result.ok) == (7, 7, False)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.jetstream.headers import Provenance, escape
+from common.jetstream.headers import Provenance, escape, restore
 from common.segments.rows import Columns
 from egress.sampling.fold import Choices
 from egress.sampling.sieve import Sieve
@@ -152,3 +152,29 @@ def test_a_part_holds_what_was_kept_inside_it(codes: list[int], data: Any) -> No
     for rows in range(1, len(whole.kept.sequences) + 1):
         assert codes[: whole.behind(rows)].count(KEPT) == rows
         assert codes[whole.behind(rows) - 1] == KEPT
+
+
+def replayed(site: str, *more: bytes) -> bytes:
+    """A message that a replay put back into the feed's own source."""
+    lines = b"".join(line + b"\r\n" for line in (hop_line(site), b"Floe-Replay: 3f0c9a1be27d4455", *more))
+    return b"NATS/1.0\r\n" + lines + b"\r\n"
+
+
+def hop_line(site: str) -> bytes:
+    return Provenance(site, "FEED", 0, 0, 7, 1).line()
+
+
+def test_what_a_replay_brought_back_is_archived() -> None:
+    forged = escape(
+        b"NATS/1.0\r\nFloe-Replay: 3f0c9a1be27d4455\r\n\r\n", Provenance("here", "FEED", 0, 0, 7, 1)
+    )
+    elsewhere = replayed("there", hop_line("here"))
+    found = sieve().sift(batch((1, replayed("here")), (2, forged), (3, elsewhere), (4, hop("here"))))
+    assert list(found.codes or b"") == [KEPT, LOOPED, LOOPED, LOOPED]
+
+
+def test_the_mark_of_a_replay_ends_with_its_hop() -> None:
+    once_more = escape(replayed("here", b"A: 1"), Provenance("here", "FEED", 1, 0, 7, 1), relay=True)
+    assert b"Floe-Replay" not in once_more
+    assert restore(once_more)[1] == b"NATS/1.0\r\nA: 1\r\n\r\n"
+    assert restore(replayed("here"))[1] is None

@@ -1,0 +1,151 @@
+"""Where the copy of a feed begins: resolved once, and never again by a restart."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.errors import DataError
+from common.settings.start import StartSettings
+from ingress.chains.starts import Beginning, Start, Starts
+from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.segment_files import START_NS
+from tests.support import soon
+
+LATER = CHAIN.next_incarnation()
+OTHER = Chain("eu-west", "NODES")
+PACE_NS = 1_000_001  # between two messages of the archive
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(11, 20))
+    return archive
+
+
+def moment(sequence: int) -> str:
+    """When the message of that sequence was stored, up to a microsecond before."""
+    seconds = (START_NS + sequence * PACE_NS) // 1000 / 1_000_000
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def start(archive: Archive, *, now: float = 2e9, **keys: Any) -> Any:
+    """Resolves for a chain as ingress does."""
+    starts = Starts("FLEET", archive.store, archive.documents, ManualClock(now))
+    settings = StartSettings.model_validate(keys)
+
+    def resolve(chain: Chain = CHAIN, end: int | None = None, positions: Any = None, first: int = 1) -> int:
+        begins = starts.resolve(chain, settings, first, end, positions or {})
+        return begins.sequence
+
+    return resolve
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [({"start_sequence": 8}, 8), ({"start_time": moment(14)}, 14), ({"start_at_end": True}, 21)],
+    ids=["sequence", "time", "end"],
+)
+async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
+    tmp_path: Path, archive: Archive, nats_url: str, keys: dict[str, Any], first: int
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    centre._settings["sources"][0] |= keys
+    async with client_of(nats_url) as client:
+        async with centre.running():
+            keeper = await centre.state(client)
+
+            async def begun() -> bool:
+                state = (await keeper.load()).state
+                return state is not None and state.checkpoint.positions.get(CHAIN, 0) == 21
+
+            await soon(begun, 15)
+            assert await count_in(client, centre.target) == 21 - first
+        archive.put(rows_of(21, 30))
+        async with centre.running():
+            archive.rows[CHAIN] = rows_of(first, 30)
+            check_exact(await centre.carried(client, 31 - first), archive, centre.prefix)
+
+
+def test_without_a_key_everything_is_carried(archive: Archive) -> None:
+    assert start(archive)() == 1
+
+
+def test_a_sequence_is_one_of_the_first_incarnation_only(archive: Archive) -> None:
+    resolve = start(archive, start_sequence=15)
+
+    assert (resolve(), resolve(LATER), resolve(first=18), resolve(end=9)) == (15, 1, 18, 10)
+
+
+def test_a_start_that_is_written_down_stays_whatever_the_archive_the_clock_and_the_file_say_later(
+    archive: Archive,
+) -> None:
+    now = (START_NS + 16 * PACE_NS) / 1e9
+    assert start(archive, now=now, start_delta="5ms")() in (11, 12)
+    assert start(archive, now=2e9, start_delta="5ms")() in (11, 12)
+    assert start(archive, start_at_end=True)() in (11, 12)
+
+
+def test_a_new_feed_that_begins_at_the_end_misses_nothing_that_comes_while_ingress_is_away(
+    tmp_path: Path,
+) -> None:
+    archive = Archive(tmp_path / "empty")
+    archive.begin()
+    assert start(archive, start_at_end=True)() == 1
+    archive.put(rows_of(1, 10))
+
+    assert start(archive, start_at_end=True)() == 1
+
+
+def test_the_end_is_of_all_incarnations_there_are_and_later_ones_are_carried_whole(archive: Archive) -> None:
+    archive.put(rows_of(1, 7, LATER), chain=LATER)
+    archive.documents.write_tail(LATER, 3)  # a hint that is old
+    resolve = start(archive, start_at_end=True)
+
+    assert (resolve(end=20), resolve(LATER, positions={CHAIN: 21})) == (21, 8)
+    assert resolve(LATER.next_incarnation(), positions={CHAIN: 21, LATER: 8}) == 1
+
+
+def test_a_moment_leaves_out_whole_incarnations_that_were_before_it(archive: Archive) -> None:
+    archive.put(rows_of(101, 120, LATER), chain=LATER)
+    resolve = start(archive, start_time=moment(110))
+
+    assert (resolve(end=20), resolve(LATER, positions={CHAIN: 21}, first=101)) == (21, 110)
+
+
+def test_a_moment_that_nothing_has_reached_is_waited_for(archive: Archive) -> None:
+    starts = Starts("FLEET", archive.store, archive.documents, ManualClock())
+    settings = StartSettings.model_validate({"start_time": "2100-01-01T00:00:00Z"})
+    found = starts.resolve(CHAIN, settings, 1, None, {})
+
+    assert (found.sequence, "nothing is archived yet" in found.waits_for) == (0, True)
+    assert starts.resolve(CHAIN, settings, 1, 20, {}) == Beginning(21)
+
+
+def test_the_keys_are_ignored_where_the_copy_has_begun_already(archive: Archive) -> None:
+    resolve = start(archive, start_at_end=True)
+
+    assert resolve(LATER, positions={CHAIN: 5}) == 1
+    assert resolve(positions={LATER: 5}) == 1
+    assert resolve(positions={OTHER: 5}) == 21
+
+
+def test_a_spoiled_start_is_never_acted_on(archive: Archive) -> None:
+    key = archive.store.layout.start_document("FLEET", "us-east", "NODES")
+    for spoiled in (b"{", b'{"format_version":1,"ends":{"x":-1}}', b'{"format_version":2}'):
+        archive.objects.put(key, spoiled)
+        with pytest.raises(DataError, match=r"start\.json"):
+            start(archive, start_at_end=True)()
+
+
+def test_a_start_reads_back_as_it_was_written() -> None:
+    for written in (Start(), Start(moment_ns=-5), Start(sequence=7), Start(ends={"a/b/0000/0": 9})):
+        assert Start.from_json(written.to_json()) == written

@@ -1,0 +1,274 @@
+"""Every stop of a single chain ends in a command; run as it stands, the service goes on without a restart,
+and the other chains never waited.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.streams import ask, create_stream
+from common.sequences import SequenceRange
+from common.service.monitor import Health
+from ingress import metrics
+from tests import ingress_world
+from tests.commands import floe
+from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.segment_files import message
+from tests.support import soon
+
+pytestmark = pytest.mark.servers
+
+OTHER = Chain("eu-west", "NODES")
+LATER = CHAIN.next_incarnation()
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    return archive
+
+
+def centre_of(folder: Path, archive: Archive, url: str, target: dict[str, Any] | None = None, **source: Any):
+    """A centre with keys of its one source, and of its target."""
+    made = Centre(folder, archive, url, **(target or {}))
+    made._settings["sources"][0] |= source
+    return made
+
+
+def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, Any]:
+    chains = centre.status(health).get("chains", {})
+    return dict(chains.get(str(chain), {}))
+
+
+async def stopped(health: Health, centre: Centre, code: str, chain: Chain = CHAIN) -> dict[str, Any]:
+    """What /status says of the chain once it has stopped with `code`; the target stays ready."""
+    await soon(lambda: lane(health, centre, chain).get("code") == code, 15)
+    assert health.is_ready()
+    return lane(health, centre, chain)
+
+
+async def paste(centre: Centre, hint: str, wanted: str) -> None:
+    """Run the command of the hint that begins with `floe {wanted}`, with the file that the centre was started
+    from (which only commands remember).
+    """
+    found = re.search(rf"floe ({wanted} -c) \S+ ([^;,()]*)", hint)
+    assert found, hint
+    done = await floe(*found[1].split(), str(centre.write()), *shlex.split(found[2]))
+    assert done.code == 0, done
+
+
+async def change(client: FloeClient, centre: Centre, **config: Any) -> None:
+    """What `nats stream edit` does."""
+    info = await ask(client, f"STREAM.INFO.{centre.target}")
+    await ask(client, f"STREAM.UPDATE.{centre.target}", {**info["config"], **config})
+
+
+async def test_a_subject_that_the_target_does_not_take_goes_on_once_the_target_takes_it(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, look_at_stopped=600.0))
+    archive.put([message(1), message(2, subject=b"elsewhere"), message(3)])
+    centre = centre_of(tmp_path, archive, nats_url, {"create": None})
+    async with client_of(nats_url) as client:
+        subjects = [f"{centre.target}.nodes.*"]
+        await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
+        async with centre.running() as health:
+            hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
+            assert await count_in(client, centre.target) == 6
+            await change(client, centre, subjects=[f"{centre.target}.>"])
+            await paste(centre, hint, "chain resume")
+
+            check_exact(await centre.carried(client, 8), archive, centre.prefix)
+            await soon(lambda: "stopped" not in lane(health, centre))
+
+
+async def test_a_message_that_is_too_large_goes_on_by_itself_once_the_target_takes_it(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put([message(1), message(2, b"x" * 5000), message(3)])
+    centre = centre_of(tmp_path, archive, nats_url, {"create": None})
+    async with client_of(nats_url) as client:
+        config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
+        await create_stream(client, {"name": centre.target, **config})
+        async with centre.running() as health:
+            await stopped(health, centre, "E-MSG-TOO-LARGE")
+            await change(client, centre, max_msg_size=-1)
+
+            check_exact(await centre.carried(client, 8), archive, centre.prefix)
+
+
+async def test_a_row_that_nobody_wants_is_stepped_over(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put([message(1), message(2, subject=b"a b"), message(3)])
+    archive.rows[CHAIN].pop(1)
+    centre = centre_of(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running() as health:
+        hint = (await stopped(health, centre, "E-SUBJECT"))["hint"]
+        await paste(centre, hint, "checkpoint set")
+
+        check_exact(await centre.carried(client, 7), archive, centre.prefix)
+
+
+async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.chains.supply.LOOK_AGAIN", 1.0)
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(21, 30))
+    centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
+    async with client_of(nats_url) as client, centre.running() as health:
+        found = await stopped(health, centre, "E-LOST")
+        assert (found["phase"], found["hole"]) == ("lost", "11..20")
+        assert await count_in(client, centre.target) == 15
+        listed = (await floe("gap", "ls", "-c", str(centre.write()), "--json")).json()
+        assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [
+            (11, 20, "21..30", "no")
+        ]
+        await paste(centre, found["hint"], "gap accept")
+        check_exact(await centre.carried(client, 25), archive, centre.prefix)
+
+        late = archive.put(rows_of(15, 18), tail=False)
+        del archive.rows[CHAIN][-4:]
+        await soon(lambda: metrics.behind_gaps.labels("us-east", "NODES")._value.get() >= 1, 15)
+        check_exact(await centre.carried(client, 25), archive, centre.prefix)
+        assert archive.store.is_intact(late)
+    [passed] = archive.documents.passed_gaps(centre.target, CHAIN)
+    assert passed.range == SequenceRange(11, 20)
+
+
+async def test_a_lost_stretch_that_is_put_back_is_carried(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(21, 30))
+    centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
+    async with client_of(nats_url) as client, centre.running() as health:
+        await stopped(health, centre, "E-LOST")
+        archive.put(rows_of(11, 20))
+
+        check_exact(await centre.carried(client, 35), archive, centre.prefix)
+        await soon(lambda: lane(health, centre).get("phase") == "idle")
+    assert archive.documents.passed_gaps(centre.target, CHAIN) == []
+
+
+async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(21, 30))
+    skips = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
+    waits = centre_of(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        async with skips.running():
+            check_exact(await skips.carried(client, 25), archive, skips.prefix)
+        async with waits.running() as health:
+            await soon(lambda: lane(health, waits).get("phase") == "late", 15)
+            assert await count_in(client, waits.target) == 15
+            await paste(waits, lane(health, waits)["hint"], "gap accept")
+            check_exact(await waits.carried(client, 25), archive, waits.prefix)
+    assert [g.range.first for g in archive.documents.passed_gaps(skips.target, CHAIN)] == [11]
+
+
+async def test_damage_that_nothing_covers_is_given_up(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    bad = archive.put(rows_of(1, 10))
+    archive.put(rows_of(11, 20))
+    path = archive.folder / bad.key
+    path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
+    del archive.rows[CHAIN][:10]
+    centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
+    async with client_of(nats_url) as client, centre.running() as health:
+        await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
+        await paste(centre, lane(health, centre)["hint"], "gap accept")
+
+        check_exact(await centre.carried(client, 15), archive, centre.prefix)
+
+
+async def test_a_new_incarnation_begins_when_somebody_says_so(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.begin(LATER, previous={0: 10})
+    archive.put(rows_of(1, 5, LATER), chain=LATER)
+    centre = centre_of(tmp_path, archive, nats_url, {"on_new_incarnation": "halt"})
+    async with client_of(nats_url) as client, centre.running() as health:
+        await soon(lambda: "stands at 1 and ends at 10" in str(lane(health, centre, LATER).get("waits_for")))
+        archive.put(rows_of(1, 10))
+        hint = (await stopped(health, centre, "E-INCARNATION", LATER))["hint"]
+        assert await count_in(client, centre.target) == 15
+        await paste(centre, hint, "checkpoint set")
+
+        messages = await centre.carried(client, 20)
+        check_exact(messages, archive, centre.prefix)
+        assert [m.chain for m in messages[-5:]] == [LATER] * 5
+
+
+async def test_a_spoiled_document_is_looked_at_again_when_somebody_asks(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress_world, "QUICK", replace(ingress_world.QUICK, look_at_stopped=600.0))
+    archive.put(rows_of(1, 10))
+    key = archive.store.layout.chain_document(CHAIN)
+    good = archive.objects.get(key)
+    assert good is not None
+    archive.objects.put(key, b"{")
+    centre = centre_of(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running() as health:
+        hint = (await stopped(health, centre, "E-STATE-JSON"))["hint"]
+        archive.objects.put(key, good)
+        await paste(centre, hint, "chain resume")
+
+        check_exact(await centre.carried(client, 15), archive, centre.prefix)
+
+
+async def test_a_paused_chain_stands_still_through_a_restart_and_goes_on_when_resumed(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 10))
+    centre = centre_of(tmp_path, archive, nats_url)
+    named = ["-c", str(centre.write()), "--target", centre.target, "--site", "us-east", "--feed", "NODES"]
+    async with client_of(nats_url) as client:
+        async with centre.running() as health:
+            await centre.carried(client, 15)
+            assert (await floe("chain", "pause", *named, "--note", "bad data")).code == 0
+            await soon(lambda: lane(health, centre).get("paused"), 10)
+            archive.put(rows_of(11, 20))
+            archive.put(rows_of(6, 10, OTHER), chain=OTHER)
+            assert len(await centre.carried(client, 20)) == 20
+        async with centre.running() as health:
+            await soon(lambda: lane(health, centre).get("paused"), 10)
+            archive.put(rows_of(11, 15, OTHER), chain=OTHER)
+            assert len(await centre.carried(client, 25)) == 25
+            [shown] = (await floe("chain", "ls", "-c", str(centre.write()), "--json")).json()
+            assert (shown["site"], shown["note"]) == ("us-east", "bad data")
+            assert (await floe("chain", "resume", *named)).code == 0
+
+            check_exact(await centre.carried(client, 35), archive, centre.prefix)
+            assert "paused" not in lane(health, centre)
+
+
+async def test_pauses_that_cannot_be_read_stop_the_target_until_the_key_is_removed(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = centre_of(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        bucket = await KeyValue.open(client, centre.state_bucket)
+        key = state_key("pauses", centre.target)
+        await bucket.put(key, b'{"version":2}')
+        async with centre.running() as health:
+            await soon(lambda: centre.status(health).get("code") == "E-STATE-KV", 15)
+            assert f"nats kv del {centre.state_bucket} {key} --force" in centre.status(health)["hint"]
+            assert await bucket.delete(key)
+
+            check_exact(await centre.carried(client, 5), archive, centre.prefix)

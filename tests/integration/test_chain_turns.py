@@ -1,0 +1,174 @@
+"""Fair turns, holes at the edges, and hints that lie: a supply over a real archive, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.segments.gaps import AcceptedGap
+from common.sequences import SequenceRange
+from common.service.threads import Threads
+from common.settings.ingress import TargetSettings
+from ingress.chains.roster import Roster
+from ingress.chains.supply import Supply
+from ingress.checkpoints.intent import Gap, advanced
+from ingress.rows.prepare import Shape
+from ingress.rows.subjects import Accepting
+from tests.ingress_world import CHAIN, Archive, rows_of
+from tests.support import soon
+
+LATER = CHAIN.next_incarnation()
+PARTS = [CHAIN, Chain("us-east", "NODES", 0, 1)]
+BIG = Chain("big", "NODES")
+SMALL = [Chain(f"s{n}", "NODES") for n in range(9)]
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+class Centre:
+    """Takes what a supply has ready and remembers it as stored."""
+
+    def __init__(self, archive: Archive, memory: int = 1 << 28, **source: Any) -> None:
+        sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
+        entry = {"site": sites, "feed": "NODES", **source}
+        settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
+        roster = Roster(settings, Shape(Accepting([">"]), 1 << 20))
+        self.threads = Threads("test", 4)
+        self.archive, self.stored = archive, dict[Chain, int]()
+        self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
+        self.supply = Supply(
+            "FLEET", roster, archive.store, archive.documents, self.threads, SystemClock(), memory
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Centre]:
+        tasks = [asyncio.create_task(self.supply.run()), asyncio.create_task(self._carry())]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.threads.idle()
+            self.threads.close()
+
+    async def _carry(self) -> None:
+        while (rows := await self.supply.take(asyncio.Event())) is not None:
+            self.stored = advanced(self.stored, rows.pieces())
+            self.order += [
+                (block.piece.chain, block.piece.count)
+                for block in rows.blocks
+                if not isinstance(block.piece.segment, Gap)
+            ]
+            self.supply.release(rows)
+            self.supply.closed(self.stored)
+            await asyncio.sleep(0)
+
+    async def look(self) -> None:
+        """What discovery does: the tails that are there, then a tick."""
+        for chain in self.archive.documents.chains():
+            self.supply.found(chain, self.archive.documents.read_tail(chain))
+        await self.supply.tick()
+
+    async def reaches(self, positions: Mapping[Chain, int], seconds: float = 15) -> None:
+        async def there() -> bool:
+            await self.look()
+            return all(self.stored.get(chain) == at for chain, at in positions.items())
+
+        await soon(there, seconds, every=0.05)
+
+
+@pytest.mark.parametrize("memory", [1 << 28, 1 << 20], ids=["roomy", "short"])
+async def test_one_chain_with_a_hundred_times_the_rows_starves_nobody(archive: Archive, memory: int) -> None:
+    for first in range(1, 20_001, 1000):
+        archive.put(rows_of(first, first + 999, BIG), chain=BIG)
+    for chain in SMALL:
+        archive.put(rows_of(1, 200, chain), chain=chain)
+    async with Centre(archive, memory).running() as centre:
+        await centre.reaches({BIG: 20_001, **dict.fromkeys(SMALL, 201)}, 30)
+
+    last = max(index for index, (chain, _) in enumerate(centre.order) if chain != BIG)
+    before = sum(count for chain, count in centre.order[:last] if chain == BIG)
+    # Three chains are read at a time: nine small ones are through after about five turns of the big one.
+    assert before <= 10_000, before
+
+
+async def test_a_hole_at_the_very_beginning_waits_and_is_passed_once_it_is_accepted(archive: Archive) -> None:
+    archive.begin()
+    archive.put(rows_of(11, 20))
+    async with Centre(archive).running() as centre:
+        await centre.look()
+        await soon(lambda: centre.supply.roster.get(CHAIN).plan.hole == SequenceRange(1, 10))
+        archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
+        await centre.reaches({CHAIN: 21})
+    assert centre.order == [(CHAIN, 10)]
+
+
+async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next_one_begins(
+    archive: Archive,
+) -> None:
+    archive.put(rows_of(1, 10))
+    archive.begin(LATER, previous={0: 20})
+    archive.put(rows_of(1, 5, LATER), chain=LATER)
+    patient, hasty = Centre(archive), Centre(archive, lost_segment_timeout="1s", on_lost="skip")
+    async with patient.running():
+        await patient.reaches({CHAIN: 11})
+        await soon(lambda: patient.supply.roster.get(CHAIN).plan.hole == SequenceRange(11, 20))
+        assert LATER not in patient.stored
+    async with hasty.running():
+        await hasty.reaches({CHAIN: 21, LATER: 6})
+
+
+async def test_partitions_that_end_at_different_times_hold_the_next_incarnation_back(
+    archive: Archive,
+) -> None:
+    archive.begin(LATER, previous={0: 10, 1: 30})
+    archive.put(rows_of(1, 5, LATER), chain=LATER)
+    archive.put(rows_of(1, 15, PARTS[0]), chain=PARTS[0])
+    archive.put(rows_of(1, 20, PARTS[1]), chain=PARTS[1])
+    async with Centre(archive).running() as centre:
+        await centre.reaches({PARTS[0]: 11, PARTS[1]: 21})
+        await centre.look()
+        assert LATER not in centre.stored
+        archive.put(rows_of(21, 40, PARTS[1]), chain=PARTS[1])
+        await centre.reaches({PARTS[0]: 11, PARTS[1]: 31, LATER: 6})
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b"{", b'{"format_version":1,"end":3}', b'{"format_version":1,"end":999}', None]
+)
+async def test_a_tail_that_is_lost_stale_or_spoiled_costs_time_only(
+    archive: Archive, tail: bytes | None
+) -> None:
+    archive.put(rows_of(1, 10))
+    key = archive.store.layout.tail(CHAIN)
+    archive.objects.delete(key) if tail is None else archive.objects.put(key, tail)
+    async with Centre(archive).running() as centre:
+        await centre.reaches({CHAIN: 11})
+        archive.put(rows_of(11, 20), tail=False)
+        await centre.reaches({CHAIN: 21})
+
+
+async def test_a_wide_segment_behind_a_page_of_others_is_carried_and_its_accepted_gap_is_not_passed(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.chains.looking._searched", lambda *_: _[4])
+    archive.begin()
+    for sequence in range(11, 131):
+        archive.put(rows_of(sequence, sequence), tail=False)
+    archive.put(rows_of(1, 130))
+    archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
+    async with Centre(archive).running() as centre:
+        await centre.reaches({CHAIN: 131})
+    assert sum(count for _, count in centre.order) == 130
+    assert archive.documents.passed_gaps("FLEET", CHAIN) == []

@@ -1,0 +1,182 @@
+"""`floe replay` and `floe drill` as commands: exit codes, output, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.jetstream.client import FloeClient
+from common.jetstream.streams import create_stream, stream_info
+from common.segments.segment import Ledger, Message, Reason
+from common.sequences import SequenceRange
+from infra.local.nats import NatsServer
+from ingress.replay.compare import Trail, compare
+from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
+from tests.scenarios.processes import Service, run_floe
+from tests.segment_files import message
+from tests.support import eventually, unique
+
+FEED = ("--site", "us-east", "--feed", "NODES")
+
+
+class World:
+    """An archive, a server with a target, and a configuration."""
+
+    def __init__(self, folder: Path, url: str, client: FloeClient) -> None:
+        self.folder, self.client = folder, client
+        self.archive = Archive(folder / "store")
+        self.config = str(Centre(folder, self.archive, url).write())
+        self.target = unique("BACK")
+
+    async def make(self) -> None:
+        await create_stream(
+            self.client,
+            {
+                "name": self.target,
+                "subjects": [f"{self.target}.>"],
+                "allow_atomic": True,
+                "allow_batched": True,
+            },
+        )
+
+    async def scratch(self) -> list[str]:
+        found = await self.client.api("STREAM.NAMES", {"subject": "_floe_drill.>"})
+        return list(found["streams"] or [])
+
+
+@pytest.fixture
+async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
+    async with client_of(nats_server.url) as client:
+        yield World(tmp_path, nats_server.url, client)
+
+
+@pytest.mark.servers
+async def test_replay_as_a_command(world: World) -> None:
+    world.archive.put(rows_of(1, 3000))
+    await world.make()
+    command = (
+        "replay",
+        "-c",
+        world.config,
+        *FEED,
+        "--target",
+        world.target,
+        "--subject-prefix",
+        world.target,
+    )
+    planned = run_floe(*command, "--dry-run")
+    assert (planned.returncode, planned.stderr) == (0, "")
+    assert "3,000 messages" in planned.stdout
+    assert "is empty" in planned.stdout
+
+    slow = Service(world.folder, "replay", *command, "--rate", "500/s").start()
+    async with asyncio.timeout(20):
+        while not await holds(world, 200):
+            await asyncio.sleep(0.05)
+    slow.send(signal.SIGTERM)
+    assert slow.wait(10) == 75
+    assert "the same command goes on" in slow.tail()
+
+    other = run_floe(*command, "--to-sequence", "7")
+    assert other.returncode == 1
+    assert "error[E-REPLAY-OTHER]" in other.stderr
+    done = run_floe(*command, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 3000
+    assert await holds(world, 3000)
+    again = run_floe(*command)
+    assert again.returncode == 0
+    assert "done before" in again.stdout
+    wrong = run_floe(*command, "--from-time", "2026-01-02T03:04:05")
+    assert wrong.returncode == 2
+    assert "a time with its zone" in wrong.stderr
+
+
+async def holds(world: World, count: int) -> bool:
+    info = await stream_info(world.client, world.target)
+    return info is not None and info.messages >= count
+
+
+@pytest.mark.servers
+async def test_a_drill_finds_the_archive_well_and_leaves_nothing(world: World) -> None:
+    rows = [
+        *rows_of(1, 2990),
+        *(message(s, b"", headers=b"NATS/1.0\r\nNats-Msg-Id: 1\r\n\r\n") for s in range(2991, 3001)),
+    ]
+    world.archive.put(rows, SequenceRange(1, 3010), ledger=Ledger({Reason.SAMPLED_OUT: 10}))
+    well = run_floe("drill", "-c", world.config, *FEED, "--json")
+    assert well.returncode == 0, well.stderr
+    report = json.loads(well.stdout)
+    assert (report["rows"], report["expected"], report["ok"]) == (3000, 3000, True)
+    assert report["full_restore_seconds"] > 0
+    part = run_floe("drill", "-c", world.config, *FEED, "--from-sequence", "11", "--to-sequence", "20")
+    assert part.returncode == 0
+    assert "10 messages" in part.stdout
+    assert await world.scratch() == []
+    listed = run_floe("checkpoint", "ls", "-c", world.config)
+    assert "FLOE_DRILL" not in listed.stdout
+
+
+@pytest.mark.servers
+async def test_a_drill_tells_holes_and_damage(world: World) -> None:
+    world.archive.put(rows_of(1, 100))
+    bad = world.archive.put(rows_of(101, 200))
+    world.archive.put(rows_of(221, 300))
+    path = world.archive.folder / bad.key
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    path.write_bytes(bytes(raw))
+    found = run_floe("drill", "-c", world.config, *FEED)
+    assert found.returncode == 3, found.stderr
+    assert "201..220" in found.stdout
+    assert "NOT WELL" in found.stdout
+    assert bad.name in found.stdout
+    assert await world.scratch() == []
+
+
+@pytest.mark.servers
+async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> None:
+    world.archive.put(rows_of(1, 100))
+    env = {"FLOE_FAILPOINTS": "replay.begun=kill"}
+    killed = Service(world.folder, "drill", "drill", "-c", world.config, *FEED, env=env).start()
+    assert killed.wait(20) == -signal.SIGKILL
+    left = await world.scratch()
+    assert len(left) == 1
+
+    def swept() -> bool:
+        return f"removed {left[0]}" in run_floe("drill", "-c", world.config, *FEED).stderr
+
+    eventually(swept, 20)
+    assert await world.scratch() == []
+
+
+def trail(*rows: Message) -> Trail:
+    found = Trail()
+    for row in rows:
+        found.add(row)
+    return found
+
+
+def test_the_comparison_tells_apart_what_can_happen() -> None:
+    one, two, three, four = (message(s) for s in range(1, 5))
+    expected = trail(one, two, three)
+    assert compare(expected, trail(one, two, three)).none
+    assert compare(expected, trail(one, three)).lost == 1
+    assert compare(expected, trail(one, two, two, three)).repeated == 1
+    assert compare(expected, trail(two, one, three)).out_of_order == 1
+    assert compare(expected, trail(one, two, three, four)).unexpected == 1
+    for other in (
+        message(3, b"else"),
+        message(3, headers=b""),
+        message(3, subject=b"nodes.two"),
+        message(3, timestamp_ns=1),
+    ):
+        found = compare(expected, trail(one, two, other), CHAIN.feed)
+        assert (found.altered, found.examples) == (1, ("NODES 3: altered",))
+    summed = compare(expected, trail(one)).plus(compare(expected, trail(one, one, two, three)))
+    assert (summed.expected, summed.lost, summed.repeated) == (6, 2, 1)

@@ -1,0 +1,96 @@
+"""`floe gap accept`: what may be given up, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import floe
+from common.chain import Chain
+from common.sequences import SequenceRange
+from tests.ingress_world import CHAIN, Archive, Centre, rows_of
+
+LATER = CHAIN.next_incarnation()
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 10))
+    archive.put(rows_of(21, 30))
+    return archive
+
+
+def accept(archive: Archive, first: int, last: int, *more: str, chain: Chain = CHAIN) -> Result:
+    config = str(Centre(archive.folder.parent, archive, "nats://127.0.0.1:1").write())
+    named = ["--site", chain.site, "--feed", chain.feed, "--incarnation", str(chain.incarnation)]
+    words = ["gap", "accept", "-c", config, *named, "--first", str(first), "--last", str(last), *more]
+    return CliRunner().invoke(floe.cli, words, prog_name="floe")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "why"),
+    [
+        (5, 12, "expected no segment there, found 1..10"),
+        (11, 21, "expected no segment there, found 21..30"),
+        (11, 40, "which ends at 30"),
+        (31, 31, "which ends at 30"),
+        (20, 11, "is greater than --last"),
+    ],
+)
+def test_only_what_nobody_covers_can_be_given_up(archive: Archive, first: int, last: int, why: str) -> None:
+    done = accept(archive, first, last, "--yes")
+
+    assert (done.exit_code, why in done.stderr) == (2, True), done.output
+    assert archive.documents.gaps(CHAIN) == []
+
+
+def test_a_chain_that_does_not_exist_has_nothing_to_give_up(archive: Archive) -> None:
+    assert accept(archive, 1, 2, "--yes", chain=Chain("mars", "NODES")).exit_code == 2
+
+
+def test_nobody_is_asked_where_nobody_can_answer(archive: Archive) -> None:
+    refused = accept(archive, 11, 20)
+    accepted = accept(archive, 11, 20, "--yes", "--note", "gone", "--json")
+
+    assert (refused.exit_code, accepted.exit_code) == (2, 0), accepted.output
+    [gap] = archive.documents.gaps(CHAIN)
+    assert (gap.range, gap.note) == (SequenceRange(11, 20), "gone")
+    assert json.loads(accepted.stdout)["by"] == gap.by
+
+
+def test_what_is_accepted_stays_as_it_was_decided_first(archive: Archive) -> None:
+    accept(archive, 11, 20, "--yes", "--note", "first")
+    again = accept(archive, 11, 20, "--yes", "--note", "second", "--json")
+
+    assert json.loads(again.stdout)["note"] == "first"
+
+
+def test_damaged_segments_are_named_and_given_up(archive: Archive) -> None:
+    bad = archive.put(rows_of(11, 20))
+    path = archive.folder / bad.key
+    path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
+
+    done = accept(archive, 11, 20, "--yes")
+
+    assert done.exit_code == 0, done.output
+    assert bad.key in done.stderr
+
+
+def test_the_end_of_an_incarnation_that_never_arrived_can_be_given_up(archive: Archive) -> None:
+    archive.begin(LATER, previous={0: 40})
+
+    assert accept(archive, 31, 40, "--yes").exit_code == 0
+    assert accept(archive, 31, 41, "--yes").exit_code == 2
+
+
+def test_a_spoiled_gap_gives_nothing_up(archive: Archive) -> None:
+    layout = archive.store.layout
+    prefix = layout.gaps_prefix(CHAIN)
+    archive.objects.put(layout.gap(prefix, SequenceRange(11, 20)), b"{}")
+    archive.objects.put(f"{prefix}readme.txt", b"?")
+
+    assert archive.documents.gaps(CHAIN) == []

@@ -1,0 +1,447 @@
+"""Every stop of a target ends in a command: pasted through the real CLI, the service goes on by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.headers import Provenance, build_block
+from common.service.monitor import Health
+from ingress import carrier
+from ingress.checkpoints import correcting
+from ingress.checkpoints import state as state_module
+from ingress.checkpoints.census import Census, Standing, take_census
+from ingress.checkpoints.intent import Checkpoint, TargetState
+from tests.commands import Done, floe, invoke, paste_checkpoint
+from tests.ingress_outcomes import (
+    Consumer,
+    change,
+    closed_at,
+    foreign,
+    left_open,
+    make,
+    put_back,
+    service,
+    stands,
+    stop_of,
+    store,
+)
+from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, count_in, rows_of
+from tests.support import soon
+
+pytestmark = pytest.mark.servers
+OTHER = Chain("eu-west", "NODES")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correcting, "STILL", 0.1)
+    monkeypatch.setattr(carrier, "IDLE_SPACING", 0.2)
+    monkeypatch.setattr(carrier, "ROUND_SPACING", 0.2)
+
+
+def numbers(*ranges: tuple[int, int]) -> list[int]:
+    return [sequence for first, last in ranges for sequence in range(first, last + 1)]
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+@pytest.fixture
+def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
+    return Centre(tmp_path, archive, nats_url, create=None)
+
+
+async def carried(client: FloeClient, centre: Centre, archive: Archive) -> TargetState:
+    """1..30 are stored and closed."""
+    archive.put(rows_of(1, 30))
+    await make(client, centre)
+    async with centre.running():
+        return await closed_at(client, centre, 30)
+
+
+async def mended(
+    centre: Centre, health: Health, code: str, wanted: str, *more: str
+) -> tuple[dict[str, Any], Done]:
+    """Wait for the stop, and paste the command of its hint."""
+    stop = await stop_of(centre, health)
+    assert stop["code"] == code, stop
+    return stop, await paste_checkpoint(centre.write(), stop["hint"], wanted, *more)
+
+
+# Foreign messages
+
+
+async def test_a_foreign_message_behind_the_checkpoint_is_accepted(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+        await foreign(client, centre)
+        archive.put(rows_of(31, 40))
+        async with service(centre) as health:
+            _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+            await stands(client, centre, numbers((1, 40)))
+    assert "1 messages are not ours; they stay" in done.out
+
+
+async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+        await foreign(client, centre, build_block([Provenance("us-east", "NODES", 0, 0, 35, 1).line()]))
+        archive.put(rows_of(31, 40))
+        async with service(centre) as health:
+            _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+            await stands(client, centre, [*numbers((1, 30)), 35, *numbers((31, 40))])
+    assert "1 messages carry provenance and are not awaited; they stay" in done.out
+
+
+async def test_a_foreign_message_in_the_middle_of_an_intent_is_accepted(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    ref = archive.put(rows_of(1, 30))
+    async with client_of(nats_url) as client:
+        await left_open(client, centre, ref, await make(client, centre))
+        await store(client, centre, rows_of(1, 11))
+        await foreign(client, centre)
+        async with service(centre) as health:
+            _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+            await stands(client, centre, numbers((1, 30)))
+        assert len(await arrived(client, centre.target)) == 31
+    assert f"{CHAIN}: 11 messages stand there, 1 to 11" in done.out
+    assert "the open intent is dropped" in done.out
+
+
+async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    """What was consumed cannot be read: the operator knows it from the consumer, or takes repeats."""
+    ref = archive.put(rows_of(1, 30))
+    async with client_of(nats_url) as client:
+        await left_open(client, centre, ref, await make(client, centre, retention="workqueue"))
+        await store(client, centre, rows_of(1, 11))
+        consumer = Consumer(client, centre.target)
+        await consumer.start()
+        await soon(lambda: len(consumer.seen) == 11)
+        await client.api(f"CONSUMER.DELETE.{centre.target}.C")
+        await foreign(client, centre)
+        async with service(centre) as health:
+            hint = (await stop_of(centre, health))["hint"]
+            with pytest.raises(AssertionError) as refused:
+                await paste_checkpoint(centre.write(), hint, "--accept")
+            assert "E-CORRECTION" in str(refused.value)
+            assert f"{CHAIN} at its beginning or later" in str(refused.value)
+            await paste_checkpoint(centre.write(), hint, "--accept", "--position", f"{CHAIN}=12")
+            await stands(client, centre, numbers((12, 30)))
+
+
+# The target
+
+
+@pytest.mark.parametrize("how", ["empty", "purged", "with messages"])
+async def test_a_target_that_was_made_again(
+    centre: Centre, archive: Archive, nats_url: str, how: str
+) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        await make(client, centre)
+        if how != "empty":
+            await store(client, centre, rows_of(1, 20))
+        async with service(centre) as health:
+            stop = await stop_of(centre, health)
+            if how == "purged":
+                await client.api(f"STREAM.PURGE.{centre.target}")
+                assert (await invoke(*forget(centre))).code == 0
+            else:
+                await mended(
+                    centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target"
+                )
+            await stands(client, centre, numbers((1, 30)))
+    assert stop["code"] == "E-TARGET-RECREATED"
+
+
+def forget(centre: Centre, *more: str) -> list[str]:
+    config = str(centre.write())
+    return ["checkpoint", "set", "-c", config, "--target", centre.target, "--forget", "--yes", *more]
+
+
+async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+        async with service(centre) as health:
+            await soon(lambda: centre.status(health).get("state") == "carrying")
+            await client.api(f"STREAM.DELETE.{centre.target}")
+            archive.put(rows_of(31, 40))
+            assert (await stop_of(centre, health))["code"] in ("E-TARGET-GONE", "E-TARGET-MISSING")
+            assert (await invoke(*forget(centre))).code == 0
+            await make(client, centre)
+            await stands(client, centre, numbers((1, 40)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])]
+)
+async def test_a_target_restored_from_an_old_copy(
+    centre: Centre, archive: Archive, nats_url: str, wanted: str, found: list[tuple[int, int]]
+) -> None:
+    """The copy ends at 25; a stream that is restored keeps its creation time."""
+    archive.put(rows_of(1, 30))
+    async with client_of(nats_url) as client:
+        created = await make(client, centre)
+        await store(client, centre, rows_of(1, 25))
+        keeper = await centre.state(client)
+        await keeper.save(TargetState(Checkpoint(30, created, {CHAIN: 31})), 0)
+        archive.put(rows_of(31, 40))
+        async with service(centre) as health:
+            await mended(centre, health, "E-TARGET-BEHIND", wanted)
+            await stands(client, centre, numbers(*found))
+
+
+async def test_a_creation_time_that_nothing_vouches_for(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+        await client.api(f"STREAM.PURGE.{centre.target}")
+        await change(client, centre, target_created="2020-01-01T00:00:00Z")
+        archive.put(rows_of(31, 40))
+        async with service(centre) as health:
+            await mended(centre, health, "E-TARGET-RECREATED", "--accept")
+            await stands(client, centre, numbers((31, 40)))
+
+
+# The state
+
+
+@pytest.mark.parametrize("fault", ["lost", "unreadable", "removed under way"])
+async def test_a_state_that_is_lost_is_found_in_the_target(
+    centre: Centre, archive: Archive, nats_url: str, fault: str
+) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+        subject = f"$KV.{centre.state_bucket}.ingress.{centre.target}".encode()
+        if fault == "lost":
+            await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
+        elif fault == "unreadable":
+            await client.request_raw(subject, b'{"version":99}', timeout=5)
+        async with service(centre) as health:
+            if fault == "removed under way":
+                await soon(lambda: centre.status(health).get("state") == "carrying")
+                await client.request_raw(subject, b"", b"NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", timeout=5)
+            archive.put(rows_of(31, 40))
+            code = "E-STATE-KV" if fault == "unreadable" else "E-TARGET-NOT-EMPTY"
+            await mended(centre, health, code, "--from-target")
+            await stands(client, centre, numbers((1, 40)))
+
+
+@pytest.mark.parametrize("opened", [False, True])
+async def test_a_state_that_was_rolled_back(
+    centre: Centre, archive: Archive, nats_url: str, opened: bool
+) -> None:
+    ref = archive.put(rows_of(1, 10))
+    async with client_of(nats_url) as client:
+        created = await make(client, centre)
+        old = await left_open(client, centre, ref, created)
+        async with centre.running():
+            old = old if opened else await closed_at(client, centre, 10)
+            archive.put(rows_of(11, 30))
+            await closed_at(client, centre, 30)
+        await put_back(client, centre, old)
+        archive.put(rows_of(31, 40))
+        async with service(centre) as health:
+            stop, done = await mended(centre, health, "E-TARGET-SHARED", "--from-target")
+            await stands(client, centre, numbers((1, 40)))
+    assert "where the state bucket is an old copy" in stop["hint"]
+    assert f"{CHAIN}: 30 messages stand there, 1 to 30" in done.out
+
+
+async def test_a_state_that_outgrew_the_bucket_lets_go_of_chains_that_are_not_listed(
+    centre: Centre, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(nats_url) as client:
+        state = await carried(client, centre, archive)
+        positions = {Chain(f"gone{number}", "NODES"): 7 for number in range(100)}
+        await change(client, centre, positions={**state.checkpoint.positions, **positions})
+        monkeypatch.setattr(state_module, "MAX_STATE", 2000)
+        archive.put(rows_of(31, 40))
+        async with service(centre) as health:
+            await mended(centre, health, "E-STATE-SIZE", "--forget-unlisted")
+            await stands(client, centre, numbers((1, 40)))
+
+
+# The intent
+
+
+async def test_rows_of_an_open_intent_that_are_gone_for_good(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    """The rest of the intent is dropped; then the chain waits at the hole, and the others go on."""
+    ref = archive.put(rows_of(1, 30))
+    async with client_of(nats_url) as client:
+        await left_open(client, centre, ref, await make(client, centre))
+        await store(client, centre, rows_of(1, 11))
+        archive.objects.delete(ref.key)
+        archive.put(rows_of(31, 40))
+        archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+        async with service(centre) as health:
+            await mended(centre, health, "E-INTENT", "--accept")
+            await soon(lambda: count(client, centre, 16))
+            config = str(centre.write())
+            words = ["-c", config, "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
+            done = await invoke("checkpoint", "set", *words, "--sequence", "31", "--yes")
+            assert done.code == 0, done
+            await stands(client, centre, numbers((1, 11), (31, 40)))
+    assert f"{CHAIN}: 12 to 30 are not carried any more" in done.out
+
+
+async def count(client: FloeClient, centre: Centre, wanted: int) -> bool:
+    return len(await arrived(client, centre.target)) == wanted
+
+
+async def test_an_intent_of_a_chain_that_is_listed_no_more(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """Another configuration, another allow-list, the same target: what stands there the state knows."""
+    centre = Centre(tmp_path, archive, nats_url, create=None)
+    ref = archive.put(rows_of(1, 30))
+    other = [{"site": "eu-west", "feed": "NODES", "subject_prefix": centre.target}]
+    narrow = Centre(tmp_path, archive, nats_url, create=None, stream=centre.target, sources=other)
+    narrow.lease_bucket, narrow.state_bucket = centre.lease_bucket, centre.state_bucket
+    async with client_of(nats_url) as client:
+        await left_open(client, centre, ref, await make(client, centre))
+        await store(client, centre, rows_of(1, 11))
+        archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+        error = await narrow.ending()
+        assert error.code == "E-SOURCES"
+        await paste_checkpoint(narrow.write(), error.hint, "--accept")
+        async with service(narrow):
+            await soon(lambda: count(client, centre, 16))
+        async with service(centre):
+            await stands(client, centre, numbers((1, 30)))
+
+
+# The command
+
+
+async def test_a_large_target_is_counted_whole(centre: Centre, nats_url: str) -> None:
+    """Several pulls, another chain, foreign messages, and places that are empty."""
+    line = [Provenance(CHAIN.site, CHAIN.feed, 0, 0, sequence, 1).line() for sequence in range(1, 12_001)]
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        for block in [*map(build_block, ([each] for each in line)), None, None]:
+            client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
+        await soon(lambda: count_of(client, centre, 12_002))
+        await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
+        census = await take_census(client, centre.target, "limits", Census(0, 12_002))
+        part = await take_census(client, centre.target, "limits", Census(11_000, 11_990))
+        slow = await take_census(client, centre.target, "workqueue", Census(11_990, 12_002))
+
+    assert (census.held, census.foreign, census.gone, census.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
+    assert census.chains == {CHAIN: Standing(1, 12_000, 11_999, 12_000, 11_999)}
+    assert part.chains == {CHAIN: Standing(11_001, 11_990, 990, 11_990, 990)}
+    assert slow.chains == {CHAIN: Standing(11_991, 12_000, 10, 12_000, 10)}
+
+
+async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
+    return await count_in(client, centre.target) == wanted
+
+
+async def test_a_chain_is_moved_while_ingress_carries(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 30))
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        words = [
+            "checkpoint",
+            "set",
+            "-c",
+            str(centre.write()),
+            "--target",
+            centre.target,
+            "--site",
+            "us-east",
+        ]
+        async with service(centre):
+            await closed_at(client, centre, 30)
+            dry = await floe(*words, "--feed", "NODES", "--sequence", "21", "--dry-run", "--json")
+            asked = await invoke(*words, "--feed", "NODES", "--sequence", "21")
+            done = await invoke(*words, "--feed", "NODES", "--sequence", "21", "--yes", "--json")
+            await stands(client, centre, numbers((1, 30), (21, 30)))
+            again = await invoke(*words, "--feed", "NODES", "--sequence", "31", "--yes")
+
+    assert dry.code == 0
+    assert dry.json()["changed"] is False
+    assert (asked.code, "expected --yes where nobody can be asked" in asked.err) == (2, True)
+    assert f"{CHAIN}: 21 to 30 are carried again" in asked.out
+    assert done.json()["changed"] is True
+    assert [each["positions"][0]["position"] for each in (done.json()["before"], done.json()["after"])] == [
+        31,
+        21,
+    ]
+    assert "nothing was changed" in again.err
+
+
+async def test_nothing_is_corrected_while_something_else_publishes(
+    centre: Centre, archive: Archive, nats_url: str
+) -> None:
+    async with client_of(nats_url) as client:
+        before = await carried(client, centre, archive)
+
+        async def write_on() -> None:
+            while True:
+                await foreign(client, centre)
+
+        writing = asyncio.create_task(write_on())
+        words = [
+            "checkpoint",
+            "set",
+            "-c",
+            str(centre.write()),
+            "--target",
+            centre.target,
+            "--accept",
+            "--yes",
+        ]
+        refused = await invoke(*words)
+        writing.cancel()
+        assert (await (await centre.state(client)).load()).state == before
+        done = await invoke(*words)
+
+    assert (refused.code, "E-TARGET-SHARED" in refused.err) == (4, True)
+    assert done.code == 0
+
+
+async def test_what_the_command_refuses(centre: Centre, archive: Archive, nats_url: str) -> None:
+    async with client_of(nats_url) as client:
+        await carried(client, centre, archive)
+    config, refused = str(centre.write()), []
+    for words in (
+        [],
+        ["--accept", "--forget"],
+        ["--site", "us-east", "--sequence", "3"],
+        ["--position", f"{CHAIN}=3", "--forget"],
+        ["--accept-repeats", "--forget"],
+    ):
+        done = await invoke("checkpoint", "set", "-c", config, "--target", centre.target, *words)
+        refused.append(done.code)
+    other = await invoke("checkpoint", "set", "-c", config, "--target", "OTHER", "--accept")
+    full = await invoke(*forget(centre))
+
+    assert refused == [2] * 5
+    assert (other.code, f"expected one of {centre.target}, found OTHER" in other.err) == (2, True)
+    assert full.code == 1
+    assert "E-CORRECTION" in full.err
+    assert "expected an empty target, found 30 messages" in full.err

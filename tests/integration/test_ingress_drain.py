@@ -1,0 +1,150 @@
+"""How the service goes on after a stop, and how it ends: step by step, within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue
+from common.jetstream.streams import create_stream
+from common.service.metrics import REGISTRY
+from common.service.monitor import Health
+from infra.local.nats import NatsServer
+from ingress.sharing import lease_key
+from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
+from tests.scenarios.processes import run_floe
+from tests.support import soon
+from tests.tcp_proxy import TcpProxy
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 30))
+    return archive
+
+
+async def holder(client: FloeClient, centre: Centre) -> bytes | None:
+    bucket = await KeyValue.open(client, centre.lease_bucket, ttl=2.0)
+    entry = await bucket.get(lease_key(centre.target))
+    return None if entry is None else entry.value
+
+
+async def test_a_stopped_target_goes_on_without_a_restart_once_the_state_is_mended(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 30)
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        archive.put(rows_of(31, 40))
+        await soon(lambda: centre.status(health).get("state") == "stopped", 20)
+        status = centre.status(health)
+        assert status["code"] in ("E-TARGET-GONE", "E-TARGET-RECREATED")
+        assert "floe checkpoint set" in status["hint"]
+        assert any(centre.target in problem for problem in health.problems())
+        assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 1
+        assert not health.is_ready()
+
+        command = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--forget"]
+        result = await asyncio.to_thread(run_floe, *command, "--yes")
+        assert result.returncode == 0, result.stderr
+        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+        await soon(health.is_ready)
+        assert REGISTRY.get_sample_value("floe_ingress_stopped", {"target": centre.target}) == 0
+
+
+async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
+        await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=5)
+        health, stop = Health(SystemClock()), asyncio.Event()
+        task = asyncio.create_task(centre.run(stop, health))
+        await soon(lambda: centre.status(health).get("state") == "stopped")
+        await asyncio.sleep(1)
+        assert not task.done()
+        assert centre.status(health)["code"] == "E-TARGET-NOT-EMPTY"
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        check_exact(await centre.carried(client, 30), archive, centre.prefix)
+        stop.set()
+        await asyncio.wait_for(task, 20)
+
+
+async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(31, 5000))
+    centre = Centre(tmp_path, archive, nats_url, publisher="single")
+    async with client_of(nats_url) as client:
+        async with centre.running():
+            await centre.carried(client, 10)
+        state = (await (await centre.state(client)).load()).state
+        assert state is not None
+        assert state.intent is None
+        assert state.checkpoint.target_sequence >= 10
+        assert await holder(client, centre) is None
+
+
+async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
+    tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+) -> None:
+    archive.put(rows_of(31, 3000))
+    centre = Centre(tmp_path, archive, nats_url, publisher="single")
+    async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
+        centre.urls = [proxy.url]
+        stop = asyncio.Event()
+        task = asyncio.create_task(centre.run(stop, shutdown_timeout="2s"))
+        await centre.carried(client, 40)
+        proxy.blackhole()
+        began = time.monotonic()
+        stop.set()
+        await asyncio.wait_for(task, 20)
+        took = time.monotonic() - began
+        print(f"drained from a server that does not answer in {took:.1f} s")
+        assert took < 12
+        proxy.heal()
+        centre.urls = [nats_url]
+        async with centre.running():
+            messages = await centre.carried(client, 100)
+    sequences = [each.message.sequence for each in messages]
+    assert sequences == list(range(1, len(sequences) + 1))
+
+
+async def test_the_status_shows_phases_publisher_and_what_stops(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    other = Chain("eu-west", "NODES")
+    archive.put(rows_of(1, 10, other), chain=other)
+    archive.put(rows_of(21, 30, other), chain=other)
+    centre = Centre(tmp_path, archive, nats_url)
+    config = centre.write()
+
+    async def shown() -> dict[str, tuple[str, str, str]]:
+        result = await asyncio.to_thread(run_floe, "status", "-c", str(config), "--json")
+        assert result.returncode == 0, result.stderr
+        return {
+            row["site"]: (row["phase"], row["publisher"], row["why"]) for row in json.loads(result.stdout)
+        }
+
+    async with client_of(nats_url) as client:
+        async with centre.running():
+            await centre.carried(client, 40)
+        found = await shown()
+        assert found["us-east"] == ("idle", "fast", "")
+        assert found["eu-west"] == ("late", "fast", "11..20 is missing")
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        found = await shown()
+        assert {phase for phase, _, _ in found.values()} == {"stopped"}
+        assert found["us-east"][2] == "target: there is no such stream"

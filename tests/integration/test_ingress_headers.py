@@ -1,0 +1,236 @@
+"""Headers that a server acts on: nothing at the target unless listed, and then what the source meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.jetstream.client import FloeClient
+from common.jetstream.streams import create_stream, get_message, stream_info
+from tests.ingress_world import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
+from tests.segment_files import message
+from tests.support import soon
+
+pytestmark = pytest.mark.servers
+
+# Everything that nats-server 2.15 acts on, with values that would drop, refuse, purge, expire or repeat.
+ACTING = [
+    b"Nats-Msg-Id: same",
+    b"Nats-Expected-Stream: OTHER",
+    b"Nats-Expected-Last-Sequence: 99999",
+    b"Nats-Expected-Last-Subject-Sequence: 99999",
+    b"Nats-Expected-Last-Subject-Sequence-Subject: a.b",
+    b"Nats-Expected-Last-Msg-Id: nobody",
+    b"Nats-Rollup: all",
+    b"Nats-Rollup: sub",
+    b"Nats-TTL: 1s",
+    b"Nats-Marker-Reason: Purge",
+    b"Nats-Incr: +5",
+    b"Nats-Counter-Sources: {}",
+    b"Nats-Batch-Id: b",
+    b"Nats-Batch-Sequence: 7",
+    b"Nats-Batch-Commit: 1",
+    b"Nats-Schedule: @every 1s",
+    b"Nats-Schedule-TTL: 1s",
+    b"Nats-Schedule-Target: {target}.nodes.scheduled",
+    b"Nats-Schedule-Source: {target}.nodes.1",
+    b"Nats-Schedule-Rollup: sub",
+    b"Nats-Schedule-Time-Zone: Europe/Zurich",
+    b"Nats-Schedule-Next: purge",
+    b"Nats-Scheduler: {target}.nodes.1",
+    b"Nats-Stream-Source: X 1",
+    b"Nats-Required-Api-Level: 99",
+    b"Nats-Trace-Dest: somewhere",
+    b"Nats-Trace-Only: true",
+    b"Nats-Request-Info: {}",
+]
+MARK = b"KV-Operation: PURGE"  # read by clients only
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+def block(*lines: bytes) -> bytes:
+    return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
+    """A target that allows everything."""
+    allowed = ("allow_atomic", "allow_batched", "allow_direct", "allow_msg_ttl", "allow_rollup_hdrs")
+    await create_stream(
+        client,
+        {
+            "name": centre.target,
+            "subjects": [f"{centre.target}.>"],
+            **dict.fromkeys(allowed, True),
+            "allow_msg_schedules": True,
+            **config,
+        },
+    )
+
+
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+async def test_no_header_of_the_source_acts_unless_it_is_listed(
+    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+    lines = [line.replace(b"{target}", centre.target.encode()) for line in ACTING]
+    rows = [message(n, headers=block(b"A: 1", line, MARK)) for n, line in enumerate(lines, 1)]
+    rows += [message(n, headers=block(line.lower())) for n, line in enumerate(lines, 101)]
+    rows += [message(201, headers=block(*lines)), message(202, headers=block(*lines))]
+    archive.put(rows)
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            messages = await centre.carried(client, len(rows))
+        check_exact(messages, archive, centre.prefix)
+        info = await stream_info(client, centre.target)
+        assert info is not None
+        assert (info.last_sequence, info.messages) == (len(rows), len(rows))
+        for sequence in range(1, len(rows) + 1):
+            stored = await get_message(client, centre.target, sequence)
+            assert stored is not None
+            own, _, of_source = (stored.headers or b"").partition(b"\r\nFloe-Source: ")
+            assert b"\r\nnats-" not in of_source.lower()
+            assert b"Nats-TTL" not in own
+
+
+async def test_a_listed_ttl_expires_and_every_other_value_is_text(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """What the server would refuse, overflow included, is no header: it would be refused for ever."""
+    text = [b"1s ", b"1d", b"0", b"-1", b"soon", b"", b"1.5s", b"999999999h", b"9999999999", b"\t1s", b"1s\t"]
+    acting = [b"1s", b"1", b"  1s", b"never", b"999999h", b"99999999m", b"999999999s", b"999999999"]
+    rows = [message(n, headers=block(b"Nats-TTL: " + value)) for n, value in enumerate(text + acting, 1)]
+    rows.append(message(len(rows) + 1, headers=block(b"Nats-TTL: 1s", b"Nats-TTL: never")))
+    archive.put(rows)
+    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-TTL"])
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            await soon(lambda: _last(client, centre, len(rows)))
+            await soon(lambda: _count(client, centre, len(rows) - 4))
+            left = {each.message.sequence for each in await arrived(client, centre.target)}
+            first = len(text) + 1
+            assert left == set(range(1, len(rows) + 1)) - {first, first + 1, first + 2, len(rows)}
+            # The arithmetic holds though messages are gone: what follows stands behind them.
+            archive.put(rows_of(len(rows) + 1, len(rows) + 10))
+            await soon(lambda: _last(client, centre, len(rows) + 10))
+        state = (await (await centre.state(client)).load()).state
+        assert state is not None
+        assert state.checkpoint.target_sequence == len(rows) + 10
+
+
+async def _last(client: FloeClient, centre: Centre, sequence: int) -> bool:
+    info = await stream_info(client, centre.target)
+    assert info is None or info.last_sequence <= sequence
+    return info is not None and info.last_sequence == sequence
+
+
+async def _count(client: FloeClient, centre: Centre, count: int) -> bool:
+    return await count_in(client, centre.target) == count
+
+
+@pytest.mark.parametrize("publisher", ["fast", "single"])
+async def test_a_listed_rollup_purges_messages_and_no_sequences(
+    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+) -> None:
+    subjects = [b"a", b"a", b"b", b"a", b"c", b"a", b"b", b"b", b"c"]
+    headers: list[bytes | None] = [None] * len(subjects)
+    headers[3] = block(b"Nats-Rollup: sub")
+    headers[4] = block(b"Nats-Rollup: SUB")
+    headers[7] = block(b"Nats-Rollup: everything")
+    rows = [
+        message(n, subject=b"nodes." + subject, headers=lines)
+        for n, (subject, lines) in enumerate(zip(subjects, headers, strict=True), 1)
+    ]
+    archive.put(rows)
+    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Rollup"], publisher=publisher)
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            await soon(lambda: _last(client, centre, 9))
+            left = [each.message.sequence for each in await arrived(client, centre.target)]
+            assert left == [3, 4, 5, 6, 7, 8, 9]
+            archive.put([message(10, headers=block(b"Nats-Rollup: all")), *rows_of(11, 12)])
+            await soon(lambda: _last(client, centre, 12))
+        left = [each.message.sequence for each in await arrived(client, centre.target)]
+        assert left == [10, 11, 12]
+        state = (await (await centre.state(client)).load()).state
+        assert state is not None
+        assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (13, 12)
+
+
+async def test_a_listed_marker_reason_is_kept_as_a_header(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
+    centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Marker-Reason"])
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            await centre.carried(client, 3)
+        stored = await get_message(client, centre.target, 1)
+        assert stored is not None
+        assert b"\r\nNats-Marker-Reason: Purge\r\n" in (stored.headers or b"")
+
+
+AWKWARD = [
+    b"plain",
+    "zürich.straße".encode(),
+    b"not.\xff\xfe.text",
+    b"\xc3\x28",
+    b"del.\x7f",
+    b"bell.\x07.\x1b",
+    b"star.*",
+    b"rest.>",
+    b"*",
+    b"$JS.API.INFO",
+    b"$SYS.x",
+    b"_INBOX.a",
+    b"deep." + b".".join(b"t" for _ in range(500)),
+    b"l" * 3800,
+]
+
+
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+async def test_awkward_subjects_arrive_byte_for_byte(
+    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, publisher=publisher)
+    rows = [message(n, subject=subject) for n, subject in enumerate(AWKWARD, 1)]
+    archive.put(rows)
+
+    async with client_of(nats_url) as client, centre.running():
+        await centre.carried(client, len(rows))
+        for sequence, row in enumerate(rows, 1):
+            stored = await get_message(client, centre.target, sequence)
+            assert stored is not None
+            assert stored.subject == centre.prefix + row.subject
+
+
+@pytest.mark.parametrize(
+    "subject", [b"a b", b"a\r\nPUB x 0\r\n", b"a\tb", b"a\nb", b"a\x00b", b"a.", b"", b"x" * 5000]
+)
+async def test_a_subject_of_a_file_never_reaches_the_socket_unchecked(
+    tmp_path: Path, archive: Archive, nats_url: str, subject: bytes
+) -> None:
+    archive.put([message(1), message(2), message(3, subject=subject), message(4)])
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+
+    async with client_of(nats_url) as client, centre.running() as health:
+
+        def stopped() -> Any:
+            return centre.status(health).get("chains", {}).get(str(CHAIN), {}).get("stopped")
+
+        why = await soon(stopped)
+        assert "stops at sequence 3: subject" in why
+        assert await count_in(client, centre.target) == 2

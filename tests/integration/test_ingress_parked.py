@@ -1,0 +1,321 @@
+"""Messages that are too large for the target: put aside, listed, delivered once the target takes them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import shlex
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import floe
+from common.errors import AnotherWriter
+from common.jetstream.client import FloeClient
+from common.jetstream.streams import ask, create_stream, stream_info
+from common.segments.segment import Message
+from ingress.parked.names import State
+from ingress.parked.store import ParkedStore
+from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, rows_of
+from tests.segment_files import message
+from tests.support import soon
+
+pytestmark = pytest.mark.servers
+
+LIMIT = 1000
+LARGE = {5: 2000, 17: 1500, 30: 5000}
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+def with_large(first: int, last: int, large: dict[int, int] = LARGE) -> list[Message]:
+    """Rows of which some are too large for the target."""
+    rows = {row.sequence: row for row in rows_of(first, last)}
+    for sequence, size in large.items():
+        if first <= sequence <= last:
+            text = f"{CHAIN}|{sequence}|".encode().ljust(size, b"L")
+            rows[sequence] = message(sequence, text, subject=b"nodes.large", headers=block(b"A: 1", b"A:  2"))
+    return list(rows.values())
+
+
+def block(*lines: bytes) -> bytes:
+    return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+async def make(client: FloeClient, centre: Centre, size: int = LIMIT, **config: Any) -> None:
+    """The target with a greatest message."""
+    await create_stream(client, settings_of(centre, size, **config))
+
+
+def settings_of(centre: Centre, size: int, **config: Any) -> dict[str, Any]:
+    return {
+        "name": centre.target,
+        "subjects": [f"{centre.target}.>"],
+        "max_msg_size": size,
+        "allow_atomic": True,
+        "allow_batched": True,
+        "allow_direct": True,
+        **config,
+    }
+
+
+async def raise_limit(client: FloeClient, centre: Centre, size: int) -> None:
+    await ask(client, f"STREAM.UPDATE.{centre.target}", settings_of(centre, size))
+
+
+async def kept(client: FloeClient, centre: Centre) -> ParkedStore:
+    """What is parked for the target of now."""
+    info = await stream_info(client, centre.target)
+    assert info is not None
+    documents = centre.archive.documents
+    return ParkedStore(documents.objects, documents.layout, centre.target, info.created)
+
+
+def states(parked: ParkedStore) -> dict[int, State]:
+    return {name.sequence: entry.state for name, entry in parked.entries().items()}
+
+
+def check_all_once(messages: list[Any], archive: Archive, centre: Centre, late: set[int]) -> None:
+    """Each row once and byte for byte; in order but for `late`, which may stand anywhere behind."""
+    in_turn = [each for each in messages if each.message.sequence not in late]
+    rows = {row.sequence: row for row in archive.rows[CHAIN]}
+    assert sorted(each.message.sequence for each in messages) == sorted(rows)
+    assert [each.message.sequence for each in in_turn] == sorted(set(rows) - late)
+    for each in messages:
+        row = rows[each.message.sequence]
+        assert (each.message.headers, each.message.payload) == (row.headers, row.payload)
+        assert each.subject == centre.prefix + row.subject
+
+
+async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fits(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(with_large(1, 20))
+    archive.put(with_large(21, 40))
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        parked = await kept(client, centre)
+        async with centre.running():
+            messages = await centre.carried(client, 37)
+            assert {each.message.sequence for each in messages} == set(range(1, 41)) - set(LARGE)
+            await soon(lambda: states(parked) == dict.fromkeys(LARGE, State.PARKED))
+            stored = parked.read(parked.name(CHAIN, 17))
+            assert stored == archive.rows[CHAIN][16]
+
+            await raise_limit(client, centre, 100_000)
+        for entry in parked.entries().values():
+            parked.ask(entry)
+        async with centre.running():
+            messages = await centre.carried(client, 40)
+            await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
+        check_all_once(messages, archive, centre, set(LARGE))
+        state = (await (await centre.state(client)).load()).state
+        assert state is not None
+        assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (41, 40)
+
+
+def floe_parked(*words: str) -> Result:
+    return CliRunner().invoke(floe.cli, ["parked", *words], prog_name="floe")
+
+
+def listed(config: Path) -> dict[int, dict[str, Any]]:
+    result = floe_parked("ls", "-c", str(config), "--json")
+    assert result.exit_code == 0, result.output
+    return {row["sequence"]: row for row in json.loads(result.output)}
+
+
+async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(with_large(1, 20))
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+    config = centre.write()
+    of_chain = ["-c", str(config), "--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            await centre.carried(client, 18)
+            await soon(lambda: {row["state"] for row in listed(config).values()} == {"parked"})
+            assert set(listed(config)) == {5, 17}
+            assert listed(config)[5]["why"].endswith("bytes, the target takes 1000")
+
+            shown = floe_parked("cat", *of_chain, "--sequence", "17")
+            assert shown.stdout_bytes == archive.rows[CHAIN][16].payload
+            shown = floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
+            assert shown.stdout_bytes == archive.rows[CHAIN][16].headers
+            found = json.loads(floe_parked("cat", *of_chain, "--sequence", "17", "--json").output)
+            assert base64.b64decode(found["payload"]) == archive.rows[CHAIN][16].payload
+            assert base64.b64decode(found["subject"]) == b"nodes.large"
+
+            await raise_limit(client, centre, 1800)
+            assert floe_parked("retry", *of_chain, "--all").exit_code == 2
+            assert floe_parked("retry", *of_chain, "--sequence", "9", "--yes").exit_code == 3
+            assert floe_parked("retry", *of_chain, "--all", "--yes").exit_code == 0
+            assert {row["state"] for row in listed(config).values()} == {"asked for"}
+        async with centre.running():
+            messages = await centre.carried(client, 19)
+            await soon(lambda: [row["state"] for row in listed(config).values()] == ["parked", "delivered"])
+            assert listed(config)[5]["why"].endswith("bytes, the target takes 1800")
+            assert [each.message.sequence for each in messages][-1] == 17
+            assert floe_parked("retry", *of_chain, "--sequence", "17", "--yes").exit_code == 3
+
+
+async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_restart(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(with_large(1, 20))
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            await centre.carried(client, 18)
+            parked = await kept(client, centre)
+            await soon(lambda: set(states(parked).values()) == {State.PARKED})
+            # The archive's copy goes: what is parked needs it no more.
+            for ref in archive.store.list(CHAIN):
+                archive.store.delete(ref)
+            await raise_limit(client, centre, 100_000)
+            for entry in parked.entries().values():
+                parked.ask(entry)
+            messages = await centre.carried(client, 20)
+            archive.put(rows_of(21, 30))
+            messages = await centre.carried(client, 30)
+        check_all_once(messages, archive, centre, {5, 17})
+
+
+async def test_all_messages_of_a_feed_may_be_too_large(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    large = dict.fromkeys(range(1, 61), 1200)
+    archive.put(with_large(1, 60, large))
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            parked = await kept(client, centre)
+            await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
+            archive.put(rows_of(61, 70))
+            check = await centre.carried(client, 10)
+        assert [each.message.sequence for each in check] == list(range(61, 71))
+
+
+def commands_of(hint: str, config: Path) -> list[list[str]]:
+    """The `floe …` commands that a hint names, with the configuration of this test."""
+    found = [shlex.split(words) for words in re.findall(r"floe ((?:chain|checkpoint) [^,)]+)", hint)]
+    return [
+        [str(config) if before == "-c" else word for before, word in pairwise(["", *words])]
+        for words in found
+    ]
+
+
+@pytest.mark.parametrize("way", ["skip", "raise"])
+async def test_without_parking_the_chain_stops_and_its_way_out_can_be_pasted(
+    tmp_path: Path, archive: Archive, nats_url: str, way: str
+) -> None:
+    archive.put(with_large(1, 20, {5: 2000}))
+    centre = Centre(tmp_path, archive, nats_url)
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running() as health:
+
+            def stopped() -> Any:
+                chains = health.status()["parts"].get(f"target {centre.target}", {}).get("chains", {})
+                return (found := chains.get(str(CHAIN), {})).get("stopped") and found
+
+            found = await soon(stopped)
+            assert "sequence 5: the message with its headers needs" in found["stopped"]
+            assert len(await arrived(client, centre.target)) == 4
+            resume, skip = commands_of(found["hint"], centre.write())
+            if way == "raise":
+                await raise_limit(client, centre, 100_000)
+            pasted = await run_floe(*(resume if way == "raise" else skip))
+            assert pasted.exit_code == 0, pasted.output
+            messages = await centre.carried(client, 20 if way == "raise" else 19)
+    expected = [*range(1, 21)] if way == "raise" else [1, 2, 3, 4, *range(6, 21)]
+    assert [each.message.sequence for each in messages] == expected
+
+
+async def run_floe(*words: str) -> Result:
+    """A command in a thread, because it runs a loop of its own."""
+    return await asyncio.to_thread(CliRunner().invoke, floe.cli, words, prog_name="floe")
+
+
+@asynccontextmanager
+async def carried_twice(centre: Centre) -> AsyncIterator[None]:
+    """Two instances that know nothing of each other's lease."""
+    one, other = (f"{centre.lease_bucket}_{letter}" for letter in "ab")
+    async with centre.running(lease_bucket=one), centre.running(lease_bucket=other):
+        yield
+
+
+async def test_twins_park_and_deliver_once(tmp_path: Path, archive: Archive, nats_url: str) -> None:
+    large = dict.fromkeys(range(3, 300, 9), 1500)
+    archive.put(with_large(1, 300, large))
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
+
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        parked = await kept(client, centre)
+        # One of the two may give up because of the other; what it leaves is what counts.
+        with suppress(AnotherWriter):
+            async with carried_twice(centre):
+                await centre.carried(client, 300 - len(large))
+                await soon(lambda: states(parked) == dict.fromkeys(large, State.PARKED))
+        await raise_limit(client, centre, 100_000)
+        for entry in parked.entries().values():
+            parked.ask(entry)
+        with suppress(AnotherWriter):
+            async with carried_twice(centre):
+                await centre.carried(client, 300, 30)
+                await soon(lambda: set(states(parked).values()) == {State.DELIVERED})
+        messages = await arrived(client, centre.target)
+        check_all_once(messages, archive, centre, set(large))
+
+
+@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+async def test_messages_at_the_very_limits_of_the_server_are_stored_or_parked(
+    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+) -> None:
+    """The connection is never lost to one that is too large."""
+    most, wide = 1024 * 1024, b"A: " + b"v" * 60_000
+    sizes = [most, most - 1, most - 100, *range(most - 290, most - 230, 6), most - 400]
+    rows = [message(n, b"x" * size, subject=b"nodes.a") for n, size in enumerate(sizes, 1)]
+    count = len(rows)
+    for more in range(5_200, 5_500, 30):
+        count += 1
+        rows.append(message(count, headers=block(wide, b"B: " + b"v" * more), subject=b"nodes.a"))
+    rows.append(message(count + 1, subject=b"nodes.a"))
+    archive.put(rows)
+    centre = Centre(tmp_path, archive, nats_url, on_oversize="park", publisher=publisher)
+
+    async with client_of(nats_url) as client, centre.running() as health:
+
+        async def is_accounted() -> bool:
+            info = await stream_info(client, centre.target)
+            if info is None:
+                return False
+            kept_states = states(await kept(client, centre))
+            return info.messages + list(kept_states.values()).count(State.PARKED) == len(rows)
+
+        await soon(is_accounted, 20)
+        parked = set(states(await kept(client, centre)))
+        messages = await arrived(client, centre.target)
+        assert {each.message.sequence for each in messages} == set(range(1, len(rows) + 1)) - parked
+        assert {1, 2, 3} < parked < set(range(1, len(rows)))
+        assert health.status()["parts"][f"target {centre.target}"]["state"] == "carrying"

@@ -1,0 +1,229 @@
+"""Targets that others publish to: nothing is lost, first deliveries keep their order, repeats are few."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.streams import create_stream, stream_info
+from infra.local.nats import NatsServer
+from tests.ingress_world import Archive, Arrived, Centre, arrived, client_of, rows_of
+from tests.support import seeded, soon, unique
+from tests.tcp_proxy import TcpProxy
+
+pytestmark = pytest.mark.servers
+OTHER = Chain("eu-west", "NODES")
+SHARED = {"exclusive": False, "delivery": "at_least_once"}
+RATE = 200  # messages a second of the foreign publisher
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
+    subjects = [f"{centre.target}.>"]
+    await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config})
+
+
+@asynccontextmanager
+async def foreigners(client: FloeClient, centre: Centre, rate: int = RATE) -> AsyncIterator[list[int]]:
+    """Somebody else who publishes to the target all the time; how many messages so far."""
+    sent = [0]
+
+    async def publish() -> None:
+        while True:
+            client.send(frame(f"{centre.target}.foreign".encode(), b"%d" % sent[0]))
+            sent[0] += 1
+            await asyncio.sleep(1 / rate)
+
+    task = asyncio.create_task(publish())
+    try:
+        yield sent
+    finally:
+        task.cancel()
+
+
+async def our(client: FloeClient, centre: Centre) -> list[Arrived]:
+    return [each for each in await arrived(client, centre.target) if each.provenance is not None]
+
+
+async def all_there(client: FloeClient, centre: Centre, archive: Archive, seconds: float = 25) -> None:
+    """Wait until the last row of each chain has arrived."""
+    ends = {chain: rows[-1].sequence for chain, rows in archive.rows.items()}
+
+    async def positions() -> bool:
+        state = (await (await centre.state(client)).load()).state
+        found = state.checkpoint.positions if state else {}
+        return all(found.get(chain, 0) > end for chain, end in ends.items())
+
+    await soon(positions, seconds, every=0.1)
+
+
+def repeats(messages: Sequence[Arrived], archive: Archive) -> int:
+    """How many messages came again. Fails where one is missing, or came for the first time out of order."""
+    again = 0
+    for chain, rows in archive.rows.items():
+        got = [each.message.sequence for each in messages if each.chain == chain]
+        first = list(dict.fromkeys(got))
+        assert first == [row.sequence for row in rows]
+        again += len(got) - len(first)
+    return again
+
+
+@pytest.mark.parametrize("publisher", ["atomic", "single"])
+async def test_beside_a_foreign_publisher_everything_arrives_once_if_nothing_fails(
+    tmp_path: Path, archive: Archive, nats_url: str, publisher: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, publisher=publisher, **SHARED)
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with foreigners(client, centre, rate=RATE), centre.running() as health:
+            for part in range(6):
+                first, size = part * 100 + 1, 100
+                archive.put(rows_of(first, first + size - 1))
+                archive.put(rows_of(first, first + size - 1, OTHER), chain=OTHER)
+                await asyncio.sleep(0.1)
+            await all_there(client, centre, archive)
+            assert not [problem for problem in health.problems() if centre.target in problem]
+        assert repeats(await our(client, centre), archive) == 0
+
+
+async def test_a_target_that_held_messages_before_is_begun_behind_them(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 30))
+    centre = Centre(tmp_path, archive, nats_url, **SHARED)
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        for number in range(17):
+            await client.request_raw(f"{centre.target}.before".encode(), b"%d" % number, timeout=5)
+        async with centre.running():
+            await all_there(client, centre, archive)
+        assert repeats(await our(client, centre), archive) == 0
+        state = (await (await centre.state(client)).load()).state
+    assert state is not None
+    assert (state.checkpoint.begins, state.checkpoint.target_sequence) == (17, 47)
+
+
+@pytest.mark.parametrize("how", ["deleted", "made again"])
+async def test_a_shared_target_that_is_gone_or_another_one_stops(
+    tmp_path: Path, archive: Archive, nats_url: str, how: str
+) -> None:
+    archive.put(rows_of(1, 30))
+    centre = Centre(tmp_path, archive, nats_url, **SHARED)
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        async with centre.running():
+            await all_there(client, centre, archive)
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        if how == "made again":
+            await make(client, centre)
+        error = await centre.ending()
+    assert error.code in ("E-TARGET-RECREATED", "E-TARGET-GONE")
+    assert "floe checkpoint set" in error.hint
+
+
+async def test_kills_and_cut_connections_of_two_instances_lose_nothing(
+    tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+) -> None:
+    rng = seeded()
+    centre = Centre(tmp_path, archive, nats_url, **SHARED)
+    async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
+        await make(client, centre)
+        centre.urls = [proxy.url]
+        async with foreigners(client, centre) as foreign:
+            instances = [asyncio.create_task(centre.run()) for _ in range(2)]
+            for part in range(10):
+                first = part * 100 + 1
+                archive.put(rows_of(first, first + 99))
+                archive.put(rows_of(first, first + 99, OTHER), chain=OTHER)
+                await asyncio.sleep(rng.uniform(0.1, 0.6))
+                action, index = rng.choice(["kill", "cut", "nothing"]), rng.randrange(2)
+                if action == "cut":
+                    proxy.cut()
+                    proxy.heal()
+                elif action == "kill":
+                    await killed(instances[index])
+                if instances[index].done():
+                    instances[index] = asyncio.create_task(centre.run())
+            await all_there(client, centre, archive, 30)
+            for each in instances:
+                await killed(each)
+        again = repeats(await our(client, centre), archive)
+    print(f"{again} of 2000 came again beside {foreign[0]} foreign messages")
+    assert again <= 200
+
+
+async def killed(task: asyncio.Task[None]) -> None:
+    """As SIGKILL does, if not quite."""
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task
+
+
+async def test_a_work_queue_that_is_consumed_gets_every_message(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """What was consumed can not be read: it may come again, but is not lost."""
+    centre = Centre(tmp_path, archive, nats_url, create=None, **SHARED)
+    rng, taken = random.Random(3), []
+    async with client_of(nats_url) as client:
+        await make(client, centre, retention="workqueue")
+        task = asyncio.create_task(consume(client, centre, taken))
+        async with foreigners(client, centre, rate=50):
+            for part in range(5):
+                archive.put(rows_of(part * 100 + 1, part * 100 + 100))
+                instance = asyncio.create_task(centre.run())
+                await asyncio.sleep(rng.uniform(0.3, 1.0))
+                await killed(instance)
+            async with centre.running():
+                await all_there(client, centre, archive)
+
+                async def consumed() -> bool:
+                    info = await stream_info(client, centre.target)
+                    return info is not None and info.messages < 20
+
+                await soon(consumed)
+        task.cancel()
+    first = list(dict.fromkeys(taken))
+    assert first == list(range(1, 501))
+    assert len(taken) - len(first) <= 200
+
+
+async def consume(client: FloeClient, centre: Centre, taken: list[int]) -> None:
+    """Take and delete what stands first, for ever."""
+    while True:
+        for each in await arrived(client, centre.target):
+            if each.provenance is not None:
+                taken.append(each.message.sequence)
+            await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": each.sequence})
+        await asyncio.sleep(0.05)
+
+
+async def test_one_feed_into_two_targets_is_carried_into_each_for_itself(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 100))
+    first = Centre(tmp_path, archive, nats_url)
+    second = Centre(tmp_path, archive, nats_url, stream=unique("SECOND"), **SHARED)
+    targets = [*first.document()["ingress"]["targets"], *second.document()["ingress"]["targets"]]
+    second.state_bucket = first.state_bucket
+    async with client_of(nats_url) as client:
+        await make(client, second)
+        async with foreigners(client, second), first.running(targets=targets):
+            await all_there(client, first, archive)
+            await all_there(client, second, archive)
+            await client.api(f"STREAM.DELETE.{second.target}")
+            archive.put(rows_of(101, 150))
+            await all_there(client, first, archive)
+        assert repeats(await our(client, first), archive) == 0

@@ -1,0 +1,190 @@
+"""Instances that share targets by lease: fair shares, take-over, and exactness throughout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import AnotherWriter
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue
+from common.service.metrics import REGISTRY
+from common.service.monitor import Health
+from infra.local.nats import NatsServer
+from ingress.sharing import lease_key
+from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
+from tests.support import soon, unique
+from tests.tcp_proxy import TcpProxy
+
+pytestmark = pytest.mark.servers
+TTL = 4.0  # seconds
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+@dataclass
+class Instance:
+    """One process of ingress, nearly: its own connection, health and leases."""
+
+    centre: Centre
+    names: Sequence[str]
+    ingress: dict[str, Any]
+    health: Health = field(default_factory=lambda: Health(SystemClock()))
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.task = asyncio.create_task(self.centre.run(self.stop, self.health, **self.ingress))
+
+    def held(self) -> list[str]:
+        parts = self.health.status()["parts"]
+        return [n for n in self.names if parts.get(f"target {n}", {}).get("state") == "carrying"]
+
+    async def drain(self) -> None:
+        self.stop.set()
+        with suppress(AnotherWriter):
+            await asyncio.wait_for(self.task, 40)
+
+
+@dataclass
+class Fleet:
+    """Several targets, each with a site of its own, and the instances that carry them."""
+
+    folder: Path
+    archive: Archive
+    url: str
+    count: int
+
+    def __post_init__(self) -> None:
+        self.first = Centre(self.folder, self.archive, self.url)
+        self.names = [unique("T") for _ in range(self.count)]
+        self.chains = [Chain(f"site{n}", "NODES") for n in range(self.count)]
+        self.instances: list[Instance] = []
+        self.carried = 0
+
+    def targets(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "stream": name,
+                "create": {"subjects": [f"{name}.>"]},
+                "sources": [{"site": chain.site, "feed": chain.feed, "subject_prefix": name}],
+            }
+            for name, chain in zip(self.names, self.chains, strict=True)
+        ]
+
+    def start(self, url: str = "", names: Sequence[str] = ()) -> Instance:
+        centre = Centre(self.folder, self.archive, url or self.url)
+        centre.lease_bucket, centre.state_bucket = self.first.lease_bucket, self.first.state_bucket
+        wanted = [each for each in self.targets() if not names or each["stream"] in names]
+        self.instances.append(Instance(centre, self.names, {"targets": wanted, "lease_ttl": f"{TTL:g}s"}))
+        return self.instances[-1]
+
+    def put(self, rows: int = 40) -> None:
+        first = self.carried + 1
+        for chain in self.chains:
+            self.archive.put(rows_of(first, first + rows - 1, chain), chain=chain)
+        self.carried += rows
+
+    async def owners(self, client: FloeClient) -> list[str | None]:
+        bucket = await KeyValue.open(client, self.first.lease_bucket, ttl=TTL)
+        found = [await bucket.get(lease_key(name)) for name in self.names]
+        return [each.value.decode() if each else None for each in found]
+
+    async def check(self, client: FloeClient) -> None:
+        for name, chain in zip(self.names, self.chains, strict=True):
+            centre = Centre(self.folder, self.archive, self.url, stream=name)
+            messages = await centre.carried(client, self.carried, 20)
+            mine = Archive(self.archive.folder)
+            mine.rows = {chain: self.archive.rows[chain]}
+            check_exact(messages, mine, f"{name}.".encode())
+
+
+def counts(*instances: Instance) -> list[int]:
+    return sorted(len(each.held()) for each in instances)
+
+
+async def test_three_instances_split_six_targets_take_over_and_stay_exact(
+    tmp_path: Path, archive: Archive, nats_server: NatsServer, nats_url: str
+) -> None:
+    fleet = Fleet(tmp_path, archive, nats_url, 6)
+    fleet.put()
+    loading = asyncio.create_task(keep_loading(fleet))
+    async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
+        one = fleet.start()
+        await soon(lambda: counts(one) == [6])
+        two, three = fleet.start(), fleet.start(proxy.url)
+        await soon(lambda: counts(one, two, three) == [2, 2, 2], 4 * TTL)
+        assert two.health.is_ready(), two.health.problems()
+
+        proxy.blackhole()
+        began = time.monotonic()
+        await soon(lambda: counts(one, two) == [3, 3], 2 * TTL)
+        print(f"take-over of 2 of 6 targets: {(time.monotonic() - began) / TTL:.2f} lease times")
+
+        new = fleet.start()
+        await soon(lambda: counts(one, two, new) == [2, 2, 2], 4 * TTL)
+        proxy.heal()
+        loading.cancel()
+        owners = await fleet.owners(client)
+        assert None not in owners
+        began = time.monotonic()
+        await one.drain()
+        await soon(lambda: len(two.held()) + len(new.held()) + len(three.held()) == 6, 2 * TTL)
+        print(f"hand-over of 2 targets by a drain: {time.monotonic() - began:.2f} s")
+        await fleet.check(client)
+        for each in (two, three, new):
+            await each.drain()
+
+
+async def keep_loading(fleet: Fleet) -> None:
+    while True:
+        fleet.put(20)
+        await asyncio.sleep(0.3)
+
+
+async def test_instances_with_other_targets_do_not_count_each_other(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """A target that only one of them knows would be above its share, if the other one counted."""
+    fleet = Fleet(tmp_path, archive, nats_url, 4)
+    fleet.put()
+    old = fleet.start(names=fleet.names[:2])
+    await soon(lambda: counts(old) == [2])
+    new = fleet.start()
+    await soon(lambda: counts(new) == [2])
+    await asyncio.sleep(TTL)
+    assert counts(old, new) == [2, 2]
+    await old.drain()
+    await soon(lambda: counts(new) == [4], TTL)
+    async with client_of(nats_url) as client:
+        await fleet.check(client)
+    await new.drain()
+
+
+async def test_what_a_target_showed_is_taken_back_with_its_lease(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    fleet = Fleet(tmp_path, archive, nats_url, 2)
+    fleet.put()
+    one = fleet.start()
+    await soon(lambda: counts(one) == [2])
+
+    def shown(name: str) -> bool:
+        labels = {"target": name, "site": f"site{fleet.names.index(name)}", "feed": "NODES", "partition": "0"}
+        return REGISTRY.get_sample_value("floe_ingress_lag_messages", labels) is not None
+
+    await soon(lambda: all(map(shown, fleet.names)))
+    await one.drain()
+    assert not any(map(shown, fleet.names))
+    assert REGISTRY.get_sample_value("floe_ingress_lease_held", {"target": fleet.names[0]}) == 0

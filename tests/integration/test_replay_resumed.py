@@ -1,0 +1,193 @@
+"""Replays that were stopped, disturbed, or are not alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import Stopped
+from common.segments.documents import ChainDocument, StreamDocument
+from common.segments.segment import Message
+from infra.local.nats import NatsServer
+from ingress.replay.options import Options
+from tests.ingress_world import CHAIN, arrived, client_of, rows_of
+from tests.replay_world import World, refused
+from tests.support import unique
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
+    async with client_of(nats_server.url) as client:
+        yield World(tmp_path, nats_server.url, client)
+
+
+# Going on
+
+
+async def test_the_same_command_again_does_nothing(world: World) -> None:
+    world.fill((1, 20))
+    await world.make()
+    await world.run()
+    again = await world.run()
+    assert (again.was_done, again.rows, again.rows_now) == (True, 20, 0)
+    await refused(world, "E-TARGET-NOT-EMPTY", Options(again=True))
+    await world.run(Options(again=True, append=True))
+    assert await world.sequences() == [*range(1, 21), *range(1, 21)]
+
+
+async def stopped_half_way(world: World, **asked: Any) -> int:
+    """A slow replay that is stopped; how many messages it stored."""
+    from ingress.replay.pace import MessageRate
+
+    work, stop = world.replay(Options(pace=MessageRate(400)), **asked), asyncio.Event()
+    async with work.connected() as client:
+        asyncio.get_running_loop().call_later(1.0, stop.set)
+        result = await work.run(client, stop)
+    assert not result.finished
+    return result.rows
+
+
+async def test_a_stopped_replay_goes_on_without_a_repeat(world: World) -> None:
+    world.fill((1, 700), (701, 2500))
+    await world.make()
+    await stopped_half_way(world)
+    middle = len(await world.sequences())
+    assert 0 < middle < 2500
+    error = await refused(world, "E-REPLAY-OTHER", from_sequence=5)
+    assert "--from-sequence 5" in error.message
+    assert "--again" in error.hint
+    result = await world.run()
+    assert await world.sequences() == list(range(1, 2501))
+    assert result.rows == 2500
+
+
+async def test_the_end_is_fixed_when_a_replay_begins(world: World) -> None:
+    world.fill((1, 2500))
+    await world.make()
+    await stopped_half_way(world, since=10 * 365 * 86400.0)
+    world.fill((2501, 2600))
+    await world.run(since=10 * 365 * 86400.0)
+    assert await world.sequences() == list(range(1, 2501))
+
+
+async def test_segments_may_be_compacted_in_between(world: World) -> None:
+    world.fill((1, 700), (701, 1400), (1401, 2500))
+    await world.make()
+    await stopped_half_way(world)
+    refs = world.archive.store.list(CHAIN)
+    world.archive.put(world.archive.rows[CHAIN], level=1)
+    for ref in refs:
+        world.archive.store.delete(ref)
+    await world.run()
+    assert await world.sequences() == list(range(1, 2501))
+
+
+async def test_a_foreign_message_stops_it_before_the_order_is_lost(world: World) -> None:
+    world.fill((1, 2500))
+    await world.make()
+    await stopped_half_way(world)
+    before = await world.sequences()
+    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
+    error = await refused(world, "E-TARGET-SHARED")
+    assert "--again" in error.hint
+    found = await arrived(world.client, world.target)
+    assert [each.message.sequence for each in found[:-1]] == before
+
+
+async def test_two_at_a_time_are_kept_apart(world: World) -> None:
+    world.fill((1, 2500))
+    await world.make()
+    first, second = world.replay(Options(pace=None)), world.replay()
+    async with first.connected() as one, second.connected() as two:
+        results = await asyncio.gather(first.run(one, asyncio.Event()), second.run(two, asyncio.Event()))
+    assert all(result.finished for result in results)
+    assert await world.sequences() == list(range(1, 2501))
+
+
+async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
+    from ingress.replay.pace import MessageRate
+
+    world.fill((1, 2500))
+    await world.make()
+    slow, stop = world.replay(Options(pace=MessageRate(50))), asyncio.Event()
+    async with slow.connected() as client:
+        running = asyncio.create_task(slow.run(client, stop))
+        await asyncio.sleep(0.5)
+        await refused(world, "E-REPLAY-RUNS")
+        stop.set()
+        assert not (await running).finished
+
+
+async def test_ingress_and_replay_do_not_share_a_target(world: World) -> None:
+    world.fill((1, 20))
+    async with world.centre.running():
+        await world.centre.carried(world.client, 20)
+    with pytest.raises(Stopped) as caught:
+        await world.run(target=world.centre.target, prefix=world.centre.target)
+    assert caught.value.code == "E-REPLAY-INGRESS"
+
+
+async def test_a_dry_run_touches_nothing(world: World) -> None:
+    world.fill((1, 100), (101, 200), (301, 400))
+    from ingress.replay.report import plan_json, plan_lines
+
+    request = world.replay(from_sequence=50).request
+    view = await world.look(from_sequence=50)
+    text = "\n".join(plan_lines(view, request))
+    document = plan_json(view, request)
+    assert "hole (--skip-holes): us-east/NODES/0000/0 201..300" in text
+    assert document["plan"]["rows"] == 251
+    assert document["plan"]["exact"] is False
+    assert document["target"] is None
+    streams = await world.client.api("STREAM.NAMES", {"subject": "$KV.>"})
+    assert f"KV_{world.centre.state_bucket}" not in (streams["streams"] or [])
+    assert f"KV_{world.centre.lease_bucket}" not in (streams["streams"] or [])
+
+
+async def test_into_its_own_source_the_messages_are_marked(world: World) -> None:
+    from common.jetstream.headers import hops, is_replayed
+    from common.jetstream.streams import get_message
+
+    world.archive.documents.create_stream(
+        CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0")
+    )
+    world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
+    world.archive.put([*rows_of(1, 9), replace(rows_of(10, 10)[0], headers=b"NATS/1.0\r\nA: 1\r\n\r\n")])
+    await world.make()
+    await world.run(into_source=True)
+    for sequence in (1, 10):
+        message = await get_message(world.client, world.target, sequence)
+        assert isinstance(message, Message)
+        assert is_replayed(message.headers or b"")
+        assert hops(message.headers)[0].sequence == sequence
+    assert await world.sequences() == list(range(1, 11))
+    await refused(world, "E-REPLAY-SOURCE", target=unique("ELSE"), into_source=True)
+
+
+async def test_cut_connections_and_lost_answers_repeat_nothing(
+    world: World, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    from ingress.replay.pace import MessageRate
+    from tests.tcp_proxy import TcpProxy
+
+    world.fill(*((first, first + 499) for first in range(1, 3000, 500)))
+    await world.make()
+    async with TcpProxy(nats_server.port) as proxy:
+        world.centre.urls[:] = [proxy.url]
+        work = world.replay(Options(pace=MessageRate(2500)))
+        async with work.connected() as client:
+            running = asyncio.create_task(work.run(client, asyncio.Event()))
+            for _ in range(3):
+                await asyncio.sleep(0.4)
+                await proxy.refuse()
+                await proxy.listen()
+            result = await asyncio.wait_for(running, 35)
+    assert result.finished
+    assert await world.sequences() == list(range(1, 3001))

@@ -1,0 +1,212 @@
+"""Our subject transforms against the server's own: what it stores under which subject."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.requests import ApiError
+from common.jetstream.streams import ask, create_stream, get_message
+from common.jetstream.transforms import TransformError, compile_transform
+from tests.ingress_world import client_of
+from tests.support import seeded, soon, unique
+
+pytestmark = pytest.mark.servers
+
+TOKENS = [
+    "a",
+    "b",
+    "x-y-z",
+    "--x--y",
+    "-",
+    "abcdef",
+    "zürich",
+    "0",
+    "$1",
+    "{{a}}",
+    "a*",
+    "long-token-of-many",
+]
+TRANSFORMS = 60
+SUBJECTS = 20
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    async with client_of(nats_url) as client:
+        yield client
+
+
+class Stream:
+    """A stream under one first token whose transform is changed again and again."""
+
+    def __init__(self, client: FloeClient) -> None:
+        self.client, self.name = client, unique("T")
+        self.last = 0
+        self.config = {"name": self.name, "subjects": [self.name, f"{self.name}.>"], "storage": "memory"}
+
+    async def open(self) -> Stream:
+        await create_stream(self.client, self.config)
+        return self
+
+    async def transform(self, source: str, destination: str, key: str = "subject_transform") -> bool:
+        """Set the transform; False where the server refuses it."""
+        config = {**self.config, key: {"src": source, "dest": destination}}
+        try:
+            await ask(self.client, f"STREAM.UPDATE.{self.name}", config)
+        except ApiError:
+            return False
+        return True
+
+    async def stored(self, subjects: list[bytes]) -> list[bytes]:
+        """Publish a message to each, and say under which subjects they were stored."""
+        for subject in subjects:
+            self.client.send(frame(subject, b"x"))
+        first, self.last = self.last + 1, self.last + len(subjects)
+
+        while not await self._is_there():
+            await asyncio.sleep(0.01)
+        return [await self._message(sequence) for sequence in range(first, self.last + 1)]
+
+    async def _is_there(self) -> bool:
+        answer = await ask(self.client, f"STREAM.INFO.{self.name}")
+        return int(answer["state"]["last_seq"]) >= self.last
+
+    async def _message(self, sequence: int) -> bytes:
+        message = await get_message(self.client, self.name, sequence)
+        assert message is not None
+        return message.subject
+
+
+def a_source(rng: random.Random, name: str) -> str:
+    tokens = [name] if rng.random() < 0.9 else ["*"]
+    tokens += rng.choices(["*", "*", "*", "a", "b"], k=rng.randint(1, 4))
+    return ".".join([*tokens, ">"] if rng.random() < 0.3 else tokens)
+
+
+def a_token(rng: random.Random, wildcards: int) -> str:
+    """One token of a destination: mostly good, sometimes out of range."""
+    n, m = rng.randint(1, wildcards + (rng.random() < 0.05)), rng.randint(0, 7)
+    space = rng.choice(["", " "])
+    return rng.choice(
+        [
+            "lit",
+            "$x",
+            f"${n}",
+            f"{{{{wildcard({n})}}}}",
+            f"{{{{ Wildcard({n}) }}}}",
+            f"{{{{partition({rng.randint(0, 9)},{space}{n})}}}}",
+            f"{{{{partition({rng.randint(1, 99)})}}}}",
+            f"{{{{partition(7,{n},{rng.randint(1, wildcards)})}}}}",
+            f"{{{{split({n},-)}}}}",
+            f"{{{{Split({n},{space}{rng.choice(['y', '-x', 'de', '--'])})}}}}",
+            f"{{{{splitFromLeft({n},{m})}}}}",
+            f"{{{{splitFromRight({n},{space}{m})}}}}",
+            f"{{{{SliceFromLeft({n},{m})}}}}",
+            f"{{{{sliceFromRight({n},{m})}}}}",
+        ]
+    )
+
+
+def a_subject(rng: random.Random, source: str, name: str) -> bytes:
+    tokens = []
+    for token in source.split("."):
+        keep = token not in ("*", ">") and rng.random() < 0.97
+        tokens += [token] if keep else rng.choices(TOKENS, k=rng.randint(1, 3) if token == ">" else 1)
+    if rng.random() < 0.1:
+        tokens = tokens[:-1] if rng.random() < 0.5 else [*tokens, rng.choice(TOKENS)]
+    return ".".join([name, *tokens[1:]]).encode(errors="surrogateescape")
+
+
+async def test_subjects_become_what_the_server_makes_of_them(client: FloeClient) -> None:
+    rng, stream = seeded(), await Stream(client).open()
+    compared = moved = 0
+    for _ in range(TRANSFORMS):
+        source = a_source(rng, stream.name)
+        wildcards = source.split(".").count("*")
+        made = [a_token(rng, max(1, wildcards)) for _ in range(rng.randint(1, 4))]
+        destination = ".".join([stream.name, *made, *([">"] if source.endswith(">") else [])])
+        try:
+            ours = compile_transform(source, destination)
+        except TransformError:
+            assert not await stream.transform(source, destination), (source, destination)
+            continue
+        assert await stream.transform(source, destination), (source, destination)
+        subjects = [a_subject(rng, source, stream.name) for _ in range(SUBJECTS)]
+        expected = [ours.apply(subject) for subject in subjects]
+        for subject, want, got in zip(subjects, expected, await stream.stored(subjects), strict=True):
+            assert got == want, (source, destination, subject)
+            compared, moved = compared + 1, moved + (subject != want)
+    print(compared, moved)
+    assert compared >= 500
+    assert moved >= 200
+
+
+@pytest.mark.parametrize(
+    "destination", ["{{left(1,3)}}.{{right(2,2)}}", "{{Left(2, 9)}}", "{{right(1,0)}}.$2"]
+)
+async def test_left_and_right_cut_as_the_server_cuts(client: FloeClient, destination: str) -> None:
+    """Streams take these only for republishing."""
+    stream = await Stream(client).open()
+    source, made = f"{stream.name}.*.*", f"R_{stream.name}.{destination}"
+    got: list[bytes] = []
+    await client.subscribe_raw(f"R_{stream.name}.>", lambda subject, *_: got.append(subject))
+    assert await stream.transform(source, made, "republish")
+    subjects = [
+        f"{stream.name}.{one}.{other}".encode(errors="surrogateescape")
+        for one in TOKENS
+        for other in TOKENS[:6]
+    ]
+
+    await stream.stored(subjects)
+    await soon(lambda: len(got) >= len(subjects))
+
+    ours = compile_transform(source, made)
+    assert got == [ours.apply(subject) for subject in subjects]
+
+
+BAD = [
+    ("{n}.*", "{n}.$2"),
+    ("{n}.*", "{n}.{{{{wildcard(2)}}}}"),
+    ("{n}.*", "{n}.{{{{wildcard()}}}}"),
+    ("{n}.*", "{n}.{{{{wildcard(1,2)}}}}"),
+    ("{n}.*", "{n}.{{{{wildcard(x)}}}}"),
+    ("{n}.*", "{n}.{{{{nothing(1)}}}}"),
+    ("{n}.*", "{n}.{{{{partition(x,1)}}}}"),
+    ("{n}.*", "{n}.{{{{partition(3,2)}}}}"),
+    ("{n}.*", "{n}.{{{{split(1)}}}}"),
+    ("{n}.*", "{n}.{{{{splitFromLeft(1)}}}}"),
+    ("{n}.*", "{n}.{{{{sliceFromLeft(1,2,3)}}}}"),
+    ("{n}.*", "{n}.*"),
+    ("{n}.*", "{n}..$1"),
+    ("{n}.*", "{n}.$1.>"),
+    ("{n}.>", "{n}.a"),
+    ("{n}.>", "{n}.$1.>"),
+    ("{n}.a", "{n}.$1"),
+    ("{n}.>.a", "{n}.b"),
+    ("{n}..a", "{n}.b"),
+]
+
+
+async def test_what_the_server_refuses_is_refused(client: FloeClient) -> None:
+    stream = await Stream(client).open()
+    for source, destination in BAD:
+        both = source.format(n=stream.name), destination.format(n=stream.name)
+        assert not await stream.transform(*both), both
+        with pytest.raises(TransformError):
+            compile_transform(*both)
+
+
+async def test_what_the_source_does_not_match_stays_as_the_server_leaves_it(client: FloeClient) -> None:
+    stream = await Stream(client).open()
+    source, destination = f"{stream.name}.in.*", f"{stream.name}.out.$1"
+    assert await stream.transform(source, destination)
+    subjects = [f"{stream.name}.{rest}".encode() for rest in ("in.a", "in", "in.a.b", "other.a", "in.*")]
+
+    ours = compile_transform(source, destination)
+
+    assert await stream.stored(subjects) == [ours.apply(subject) for subject in subjects]

@@ -1,0 +1,324 @@
+"""Chains under everything that may happen to an archive: segments shuffled, delayed, missing, overlapping,
+damaged, put right again, replaced by compaction; gaps accepted and skipped; take-overs, pauses. Whatever
+happens, each archived row is carried once and in order, and no hole is passed without a decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.errors import SegmentCorrupt
+from common.objects.port import ObjectInfo
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.gaps import AcceptedGap
+from common.segments.layout import Layout, SegmentName
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentGone, SegmentStore
+from common.sequences import SequenceRange
+from common.settings.ingress import TargetSettings
+from ingress.chains.looking import look
+from ingress.chains.roster import Roster
+from ingress.chains.supply import Supply
+from ingress.checkpoints.intent import Gap, Piece, advanced
+from ingress.decisions.pauses import Pause, Pauses
+from ingress.rows.blocks import Block
+from ingress.rows.prepare import Shape
+from ingress.rows.subjects import Accepting
+from tests.support import seeded
+
+CHAIN = Chain("us-east", "NODES")
+LATER = CHAIN.next_incarnation()
+LAYOUT = Layout()
+LAST = 80  # of the first incarnation
+LATER_LAST = 20
+TIMEOUT = 1000.0
+QUIET = 80  # turns of the event loop until everybody waits
+
+
+class Objects:
+    """An object store in memory, whose clock is the test's."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+        self.held: dict[str, tuple[bytes, float]] = {}
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        keys = sorted(key for key in self.held if key.startswith(prefix) and key > start_after)
+        return [self._info(key) for key in keys[:limit]]
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        return self.held[key][0] if key in self.held else None
+
+    def put(self, key: str, body: bytes, **_: Any) -> None:
+        self.held[key] = (body, self._clock.now())
+
+    def put_if_absent(self, key: str, body: bytes, **_: Any) -> bool:
+        if key not in self.held:
+            self.put(key, body)
+        return True
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._info(key) if key in self.held else None
+
+    def _info(self, key: str) -> ObjectInfo:
+        body, modified = self.held[key]
+        return ObjectInfo(key, len(body), modified, str(modified))
+
+
+class Inline:
+    """Threads that are none."""
+
+    async def run(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return fn(*args, **kwargs)
+
+
+@dataclass
+class World:
+    """The archive, one centre that carries it, and what was carried."""
+
+    rng: random.Random
+    skip: bool
+    clock: ManualClock = field(default_factory=ManualClock)
+    positions: dict[Chain, int] = field(default_factory=dict)
+    carried: dict[Chain, list[int]] = field(default_factory=dict)
+    given_up: dict[Chain, list[SequenceRange]] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
+    accepted: set[tuple[Chain, int]] = field(default_factory=set)
+    pauses: Pauses = field(default_factory=Pauses)
+    digests: Any = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.objects = Objects(self.clock)
+        self.store = SegmentStore(self.objects, LAYOUT)  # type: ignore[arg-type]
+        self.documents = ChainStore(self.objects, LAYOUT)  # type: ignore[arg-type]
+        for chain, previous in ((CHAIN, None), (LATER, {0: LAST})):
+            self.documents.create_stream(chain, StreamDocument({}, "t", previous))
+            self.documents.create_chain(chain, ChainDocument((), 1, 1))
+        source = {"site": "us-east", "feed": "NODES", "lost_segment_timeout": f"{TIMEOUT:g}s"}
+        source |= {"on_lost": "skip"} if self.skip else {}
+        settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
+        roster = Roster(settings, Shape(Accepting([">"]), 1 << 20))
+        supply = Supply(
+            "FLEET", roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self
+        )  # type: ignore[arg-type]
+        supply._decoder = self  # type: ignore[assignment]
+        giving_up = supply._lookout.giving_up
+        self._give_up, giving_up.give_up = giving_up.give_up, self.give_up  # type: ignore[method-assign]
+        self.supply = supply
+
+    # What stands in for others
+
+    async def read(self, *asked: Any) -> Any:
+        """The pauses, asked for by nothing; else the rows of a segment, in random blocks."""
+        if not asked:
+            return self.pauses
+        ref, rows, _, emit = asked
+        begin = rows.first
+        while begin <= rows.last:
+            await asyncio.sleep(0)
+            if ref.key not in self.objects.held:
+                raise SegmentGone(ref.key)
+            if ref.key in self.broken and self.rng.random() < 0.7:
+                raise SegmentCorrupt(ref.key)
+            end = self.rng.randint(begin, rows.last)
+            piece = Piece(ref.segment, SequenceRange(begin, end), end - begin + 1)
+            emit(Block(piece, None, 100))
+            self.supply._budget.force(100)  # the real one does before, and gives back where nobody wants it
+            begin = end + 1
+        return None
+
+    def give_up(self, chain: Chain, decision: Any, damaged: Any) -> Any:
+        """Nothing is given up that a sound segment covers, or that nobody decided."""
+        found = self._give_up(chain, decision, damaged)
+        for sequence in range(found.free.first, found.free.last + 1) if found.free else ():
+            for ref in self.store.list(chain):
+                assert sequence not in ref.coverage or ref.key in self.broken, (sequence, ref)
+            if (chain, sequence) not in self.accepted:
+                assert self.skip
+                behind = [r.modified for r in self.store.list(chain) if r.coverage.first > sequence]
+                behind.append(self.objects.held[LAYOUT.stream_document(LATER)][1])
+                assert self.clock.now() - min(behind) >= TIMEOUT
+        return found
+
+    # What happens to the archive
+
+    def put(self, chain: Chain, first: int, last: int, level: int = 0) -> None:
+        name = SegmentName(chain, level, SequenceRange(first, last), f"{next(self.digests):016x}")
+        self.objects.put(LAYOUT.segment(name), b"x")
+
+    def refs(self, chain: Chain) -> list[SegmentRef]:
+        return [ref for ref in self.store.list(chain) if ref.key not in self.broken]
+
+    def compact(self, chain: Chain) -> None:
+        """Some neighbours that lie side by side become one of the next level; they may stay for a while."""
+        refs = sorted(self.refs(chain), key=lambda r: r.coverage)
+        if not refs:
+            return
+        start = self.rng.randrange(len(refs))
+        run, end = [refs[start]], refs[start].coverage.last
+        for ref in refs[start + 1 : start + 6]:
+            if ref.coverage.first > end + 1:
+                break
+            run.append(ref)
+            end = max(end, ref.coverage.last)
+        if len(run) > 1 and (level := max(r.level for r in run) + 1) < 10:
+            self.put(chain, run[0].coverage.first, end, level)
+            for ref in run:
+                if self.rng.random() < 0.8:
+                    del self.objects.held[ref.key]
+
+    def happens(self, waiting: list[tuple[Chain, int, int]]) -> None:
+        """One event."""
+        rng, chain = self.rng, self.rng.choice([CHAIN, CHAIN, LATER])
+        what = rng.random()
+        if what < 0.45 and waiting:
+            self.put(*waiting.pop(rng.randrange(len(waiting))))
+        elif what < 0.6:
+            self.compact(chain)
+        elif what < 0.7 and (refs := self.refs(chain)):
+            self.broken.add(rng.choice(refs).key)
+        elif what < 0.8 and chain == CHAIN:
+            first = rng.choice([rng.randint(1, LAST), min(LAST, self.positions.get(CHAIN, 1))])
+            self.accept(first, min(LAST, first + rng.randint(0, 15)))
+        elif what < 0.85:
+            self.supply.reset(self.positions)
+        elif what < 0.9:
+            paused = chain in self.pauses.paused
+            at = str(self.clock.now())
+            self.pauses = self.pauses.resume(chain, at) if paused else self.pauses.pause(chain, Pause(at))
+        self.clock.advance(rng.choice([1, 1, 30, 200]))
+
+    def put_right(self) -> None:
+        """Some damaged segments are good again; only while nobody is about to give them up."""
+        self.broken -= {*self.rng.sample(sorted(self.broken), self.rng.randint(0, len(self.broken)))}
+
+    def accept(self, first: int, last: int) -> None:
+        self.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(first, last)))
+        self.accepted |= {(CHAIN, sequence) for sequence in range(first, last + 1)}
+
+    # The centre
+
+    async def settles(self) -> None:
+        """Let the centre do what it can."""
+        for _ in range(3):
+            for chain in (CHAIN, LATER):
+                self.supply.found(chain, self.rng.choice([None, 0, LAST]))
+            await self.supply.tick()
+            await self.supply._attendant.attend()
+            for _ in range(QUIET):
+                await asyncio.sleep(0)
+            await self.carry()
+
+    async def carry(self) -> None:
+        while self.supply.ready():
+            rows = await self.supply.take(asyncio.Event())
+            assert rows is not None
+            pieces = rows.pieces()
+            if self.rng.random() < 0.1:
+                # A pause and its end while the intent is open: what is taken already is not read again.
+                self.pauses = self.pauses.pause(CHAIN, Pause("now"))
+                await self.supply._attendant.attend()
+                self.pauses = self.pauses.resume(CHAIN, str(self.clock.now()))
+                await self.supply._attendant.attend()
+                for _ in range(QUIET):
+                    await asyncio.sleep(0)
+            self.positions = advanced(self.positions, pieces)
+            for piece in pieces:
+                self.note(piece)
+            self.supply.release(rows)
+            self.supply.closed(self.positions)
+            for _ in range(QUIET):
+                await asyncio.sleep(0)
+
+    def note(self, piece: Piece) -> None:
+        if piece.chain == LATER:
+            assert self.positions[CHAIN] == LAST + 1, "the next incarnation began too early"
+        if isinstance(piece.segment, Gap):
+            self.given_up.setdefault(piece.chain, []).append(piece.rows)
+        else:
+            rows = range(piece.rows.first, piece.rows.last + 1)
+            self.carried.setdefault(piece.chain, []).extend(rows)
+
+    def check(self, chain: Chain, last: int) -> None:
+        """Every sequence is carried or given up, in order, once."""
+        passed = {s for rows in self.given_up.get(chain, []) for s in range(rows.first, rows.last + 1)}
+        carried = self.carried.get(chain, [])
+        assert carried == sorted(set(carried))
+        assert not passed & set(carried)
+        assert passed | set(carried) == set(range(1, last + 1))
+        assert self.supply._budget.used == 0
+
+
+def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:
+    """Segments that cover everything, overlapping now and then."""
+    found, begin = [], 1
+    while begin <= last:
+        end = min(last, begin + rng.randint(0, 12))
+        found.append((chain, max(1, begin - rng.choice([0, 0, 0, 3, 9])), end))
+        begin = end + 1
+    # As egress writes when it reads again above a hole.
+    wide = rng.randint(1, last)
+    return [*found, (chain, wide, min(last, wide + 40)), (chain, wide, min(last, wide + 30))]
+
+
+async def live(seed: int, skip: bool) -> None:
+    rng = random.Random(seed)
+    world = World(rng, skip)
+    waiting = archive_of(rng, CHAIN, LAST) + archive_of(rng, LATER, LATER_LAST)
+    tasks = [asyncio.create_task(world.supply._take_turns()) for _ in range(3)]
+    try:
+        for _ in range(60):
+            world.happens(waiting)
+            if rng.random() < 0.5:
+                await world.settles()
+                if rng.random() < 0.3:
+                    world.put_right()
+                if rng.random() < 0.2 and (at := world.positions.get(CHAIN, 1)) <= LAST:
+                    world.accept(at, min(LAST, at + rng.randint(0, 15)))
+            else:
+                world.supply.found(rng.choice([CHAIN, LATER]))
+                await world.supply.tick()
+                for _ in range(rng.randint(0, 40)):
+                    await asyncio.sleep(0)
+        # In the end everything arrives, is put right, and nobody is paused.
+        for segment in waiting:
+            world.put(*segment)
+        world.broken.clear()
+        for chain in (CHAIN, LATER):
+            world.pauses = world.pauses.resume(chain, "at last")
+        for _ in range(12):
+            world.clock.advance(400)
+            await world.settles()
+        world.check(CHAIN, LAST)
+        world.check(LATER, LATER_LAST)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["halt", "skip"])
+async def test_every_row_once_in_order_and_no_hole_without_a_decision(
+    skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.chains.looking.SURVEYED", 3)
+    rng = seeded()
+    for _ in range(25):
+        seed = rng.randrange(1 << 32)
+        # Pages so short that much is behind them.
+        monkeypatch.setattr("ingress.chains.lookout.look", partial(look, limit=rng.choice([2, 5, 100])))
+        try:
+            await live(seed, skip)
+        except BaseException:
+            print(f"world {seed}, skip {skip}")
+            raise

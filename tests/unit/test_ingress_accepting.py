@@ -1,0 +1,225 @@
+"""What an operator's corrections make of a state, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.headers import Provenance, build_block
+from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
+from ingress.checkpoints.census import Census
+from ingress.checkpoints.corrections import (
+    CorrectionRefused,
+    accept,
+    awaited,
+    counted,
+    forget,
+    forget_unlisted,
+    move,
+    rebuild,
+)
+from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState, open_intent
+from ingress.verdicts.verdict import Origin, Reading, Unread
+
+A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
+CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
+
+
+def piece(first: int, last: int, count: int, chain: Chain = A) -> Piece:
+    return Piece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
+
+
+OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
+
+
+def census(
+    after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None
+) -> Census:
+    """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
+    found = Census(after, last, awaited(state.intent) if state else None)
+    for at, chain, sequence in held:
+        if chain is None:
+            found.add(at, None)
+            continue
+        words = (chain.site, chain.feed, chain.incarnation, chain.partition)
+        found.add(at, build_block([Provenance(*words, sequence, 1).line()]))
+    return found
+
+
+def reading(last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0") -> Reading:
+    return Reading(last, created, tail)
+
+
+def positions(state: TargetState | None) -> dict[Chain, int]:
+    assert state is not None
+    assert state.intent is None
+    return dict(state.checkpoint.positions)
+
+
+# One chain
+
+
+def test_a_chain_that_is_moved_forth_says_what_is_never_carried() -> None:
+    correction = move(CLOSED, A, 15)
+
+    assert correction.told == [f"{A}: 11 to 14 are not carried any more"]
+    assert positions(correction.after) == {A: 15, B: 5}
+
+
+def test_a_chain_that_is_moved_back_says_what_is_stored_twice() -> None:
+    assert move(CLOSED, A, 3).told == [f"{A}: 3 to 10 are carried again: what is stored is stored twice"]
+    assert move(CLOSED, A, 11).told == []
+
+
+def test_a_chain_of_an_open_intent_is_not_moved_under_it_and_others_are() -> None:
+    other = Chain("us-east", "OTHER")
+    moved = move(OPEN, other, 7).after
+    assert moved is not None
+    assert moved.intent == OPEN.intent
+    assert moved.checkpoint.positions[other] == 7
+    with pytest.raises(CorrectionRefused, match="expected no open intent with rows of it, found one"):
+        move(OPEN, A, 15)
+
+
+# The target as it is
+
+
+def test_foreign_messages_behind_a_checkpoint_are_left_where_they_are() -> None:
+    seen = census(100, 102, (101, None, 0), (102, None, 0))
+    correction = accept(CLOSED, reading(102, Unread.FOREIGN), seen, {})
+
+    assert correction.after == TargetState(Checkpoint(102, "t0", {A: 11, B: 5}, begins=102))
+    assert correction.told == ["2 messages are not ours; they stay"]
+
+
+def test_rows_of_an_open_intent_with_a_foreign_message_among_them_are_found_where_they_stand() -> None:
+    seen = census(
+        100, 106, (101, A, 11), (102, A, 13), (103, None, 0), (104, A, 14), (105, A, 19), (106, B, 5)
+    )
+    correction = accept(OPEN, reading(106, Unread.FOREIGN), seen, {})
+
+    assert positions(correction.after) == {A: 20, B: 6}
+
+
+def test_a_chain_of_which_nothing_stands_there_stays_where_it_was() -> None:
+    seen = census(100, 102, (101, A, 11), (102, None, 0))
+    assert positions(accept(OPEN, reading(102, Unread.FOREIGN), seen, {}).after) == {A: 12, B: 5}
+
+
+def test_where_messages_are_gone_the_operator_has_to_say_each_chain() -> None:
+    seen = census(100, 104, (101, A, 11), (104, None, 0))  # 102 and 103 were consumed
+    with pytest.raises(CorrectionRefused) as caught:
+        accept(OPEN, reading(104, Unread.FOREIGN), seen, {})
+
+    assert "2 messages behind target sequence 100 cannot be read any more" in caught.value.message
+    assert f"{B} at 5 or later, {A} at 12 or later" in caught.value.message
+    told = {A: 13, B: 6}
+    assert positions(accept(OPEN, reading(104, Unread.FOREIGN), seen, told).after) == told
+    least = accept(OPEN, reading(104, Unread.FOREIGN), seen, {}, repeats=True)
+    assert positions(least.after) == {A: 12, B: 5}
+
+
+def test_what_is_no_row_of_the_open_intent_does_not_count() -> None:
+    """Somebody forged it, or replayed an old row into the target."""
+    seen = census(100, 103, (101, A, 11), (102, A, 500), (103, B, 2), state=OPEN)
+    correction = accept(OPEN, reading(103, Origin(B, 2)), seen, {})
+
+    assert positions(correction.after) == {A: 12, B: 5}
+    assert "2 messages carry provenance and are not awaited; they stay" in correction.told
+    closed = accept(CLOSED, reading(101), census(100, 101, (101, A, 500), state=CLOSED), {})
+    assert positions(closed.after) == {A: 11, B: 5}
+
+
+def test_what_is_gone_before_the_newest_of_a_chain_hides_nothing_of_it() -> None:
+    seen = census(100, 105, (103, A, 14), (104, B, 5), (105, None, 0))
+    assert positions(accept(OPEN, reading(105, Unread.FOREIGN), seen, {}).after) == {A: 15, B: 6}
+
+
+def test_an_intent_whose_arithmetic_holds_needs_no_message_to_be_read() -> None:
+    """The rows that are not stored are gone from the archive; the target is a work queue."""
+    assert positions(accept(OPEN, reading(104), census(100, 104), {}).after) == {A: 21, B: 5}
+    assert positions(accept(OPEN, reading(106), census(100, 106), {}).after) == {A: 21, B: 7}
+    with pytest.raises(CorrectionRefused):  # which of 11..20 is the third of four messages?
+        accept(OPEN, reading(103), census(100, 103), {})
+    assert positions(accept(OPEN, reading(103, Origin(A, 17)), census(100, 103), {}).after) == {A: 18, B: 5}
+
+
+def test_the_arithmetic_means_nothing_where_another_row_stands_before_the_last() -> None:
+    """The last message agrees by chance: two ingresses with a state bucket each began on one target."""
+    stand = [(101, A, 11), (102, A, 12), (103, A, 900), (104, A, 19), (105, B, 5)]
+    accepted = accept(OPEN, reading(105, Origin(B, 5)), census(100, 105, *stand, state=OPEN), {})
+    assert positions(accepted.after) == {A: 20, B: 6}
+
+
+def test_the_arithmetic_means_nothing_where_others_publish_too() -> None:
+    seen = census(100, 102, (101, None, 0), (102, A, 11))
+    accepted = accept(OPEN, reading(102, Origin(A, 11)), seen, {}, exclusive=False)
+    assert positions(accepted.after) == {A: 12, B: 5}
+
+
+def test_a_target_that_lost_messages_goes_on_without_them() -> None:
+    correction = accept(CLOSED, reading(90), census(100, 90), {})
+
+    assert positions(correction.after) == {A: 11, B: 5}
+    assert correction.told[0].startswith("10 messages that were stored stand there no more")
+
+
+def test_another_stream_of_the_name_is_taken_with_what_it_holds() -> None:
+    seen = census(0, 2, (1, None, 0), (2, B, 8))
+    correction = accept(CLOSED, reading(2, Origin(B, 8), "t1"), seen, {})
+
+    assert correction.after == TargetState(Checkpoint(2, "t1", {A: 11, B: 5}, begins=2))
+    assert correction.told[0].startswith("another stream of the name")
+
+
+def test_a_parked_message_that_is_tried_again_moves_nothing() -> None:
+    again = Piece(SegmentName(A, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(3, 3), 1, (), True)
+    intent = Intent(100, (again, piece(11, 20, 4)))
+
+    assert counted({A: 11}, intent, 1, Unread.GONE) == ({A: 11}, set())
+    assert counted({A: 11}, intent, 5, Unread.GONE) == ({A: 21}, set())
+
+
+# The state is lost, or old
+
+
+def test_a_lost_state_is_found_again_in_a_target_that_holds_everything() -> None:
+    seen = census(0, 4, (1, A, 1), (2, B, 7), (3, A, 4), (4, B, 2))
+    correction = rebuild(None, reading(4, Origin(B, 2)), seen)
+
+    assert correction.after == TargetState(Checkpoint(4, "t0", {A: 5, B: 8}, begins=4))
+    assert correction.told[1] == f"{A}: 2 messages stand there, 1 to 4"
+
+
+def test_an_old_state_is_a_lower_bound_where_the_target_let_messages_go() -> None:
+    seen = census(0, 120, (120, A, 30))
+    with pytest.raises(
+        CorrectionRefused, match="expected a target that holds all of its 120 messages, found 1"
+    ):
+        rebuild(CLOSED, reading(120), seen)
+    assert positions(rebuild(CLOSED, reading(120), seen, repeats=True).after) == {A: 31, B: 5}
+
+
+def test_a_target_that_was_restored_from_an_old_copy_gets_what_it_lost_again() -> None:
+    seen = census(0, 2, (1, A, 3), (2, A, 5))
+    assert positions(rebuild(CLOSED, reading(2), seen).after) == {A: 6}
+
+
+# Begin again
+
+
+def test_only_an_empty_target_is_filled_again() -> None:
+    with pytest.raises(CorrectionRefused, match="expected an empty target, found 3 messages"):
+        forget(CLOSED, reading(3), 3)
+    assert forget(CLOSED, None, 0).after is None
+    assert forget(CLOSED, reading(0, created="t1"), 0).after is None
+    purged = forget(CLOSED, reading(100), 0)
+    assert purged.after == TargetState(Checkpoint(100, "t0", {}, begins=100))
+    assert purged.told[1] == f"{A}: begins anew; what of it is stored already is stored twice"
+
+
+def test_chains_that_are_not_listed_any_more_are_forgotten_unless_an_intent_holds_them() -> None:
+    assert positions(forget_unlisted(CLOSED, {("us-east", "NODES")}).after) == {A: 11}
+    kept = forget_unlisted(OPEN, set()).after
+    assert kept == OPEN

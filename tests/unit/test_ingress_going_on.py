@@ -1,0 +1,109 @@
+"""What becomes of a target after an error, and what its gauges say."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.chain import Chain
+from common.errors import (
+    AnotherWriter,
+    ConfigError,
+    DataError,
+    FloeError,
+    LeaseLost,
+    OutcomeUnknown,
+    Stopped,
+    Unavailable,
+)
+from common.jetstream.requests import ApiError
+from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
+from common.service.metrics import REGISTRY
+from ingress.chains.lane import Lane
+from ingress.chains.plan import ChainPlan, Phase
+from ingress.checkpoints.intent import Intent, Piece
+from ingress.errors import ends_target, leading, passes_by_itself
+from ingress.lags import Lags
+from ingress.rows.blocks import Block
+from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.subjects import Accepting, SubjectRule
+from tests.support import unique
+
+CHAIN = Chain("us-east", "NODES")
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("x"), OutcomeUnknown("x"), LeaseLost("x"), ApiError(503, 0, "x")]
+)
+def test_what_is_unreachable_passes_by_itself(error: FloeError) -> None:
+    assert passes_by_itself(error)
+    assert not ends_target(error, was_checked=False)
+
+
+@pytest.mark.parametrize("error", [Stopped("x"), DataError("x")])
+@pytest.mark.parametrize("was_checked", [True, False])
+def test_a_stop_never_ends_a_target(error: FloeError, was_checked: bool) -> None:
+    assert not passes_by_itself(error)
+    assert not ends_target(error, was_checked=was_checked)
+
+
+def test_a_configuration_ends_a_target_only_where_it_never_worked_or_cannot_without_a_restart() -> None:
+    assert ends_target(ConfigError("x", code="E-TARGET"), was_checked=False)
+    assert not ends_target(ConfigError("x", code="E-TARGET"), was_checked=True)
+    assert ends_target(ConfigError("x", code="E-SOURCES"), was_checked=True)
+
+
+def test_another_writer_ends_a_target() -> None:
+    assert ends_target(AnotherWriter("x"), was_checked=True)
+
+
+def test_of_several_errors_the_one_for_an_operator_leads() -> None:
+    stop = Stopped("x")
+    group = BaseExceptionGroup("", [Unavailable("a"), BaseExceptionGroup("", [stop, ValueError("bug")])])
+    assert leading(group) is stop
+
+
+def lane(position: int, archived: int, plan: ChainPlan | None = None) -> Lane:
+    preparer = Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1024, frozenset()))
+    found = Lane(CHAIN, preparer, position, archived=archived)
+    found.plan = plan or ChainPlan(Phase.IDLE)
+    return found
+
+
+def gauge(target: str, name: str) -> float | None:
+    labels = {"target": target, "site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
+    return REGISTRY.get_sample_value(f"floe_ingress_{name}", labels)
+
+
+def piece(first: int, last: int, count: int) -> Piece:
+    return Piece(
+        SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16), SequenceRange(first, last), count
+    )
+
+
+def test_messages_are_counted_where_they_are_decoded_and_sequences_where_not() -> None:
+    target = unique("T")
+    lags = Lags(target)
+    # Stored below 101; 101..200 in the open intent and 201..300 decoded hold 7 and 5; the rest: not yet.
+    lags.measure(
+        [lane(301, 1000)], {CHAIN: 101}, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)), 50.0
+    )
+    assert gauge(target, "lag_sequences") == 900
+    assert gauge(target, "lag_messages") == 712
+    assert REGISTRY.get_sample_value("floe_ingress_intent_open", {"target": target}) == 1
+    lags.forget()
+    assert gauge(target, "lag_messages") is None
+
+
+def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is() -> None:
+    target = unique("T")
+    lags = Lags(target)
+    hole = ChainPlan(Phase.LATE, (), SequenceRange(101, 110), 1000.0)
+    lags.measure([lane(101, 200, hole)], {CHAIN: 101}, [], None, 1030.0)
+    assert (gauge(target, "lag_seconds"), gauge(target, "waiting_seconds")) == (30, 30)
+    assert gauge(target, "late_sequences") == 10
+    lags.measure([lane(101, 300, hole)], {CHAIN: 101}, [], None, 1090.0)
+    assert gauge(target, "lag_seconds") == 90
+    lags.measure([lane(301, 300)], {CHAIN: 301}, [], None, 1100.0)
+    assert (gauge(target, "lag_seconds"), gauge(target, "late_sequences")) == (0, 0)
+    lags.forget()

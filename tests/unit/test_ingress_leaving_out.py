@@ -1,0 +1,99 @@
+"""Blocks account for every sequence once: carried, left out, or without a row; and are found again so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from common.sequences import SequenceRange
+from common.service.threads import Threads
+from common.settings.ingress import TargetSettings
+from ingress.chains.recall import Recall
+from ingress.chains.relays import Relays
+from ingress.chains.roster import Roster
+from ingress.checkpoints.documents import from_json, to_json
+from ingress.checkpoints.intent import Checkpoint, Intent, TargetState
+from ingress.parked.store import ParkedStore
+from ingress.rows.blocks import Block, Rows
+from ingress.rows.budget import Budget
+from ingress.rows.decoder import Decoder
+from ingress.rows.prepare import Shape
+from ingress.rows.subjects import Accepting
+from tests.ingress_world import CHAIN, Archive
+from tests.segment_files import message
+from tests.support import seeded
+
+SETTINGS = TargetSettings.model_validate(
+    {"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]}
+)
+SMALL, LARGE = Shape(Accepting([">"]), 1000, parks=True), Shape(Accepting([">"]), 1 << 20, parks=True)
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[Threads]:
+    threads = Threads("test", 2)
+    yield threads
+    threads.close()
+
+
+async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits(
+    tmp_path: Path, threads: Threads
+) -> None:
+    rng = seeded()
+    for number in range(12):
+        archive = Archive(tmp_path / str(number))
+        last = rng.randint(1, 60)
+        held = sorted(rng.sample(range(1, last + 1), rng.randint(1, last)))
+        chance = rng.choice([0.05, 0.5, 1.0])
+        large = [sequence for sequence in held if rng.random() < chance]
+        ref = archive.put(
+            [message(s, b"L" * 2000 if s in large else b"x") for s in held],
+            SequenceRange(1, last),
+            batch_rows=7,
+        )
+        parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
+        budget, blocks = Budget(1 << 30), list[Block]()
+        decoder = Decoder(archive.store, threads, budget, parked)
+
+        preparer = Roster(SETTINGS, SMALL).preparer(CHAIN)
+        assert await decoder.read(ref, SequenceRange(1, last), preparer, blocks.append) is None
+
+        pieces = Rows(blocks).pieces()
+        assert [(pieces[0].rows.first, pieces[-1].rows.last, len(pieces))] == [(1, last, 1)]
+        assert list(pieces[0].left_out) == large
+        assert [name.sequence for name in parked.entries()] == large
+        carried = [s for block in blocks if block.material for s in block.material.sequences]
+        assert carried == [s for s in held if s not in large]
+        assert budget.used == sum(block.size for block in blocks)
+
+        # The same intent, read back and carried by somebody for whom nothing is too large.
+        state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(pieces)))))
+        assert state.intent is not None
+        relays = Relays(archive.documents, threads)
+        recall = Recall(archive.store, threads, Budget(1 << 30), Roster(SETTINGS, LARGE), relays, parked)
+        rows = await recall.rows(state.intent, 0)
+        assert [rows.sequence(index) for index in range(rows.count)] == carried
+
+
+async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_gone(
+    tmp_path: Path, threads: Threads
+) -> None:
+    for gone in ("segment", "parked"):
+        archive = Archive(tmp_path / gone)
+        ref = archive.put([message(s, b"L" * 2000 if s == 3 else b"x") for s in range(1, 6)])
+        parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
+        await Decoder(archive.store, threads, Budget(1 << 30), parked).read(
+            ref, SequenceRange(1, 5), Roster(SETTINGS, SMALL).preparer(CHAIN), lambda _: None
+        )
+        relays = Relays(archive.documents, threads)
+        recall = Recall(archive.store, threads, Budget(1 << 30), Roster(SETTINGS, LARGE), relays, parked)
+        block = await recall.again(parked.name(CHAIN, 3))
+        archive.objects.delete(ref.key if gone == "segment" else parked.keys.message(parked.name(CHAIN, 3)))
+
+        rows = await recall.rows(Intent(4, (block.piece,)), 0)
+
+        assert [rows.sequence(index) for index in range(rows.count)] == [3]
+        ((_, _, payload),) = rows.messages(0, 1)
+        assert bytes(payload) == b"L" * 2000

@@ -1,0 +1,108 @@
+"""Looks of bounded length: what they find, what only a search finds, and that nothing is given up unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.chain import Chain
+from common.objects.port import ObjectInfo
+from common.segments.layout import Layout, SegmentName
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from ingress.chains.looking import LISTED, Search, look, next_stretches, survey
+from ingress.chains.plan import Phase
+
+CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
+
+
+class Counted:
+    """A listing of `keys`; counts what is asked for."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.keys = sorted(keys)
+        self.entries = 0
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        found = [key for key in self.keys if key.startswith(prefix) and key > start_after][:limit]
+        self.entries += len(found)
+        return [ObjectInfo(key, 10, 1.0, "e") for key in found]
+
+
+def key(first: int, last: int, level: int = 0) -> str:
+    return LAYOUT.segment(SegmentName(CHAIN, level, SequenceRange(first, last), "0" * 16))
+
+
+def store_of(*keys: str) -> tuple[SegmentStore, Counted]:
+    objects = Counted(keys)
+    return SegmentStore(objects, LAYOUT), objects  # type: ignore[arg-type]
+
+
+def small(first: int, last: int) -> list[str]:
+    """Level 0 in segments of one sequence."""
+    return [key(each, each) for each in range(first, last + 1)]
+
+
+def test_level_0_is_enough_where_it_leads_on() -> None:
+    store, objects = store_of(*small(1, 500), key(1, 500, 1))
+
+    found = next_stretches(store, CHAIN, 5)
+
+    assert (found[0].rows.first, found[-1].rows.last) == (5, 4 + LISTED)
+    assert objects.entries == LISTED
+
+
+def test_on_a_miss_the_levels_above_are_asked_until_one_leads_on() -> None:
+    store, objects = store_of(*small(501, 900), key(1, 500, 2), *[key(n, n, 7) for n in range(1, 500)])
+
+    [found, *_] = next_stretches(store, CHAIN, 42)
+
+    assert (found.segment.level, found.rows) == (2, SequenceRange(42, 500))
+    assert objects.entries == LISTED + 1
+
+
+def test_a_look_reads_one_page_of_each_level_however_much_there_is() -> None:
+    store, objects = store_of(*small(11, 5000), *[key(n, n, 1) for n in range(11, 5000)])
+
+    plan = look(store, CHAIN, 10, None, frozenset(), search=(search := Search()))
+
+    assert (plan.phase, plan.hole) == (Phase.LATE, SequenceRange(10, 10))
+    assert objects.entries <= 3 * LISTED
+    assert search.frontier
+
+
+def test_a_segment_that_reaches_over_a_whole_page_of_later_ones_is_found_by_looking_on() -> None:
+    """Egress reads again above a hole: what it writes then overlaps everything that was there."""
+    store, _ = store_of(*small(11, 1000), key(5, 990))
+    search, looks = Search(), 0
+
+    while (plan := look(store, CHAIN, 10, None, frozenset(), search=search)).phase is Phase.LATE:
+        looks += 1
+        assert looks < 20, "not found"
+    assert plan.stretches[0].rows == SequenceRange(10, 990)
+    assert looks > 1
+
+
+def test_a_search_begins_again_when_it_came_to_the_end_and_sees_what_arrived_meanwhile() -> None:
+    store, objects = store_of(*small(11, 1000))
+    search = Search()
+    for _ in range(15):
+        assert look(store, CHAIN, 10, None, frozenset(), search=search).phase is Phase.LATE
+    objects.keys = sorted([*objects.keys, key(1, 500)])
+
+    assert any(
+        look(store, CHAIN, 10, None, frozenset(), search=search).phase is Phase.READY for _ in range(15)
+    )
+
+
+def test_a_survey_sees_everything_before_something_is_given_up() -> None:
+    hole = SequenceRange(10, 40)
+    assert survey(*store_of()[:1], CHAIN, hole, frozenset()).free == hole
+    store, _ = store_of(*small(41, 3000), key(30, 2900))
+    assert survey(store, CHAIN, hole, frozenset()).free == SequenceRange(10, 29)
+    assert survey(store, CHAIN, hole, {key(30, 2900)}).free == hole
+    store, _ = store_of(*small(41, 3000), key(30, 2900), key(1, 2950, 3))
+    leads_on = survey(store, CHAIN, hole, frozenset()).leads_on
+    assert leads_on is not None
+    assert leads_on.coverage == SequenceRange(1, 2950)
+    store, _ = store_of(key(15, 20), key(10, 12), key(41, 50))
+    assert survey(store, CHAIN, hole, {key(10, 12)}).free == SequenceRange(10, 14)

@@ -1,0 +1,226 @@
+"""Parked messages: their keys, their bytes, and what may be delivered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.chain import Chain
+from common.errors import DataError, Unavailable
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectInfo
+from common.segments.layout import Layout, SegmentName
+from common.segments.segment import Message
+from common.sequences import SequenceRange
+from common.service.threads import Threads
+from ingress.checkpoints.intent import Intent, Piece
+from ingress.parked.message import from_bytes, to_bytes
+from ingress.parked.names import ParkedKeys, ParkedName, State, waiting
+from ingress.parked.source import ParkedSource
+from ingress.parked.store import ParkedStore
+from ingress.rows.blocks import Block, Material, Rows
+from ingress.rows.refusals import Oversize
+from tests.segment_files import message
+
+CHAIN = Chain("us-east", "NODES", 1, 2)
+CREATED = "2026-01-02T03:04:05.123456789Z"
+
+names = st.builds(
+    ParkedName,
+    st.builds(
+        Chain,
+        st.sampled_from(["us-east", "a_b"]),
+        st.text(min_size=1, max_size=8).filter(
+            lambda t: not set(t) & set(" .*>/\\\t\r\n\f\0") and t.isprintable()
+        ),
+        st.integers(0, 9999),
+        st.integers(0, 65535),
+    ),
+    st.integers(1, 2**63 - 1),
+    st.text("0123456789TZ:-.", min_size=1, max_size=30),
+)
+
+
+@given(names, st.integers(1, 9999))
+def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -> None:
+    keys = ParkedKeys(Layout("p"), "FLEET")
+    made = [keys.message(name), keys.left_out(name), keys.asked(name, number)]
+    listing = [
+        ObjectInfo(key, 7, 5.0, "") for key in [*made, f"{keys.folder(name)}other", f"{keys.prefix}x/y"]
+    ]
+
+    ((found, entry),) = keys.entries(listing).items()
+
+    assert found == name
+    assert (entry.size, entry.since, entry.asked, entry.state) == (7, 5.0, number, State.ASKED)
+    assert made[0].startswith(keys.created_prefix(name.created))
+
+
+@pytest.mark.parametrize(
+    ("marks", "state", "waits"),
+    [
+        ("message", State.PENDING, 0),
+        ("message asked-0001", State.PENDING, 0),
+        ("message left_out", State.PARKED, 1),
+        ("message left_out asked-0001", State.ASKED, 1),
+        ("message left_out asked-0001 answered-0001", State.PARKED, 1),
+        ("message left_out asked-0001 answered-0001 asked-0002", State.ASKED, 1),
+        ("message left_out asked-0001 delivered", State.DELIVERED, 0),
+    ],
+)
+def test_the_state_follows_from_the_names_alone(marks: str, state: State, waits: int) -> None:
+    keys, name = ParkedKeys(Layout(), "FLEET"), ParkedName(CHAIN, 7, CREATED)
+    listing = [ObjectInfo(keys.folder(name) + mark, 1, 0.0, "") for mark in marks.split()]
+
+    entries = keys.entries(listing)
+
+    assert entries[name].state is state
+    assert (waiting(entries, CREATED), waiting(entries, "other")) == (waits, 0)
+
+
+blocks = st.one_of(st.none(), st.binary(max_size=40))
+
+
+@given(st.binary(max_size=40), blocks, st.binary(max_size=60), st.integers(0, 2**63 - 1))
+def test_a_message_comes_back_as_it_was(
+    subject: bytes, headers: bytes | None, payload: bytes, timestamp_ns: int
+) -> None:
+    row = Message(7, timestamp_ns, subject, headers, payload)
+
+    assert from_bytes("k", to_bytes(CHAIN, row), CHAIN, 7) == row
+
+
+@given(st.data())
+def test_a_spoiled_object_is_never_a_message(data: st.DataObject) -> None:
+    raw = to_bytes(CHAIN, message(7, b"payload", headers=b"NATS/1.0\r\nA: 1\r\n\r\n"))
+    at = data.draw(st.integers(raw.index(b"\n") + 1, len(raw) - 1))
+    spoiled = data.draw(
+        st.sampled_from([raw[:at], raw + b"x", raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]])
+    )
+
+    with pytest.raises(DataError, match="expected a parked message"):
+        from_bytes("k", spoiled, CHAIN, 7)
+
+
+def test_another_message_in_its_place_is_not_taken() -> None:
+    for chain, sequence in ((CHAIN, 8), (Chain("us-east", "NODES"), 7)):
+        with pytest.raises(DataError, match="expected version 1"):
+            from_bytes("k", to_bytes(CHAIN, message(7)), chain, sequence)
+
+
+@pytest.fixture
+def parked(tmp_path: Path) -> ParkedStore:
+    return ParkedStore(LocalObjects(tmp_path), Layout("p"), "FLEET", CREATED)
+
+
+def test_what_is_parked_twice_is_the_same_object(parked: ParkedStore) -> None:
+    for takes in (10, 20):
+        parked.park(CHAIN, Oversize(message(7), "message", 30, takes))
+
+    ((name, entry),) = parked.entries().items()
+    assert parked.read(name) == message(7)
+    assert parked.why(entry) == "the message needs 30 bytes, the target takes 10"
+
+
+class Forgetful(LocalObjects):
+    """A store that says yes and keeps other bytes, so many times."""
+
+    lies = 0
+
+    def put(self, key: str, body: Any, **options: Any) -> None:
+        self.lies -= 1
+        super().put(key, b"other" if self.lies >= 0 else body, **({} if self.lies >= 0 else options))
+
+
+@pytest.mark.parametrize("lies", [2, 3])
+def test_nothing_is_left_out_before_the_store_gives_it_back(tmp_path: Path, lies: int) -> None:
+    objects = Forgetful(tmp_path)
+    objects.lies = lies
+    parked = ParkedStore(objects, Layout(), "FLEET", CREATED)
+    if lies == 2:
+        parked.park(CHAIN, Oversize(message(7), "message", 30, 10))
+        assert parked.read(parked.name(CHAIN, 7)) == message(7)
+    else:
+        with pytest.raises(Unavailable, match="never read back"):
+            parked.park(CHAIN, Oversize(message(7), "message", 30, 10))
+
+
+class Supply:
+    """Gives out what was offered."""
+
+    def __init__(self) -> None:
+        self.ready: list[Block] = []
+        self.released = 0
+
+    def offer(self, block: Block) -> None:
+        self.ready.append(block)
+
+    async def take(self, _stop: asyncio.Event) -> Rows | None:
+        rows, self.ready = self.ready, []
+        return Rows(rows) if rows else None
+
+    def release(self, rows: Rows) -> None:
+        self.released += rows.size
+
+    def reset(self, _positions: Mapping[Chain, int]) -> None:
+        self.ready = []
+
+
+def again(sequence: int) -> Block:
+    """A parked message that is tried again."""
+    rows = SequenceRange(sequence, sequence)
+    payload = pa.array([b"x"], pa.binary())
+    material = Material([sequence], [1], [b"a"], b"O: ", None, payload, [10])
+    piece = Piece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
+    return Block(piece, material, 100)
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[Threads]:
+    threads = Threads("parked", 2)
+    yield threads
+    threads.close()
+
+
+async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
+    parked: ParkedStore, threads: Threads
+) -> None:
+    supply = Supply()
+    source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
+    for sequence in (5, 6, 7):
+        parked.park(CHAIN, Oversize(message(sequence), "message", 30, 10))
+    for sequence in (5, 6):
+        parked.mark_left_out(parked.name(CHAIN, sequence))
+    parked.mark_delivered(parked.name(CHAIN, 6))
+    for sequence in (5, 6, 7, 5):
+        source.offer(again(sequence))
+
+    rows = await source.take(asyncio.Event())
+
+    assert rows is not None
+    assert [block.piece.rows.first for block in rows.blocks] == [5]
+    assert supply.released == 300
+    await source.before_close(Intent(0, tuple(rows.pieces())))
+    assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
+    assert source.offered_bytes == 0
+    source.offer(again(5))
+    assert await source.take(asyncio.Event()) is None
+    assert supply.released == 400
+
+
+async def test_what_a_reset_drops_may_be_offered_again(parked: ParkedStore, threads: Threads) -> None:
+    source = ParkedSource(Supply(), parked, threads)  # type: ignore[arg-type]
+    source.offer(again(5))
+    assert source.is_offered(parked.name(CHAIN, 5))
+
+    source.reset({})
+
+    assert not source.is_offered(parked.name(CHAIN, 5))
+    assert await source.take(asyncio.Event()) is None

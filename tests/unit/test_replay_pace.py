@@ -1,0 +1,151 @@
+"""How fast a replay goes, how far it is, and what a request means: pure parts of a replay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.errors import UsageError
+from common.sequences import SequenceRange
+from ingress.replay.pace import Both, ByteRate, MessageRate, Pace, Speed, pace_of
+from ingress.replay.plan import ChainRange, asked_range, stretches_of
+from ingress.replay.progress import progress_line, standing
+from ingress.replay.request import Request
+
+SECOND = 1_000_000_000
+
+
+def sent_at(pace: Pace, times: list[int], sizes: list[int]) -> list[float]:
+    """When each message may go, asked as a publisher asks."""
+    now, at = 0.0, list[float]()
+    while len(at) < len(times):
+        count, wait = pace.allowed(now, times[len(at) :], sizes[len(at) :])
+        assert count or 0 < wait <= 0.5
+        at += [now] * count
+        now += wait
+    return at
+
+
+@pytest.mark.parametrize("rate", [1, 5, 900, 5000])
+def test_messages_a_second_are_kept(rate: int) -> None:
+    count = rate * 4
+    at = sent_at(MessageRate(rate), [0] * count, [1] * count)
+    assert 3.0 <= at[-1] <= 4.3
+    for begin in range(int(at[-1])):
+        assert sum(begin <= moment < begin + 1 for moment in at) <= rate * 1.3 + 2
+
+
+def test_bytes_a_second_are_kept_also_by_one_that_is_larger_than_a_second() -> None:
+    at = sent_at(ByteRate(1000), [0] * 9, [10, 5000, 10, 10, 990, 990, 10, 1000, 1000])
+    assert 7.5 <= at[-1] <= 9.5
+
+
+def test_speed_keeps_the_distances() -> None:
+    times = [100 * SECOND, 101 * SECOND, 101 * SECOND - 5, 104 * SECOND]
+    assert [round(moment, 1) for moment in sent_at(Speed(1), times, [1] * 4)] == [0.0, 1.0, 1.0, 4.0]
+    assert [round(moment, 1) for moment in sent_at(Speed(10), times, [1] * 4)] == [0.0, 0.1, 0.1, 0.4]
+
+
+def test_both_is_the_slower_of_two() -> None:
+    at = sent_at(Both(Speed(1), MessageRate(2)), [0] * 10, [1] * 10)
+    assert 3.5 <= at[-1] <= 5.5
+
+
+def test_what_the_options_say() -> None:
+    assert pace_of("", "max") is None
+    assert isinstance(pace_of("5000/s", "max"), MessageRate)
+    assert isinstance(pace_of("20M/s", "max"), ByteRate)
+    assert isinstance(pace_of("", "10x"), Speed)
+    assert isinstance(pace_of("1/s", "0.5x"), Both)
+    for rate, speed in (("5000", "max"), ("0/s", "max"), ("x/s", "max"), ("", "0x"), ("", "fast"), ("", "1")):
+        with pytest.raises(UsageError):
+            pace_of(rate, speed)
+
+
+def test_a_request_is_told_by_what_it_means() -> None:
+    one = Request("s", "F", "T", incarnation=0, partition=0, subjects=("b", "a"), since=90.0)
+    assert Request.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert one.digest == Request("s", "F", "T", 0, 0, subjects=("a", "b"), since=90.0).digest
+    assert one.digest != Request("s", "F", "T", 0, subjects=("a", "b"), since=90.0).digest
+    assert "--incarnation 0 --partition 0 --since 1m30s --subject b --subject a" in one.words()
+    assert Request("s", "F", "T", since=60.0).moments(100.0) == (40 * SECOND, None)
+    with pytest.raises(UsageError):
+        Request("s", "F", "T", since=60.0, to_time="1970-01-01T00:00:30Z").moments(100.0)
+
+
+def test_ranges_stay_within_what_is_there() -> None:
+    assert asked_range(1, 100, None, None, None) == SequenceRange(1, 100)
+    assert asked_range(11, 100, 90, 5, 500) == SequenceRange(11, 90)
+    assert asked_range(1, 0, None, None, None) is None
+    assert asked_range(1, 100, 0, None, None) is None
+    assert asked_range(1, 100, None, 101, None) is None
+
+
+def test_holes_are_split_where_they_are_accepted_in_part() -> None:
+    gaps = [SequenceRange(3, 4), SequenceRange(5, 6)]
+    _, holes, accepted = stretches_of([], SequenceRange(1, 10), gaps)
+    assert holes == [SequenceRange(1, 2), SequenceRange(3, 6), SequenceRange(7, 10)]
+    assert accepted == [SequenceRange(3, 6)]
+
+
+def test_progress_says_how_long_it_takes() -> None:
+    chain = Chain("s", "F")
+    ranges = [ChainRange(chain, SequenceRange(101, 200))]
+    begun, now = standing(ranges, {chain: 101}, 0, 0), standing(ranges, {chain: 151}, 40, 12_000)
+    assert progress_line(now, begun, 10.0) == (
+        " 50%  40 messages, 12.0 KB, 4 msg/s, 10s left, s/F/0000/0 at 150"
+    )
+    assert standing([], {}, 0, 0).share == 1.0
+
+
+async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
+    from common.segments.layout import SegmentName
+    from ingress.checkpoints.intent import Piece
+    from ingress.publishing.publisher import Outcome
+    from ingress.replay.pacing import Head, Interrupted, PacedPublisher
+    from ingress.rows.blocks import Block, Rows
+
+    class Inner:
+        name = "inner"
+
+        def __init__(self) -> None:
+            self.spans: list[tuple[int, int]] = []
+
+        async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+            assert isinstance(rows, Head)
+            self.spans.append((stored, rows.count))
+            return Outcome(rows.count)
+
+        async def aclose(self) -> None:
+            pass
+
+    name = SegmentName(Chain("s", "F"), 0, SequenceRange(1, 20), "0" * 16)
+    rows = Rows([Block(Piece(name, SequenceRange(1, 20), 20), _material(20))])
+    stop = asyncio.Event()
+    inner = Inner()
+    paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
+    outcome = await paced.publish(rows, 0, 0)
+    assert inner.spans == [(0, outcome.stored)]
+    stop.set()
+    with pytest.raises(Interrupted):
+        await paced.publish(rows, 0, 5)
+
+
+def _material(count: int):  # type: ignore[no-untyped-def]
+    import pyarrow as pa
+
+    from ingress.rows.blocks import Material
+
+    return Material(
+        list(range(1, count + 1)),
+        [SECOND] * count,
+        [b"a"] * count,
+        b"Floe-Source: s F 0000 0 ",
+        None,
+        pa.array([b"x"] * count, pa.binary()),
+        [10 * (n + 1) for n in range(count)],
+    )
