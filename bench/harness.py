@@ -58,8 +58,13 @@ def report(results: Iterable[tuple[Bench, Result]]) -> None:
     for bench, result in results:
         floor = "–" if result.floor is None else f"{result.floor:,.0f}"
         ratio = "–" if result.ratio is None else f"{result.ratio:.2f}"
-        table.add_row(result.name, f"{result.value:,.0f}", result.unit, floor, ratio, bench.ask)
+        table.add_row(result.name, _shown(result.value), result.unit, floor, ratio, bench.ask)
     Console().print(table)
+
+
+def _shown(value: float) -> str:
+    """Small figures with their decimals."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def save(results: Iterable[Result]) -> None:

@@ -15,7 +15,7 @@ from compaction.run import Report, Survey
 from compaction.verify import ChainReport
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
-VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "problems")
+VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems")
 
 
 def report_rows(report: Report) -> list[list[object]]:
@@ -83,6 +83,7 @@ def verify_row(report: ChainReport) -> list[object]:
         " ".join(f"{level}:{count}" for level, count in report.segments.items()) or None,
         report.size,
         report.overlapping,
+        " ".join(map(str, report.accepted)) or None,
         len(report.problems),
     ]
 
@@ -96,6 +97,7 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
         "segments": {str(level): count for level, count in report.segments.items()},
         "size": report.size,
         "overlapping": report.overlapping,
+        "accepted": [{"first": hole.first, "last": hole.last} for hole in report.accepted],
         "problems": [{"kind": p.kind, "text": p.text} for p in report.problems],
     }
 

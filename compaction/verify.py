@@ -40,13 +40,15 @@ class Problem:
 @dataclass(slots=True)
 class ChainReport:
     """What was found in one chain. `coverage`: None without segments. `overlapping`: segments that share
-    sequences with another one of their level, which costs space and is no fault."""
+    sequences with another one of their level, which costs space and is no fault. `accepted`: holes that an
+    operator has given up, which are no fault either."""
 
     chain: Chain
     coverage: SequenceRange | None = None
     segments: dict[int, int] = field(default_factory=dict)
     size: int = 0
     overlapping: int = 0
+    accepted: list[SequenceRange] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -64,7 +66,7 @@ def verify_chain(store: SegmentStore, chains: ChainStore, chain: Chain, *, deep:
     report.segments = _by_level(sound)
     report.size = sum(s.size for s in sound)
     report.overlapping = _overlapping(sound)
-    _check_coverage(sound, bounds, report)
+    _check_coverage(sound, bounds, [gap.range for gap in chains.gaps(chain)], report)
     _check_levels(sound, footers, report)
     if deep:
         _check_rows(store, sound, report)
@@ -136,7 +138,10 @@ def _by_level(segments: Sequence[SegmentRef]) -> dict[int, int]:
 
 
 def _check_coverage(
-    segments: Sequence[SegmentRef], bounds: tuple[int | None, int | None], report: ChainReport
+    segments: Sequence[SegmentRef],
+    bounds: tuple[int | None, int | None],
+    accepted: Sequence[SequenceRange],
+    report: ChainReport,
 ) -> None:
     first, tail = bounds
     ranges = [s.coverage for s in segments]
@@ -147,7 +152,10 @@ def _check_coverage(
     if last < first:
         return
     for hole in holes(ranges, SequenceRange(first, last)):
-        report.problems.append(Problem("hole", f"sequences {hole} are in no segment that can be read"))
+        left = holes(accepted, hole)
+        report.accepted += holes(left, hole)
+        text = "sequences {} are in no segment that can be read"
+        report.problems += [Problem("hole", text.format(part)) for part in left]
 
 
 def _check_levels(segments: Sequence[SegmentRef], footers: dict[str, Footer], report: ChainReport) -> None:
