@@ -5,11 +5,14 @@ from __future__ import annotations
 from common.errors import AnotherWriter, ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
 
+# A cluster whose members do not all know each other yet says so too, for some seconds.
+NO_SUITABLE_PEERS = 10005
+
 
 def passes_by_itself(error: BaseException) -> bool:
     """Whether trying again later may help without anybody doing anything."""
     if isinstance(error, ApiError):
-        return error.status >= 500 or error.status == 429
+        return error.status >= 500 or error.status == 429 or error.err_code == NO_SUITABLE_PEERS
     return isinstance(error, Unavailable | OutcomeUnknown)
 
 

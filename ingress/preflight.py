@@ -14,6 +14,7 @@ from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from common.settings.units import format_duration
+from ingress.errors import passes_by_itself
 from ingress.rows.prepare import Shape
 from ingress.rows.subjects import Accepting, rule_of
 
@@ -48,6 +49,8 @@ async def _create(client: FloeClient, settings: TargetSettings) -> StreamInfo:
     try:
         info = await create_stream(client, stream_config(settings, settings.create))
     except ApiError as error:
+        if passes_by_itself(error):
+            raise
         raise ConfigError(
             f"target {settings.stream}: cannot be created: {error.description}", code="E-TARGET"
         ) from error

@@ -68,9 +68,9 @@ class Lookout:
             try:
                 document = await self._threads.run(self._documents.read_stream, chain)
             except DataError as error:
-                context = chain.log_context()
-                log.error("stream.json spoiled", action="document_spoiled", error=str(error), **context)
-                self._roster.cannot_read(chain, f"stream.json is spoiled: {error.message}")
+                if self._roster.cannot_read(chain, f"stream.json is spoiled: {error.message}"):
+                    context = chain.log_context()
+                    log.error("stream.json spoiled", action="document_spoiled", error=str(error), **context)
                 continue
             if document is not None:
                 self._roster.set_previous(chain, document.previous, positions)

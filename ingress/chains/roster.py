@@ -125,9 +125,11 @@ class Roster:
         for lane in self._lanes.values():
             lane.ends_at(self._end(lane.chain, positions))
 
-    def cannot_read(self, chain: Chain, why: str) -> None:
-        """`stream.json` of the chain's incarnation is there and cannot be read."""
+    def cannot_read(self, chain: Chain, why: str) -> bool:
+        """`stream.json` of the chain's incarnation is there and cannot be read; whether that is news."""
+        is_news = self._unread.get(_whole(chain)) != why
         self._unread[_whole(chain)] = why
+        return is_news
 
     def _end(self, chain: Chain, positions: Positions) -> int | None:
         """Where the chain's incarnation ended; None while it has not, as far as known."""

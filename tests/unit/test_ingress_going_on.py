@@ -33,7 +33,14 @@ CHAIN = Chain("us-east", "NODES")
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("x"), OutcomeUnknown("x"), LeaseLost("x"), ApiError(503, 0, "x")]
+    "error",
+    [
+        Unavailable("x"),
+        OutcomeUnknown("x"),
+        LeaseLost("x"),
+        ApiError(503, 0, "x"),
+        ApiError(400, 10005, "no suitable peers for placement"),
+    ],
 )
 def test_what_is_unreachable_passes_by_itself(error: FloeError) -> None:
     assert passes_by_itself(error)
