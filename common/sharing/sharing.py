@@ -152,7 +152,9 @@ class Sharing:
         waiting = [seat for key, seat in self._seats.items() if key in keys and seat.lease is None]
         self._rng.shuffle(waiting)
         while waiting and not stop.is_set():
-            pace = AT_ONCE if self._count == 1 or self._room() <= 0 else BESIDE_OTHERS
+            # No more at a time than there is room for: what finds none is not asked for again in this look,
+            # and the one lease that was asked for may be another's.
+            pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
             batch, waiting = waiting[:pace], waiting[pace:]
             await asyncio.gather(*(self._try(seat) for seat in batch))
             if waiting and self._count > 1:

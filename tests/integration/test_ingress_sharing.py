@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -101,6 +102,11 @@ class Fleet:
         found = [await bucket.get(lease_key(name)) for name in self.names]
         return [each.value.decode() if each else None for each in found]
 
+    async def is_shared(self, client: FloeClient, shares: list[int]) -> bool:
+        """Whether every lease is held, by so many owners, of whom each holds its part of `shares`."""
+        owners = await self.owners(client)
+        return None not in owners and sorted(Counter(owners).values()) == shares
+
     async def check(self, client: FloeClient) -> None:
         for name, chain in zip(self.names, self.chains, strict=True):
             centre = Centre(self.folder, self.archive, self.url, stream=name)
@@ -129,8 +135,10 @@ async def test_three_instances_split_six_targets_take_over_and_stay_exact(
 
         proxy.blackhole()
         began = time.monotonic()
-        await soon(lambda: counts(one, two) == [3, 3], 2 * TTL)
+        # By the leases: what an instance shows of itself comes up to a second later.
+        await soon(lambda: fleet.is_shared(client, [3, 3]), 2 * TTL, every=0.1)
         print(f"take-over of 2 of 6 targets: {(time.monotonic() - began) / TTL:.2f} lease times")
+        await soon(lambda: counts(one, two) == [3, 3], 4 * TTL)
 
         new = fleet.start()
         await soon(lambda: counts(one, two, new) == [2, 2, 2], 4 * TTL)
