@@ -20,10 +20,12 @@ from ingress.chains.supply import Supply
 from ingress.checkpoints.state import ROLE, StateStore
 from ingress.decisions.pauses import PauseStore
 from ingress.errors import leading
+from ingress.parked.keeper import ParkedKeeper
 from ingress.parked.retries import Retries
 from ingress.parked.source import ParkedSource
 from ingress.parked.store import ParkedStore
 from ingress.parts import Parts
+from ingress.ports import StateKeeper
 from ingress.preflight import control_headers, ensure_target, shape_of
 from ingress.publishing.choice import choose, make, offered
 from ingress.publishing.publisher import Publisher
@@ -59,8 +61,9 @@ class Carriage:
         decisions = PauseStore(bucket, self._target)
         supply, publisher = self._supply(info, parked, decisions), await self._publisher(info)
         source = ParkedSource(supply, parked, self._parts.threads)
-        retries = self._retries(parked, source, supply.roster)
-        carrier = self._carrier(self._keeper(bucket), source, publisher, lease)
+        retries = self._retries(parked, source, supply.roster, decisions)
+        keeper = ParkedKeeper(self._keeper(bucket), parked)
+        carrier = self._carrier(keeper, source, publisher, lease)
         self._parts.discovery.add(supply)
         try:
             await self._run_beside(carrier, supply, lease, stop, retries.run())
@@ -113,13 +116,15 @@ class Carriage:
         documents = self._parts.documents
         return ParkedStore(documents.objects, documents.layout, self._target, info.created)
 
-    def _retries(self, parked: ParkedStore, source: ParkedSource, roster: Roster) -> Retries:
+    def _retries(
+        self, parked: ParkedStore, source: ParkedSource, roster: Roster, decisions: PauseStore
+    ) -> Retries:
         parts = self._parts
 
         async def reshape() -> None:
             roster.reshape(await self._shape())
 
-        return Retries(parked, source, parts.threads, parts.clock, reshape, parts.pace.parked)
+        return Retries(parked, source, parts.threads, parts.clock, reshape, decisions, parts.pace.parked)
 
     async def _shape(self) -> Shape:
         """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
@@ -168,13 +173,13 @@ class Carriage:
         return StateStore(bucket, state_key(ROLE, self._target), self._target)
 
     def _carrier(
-        self, keeper: StateStore, source: ParkedSource, publisher: Publisher, lease: Lease
+        self, keeper: StateKeeper, source: ParkedSource, publisher: Publisher, lease: Lease
     ) -> Carrier:
         settler = self._settler(keeper, lease)
         clock = self._parts.clock
         return Carrier(self._target, keeper, settler, publisher, source, clock, source.before_close)
 
-    def _settler(self, keeper: StateStore, lease: Lease) -> Settler:
+    def _settler(self, keeper: StateKeeper, lease: Lease) -> Settler:
         parts, choices = self._parts, Choices(self._target)
         looker = Target(parts.client, self._target, parts.connect)
         spacing = parts.pace.look_spacing

@@ -17,8 +17,17 @@ from common.clock import Clock, first_of
 from common.errors import AnotherWriter, Unavailable
 from common.failpoints import failpoint
 from common.service.logs import get_logger
+from common.service.pasting import command
 from ingress import metrics
-from ingress.checkpoints.intent import Checkpoint, Intent, TargetState, close_intent, open_intent
+from ingress.checkpoints.intent import (
+    Checkpoint,
+    CheckpointConflict,
+    Intent,
+    TargetState,
+    close_intent,
+    open_intent,
+    share_intent,
+)
 from ingress.checkpoints.state import StateMoved, Stored
 from ingress.ports import RowSource, Settling, StateKeeper
 from ingress.publishing.publisher import Publisher
@@ -31,6 +40,7 @@ log = get_logger("ingress.carrier")
 ROUNDS = 3  # looks at what another instance does before it is too much
 ROUND_SPACING = 1.0  # seconds between them
 IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
+IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 
 
 # What else has to be durable before an intent, all of whose rows are stored, is closed.
@@ -57,7 +67,7 @@ class Carrier:
         self._keeper, self._settler = keeper, settler
         self._sender = Sender(target, settler, publisher, clock)
         self._supply, self._clock, self._before_close = supply, clock, before_close
-        self._known = Stored(TargetState(Checkpoint(0, "")), 0)
+        self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
 
     @property
     def trouble(self) -> str:
@@ -122,7 +132,7 @@ class Carrier:
             self._settler.check_lease()
             # A foreign message is better found before an intent stands open that can never be finished.
             settled = await self._settler.settle(self._known, None)
-            await self._save(open_intent(self.state, rows.pieces(), settled.base))
+            await self._save(self._opened(rows, settled.base))
             metrics.intents.labels(self.target, "opened").inc()
             failpoint("ingress.after_intent")
             assert self.state.intent is not None, "it was just opened"
@@ -135,16 +145,33 @@ class Carrier:
         """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
         while nothing was ready.
         """
-        while True:
+        # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
+        while not stop.is_set():
             leaving = asyncio.Event()
             waiting = asyncio.create_task(_set_after(leaving, stop))
             try:
                 rows = await self._supply.take(leaving)
             finally:
                 waiting.cancel()
-            if rows is not None or stop.is_set():
+            if rows is not None:
                 return rows
-            await self._settler.check_moved(self._known)
+            if not stop.is_set():
+                await self._settler.check_moved(self._known)
+                await self._look_when_idle()
+        return None
+
+    async def _look_when_idle(self) -> None:
+        """A target that was deleted or set back is found before the next row comes, perhaps much later."""
+        if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
+            self._looked_at = self._clock.monotonic()
+            await self._settler.settle(self._known, None)
+
+    def _opened(self, rows: Rows, base: int) -> TargetState:
+        try:
+            return open_intent(self.state, rows.pieces(), base, is_shared=self._settler.steps_over)
+        except CheckpointConflict as error:
+            error.hint = f"a defect: keep the log; it is tried again by itself, see {command('status')}"
+            raise
 
     async def _finish(self, intent: Intent, rows: Rows | None) -> None:
         """Publish what of the open intent is not stored, and close it.
@@ -166,6 +193,7 @@ class Carrier:
         self._supply.closed(self.state.checkpoint.positions)
 
     async def _publish_rest(self, intent: Intent) -> int:
+        intent = await self._shared(intent)
         settled = await self._settler.settle(self._known, None)
         if settled.stored == intent.count:
             return settled.base
@@ -178,6 +206,16 @@ class Carrier:
         finally:
             self._supply.release(rows)
 
+    async def _shared(self, intent: Intent) -> Intent:
+        """The open intent as it may be finished here: where messages of others are stepped over, it says so
+        before another row is sent.
+        """
+        if self._settler.steps_over and not intent.is_shared:
+            await self._save(share_intent(self.state))
+            assert self.state.intent is not None, "it is open still"
+            return self.state.intent
+        return intent
+
     async def _save(self, state: TargetState) -> None:
         """Store the next state. Raises StateMoved where somebody else did."""
         stored = await self._keeper.save(state, self._known.revision)
@@ -189,7 +227,8 @@ class Carrier:
     async def _wait_for_quiet(self) -> None:
         """What another instance stored was progress; return once it stores nothing more.
 
-        Raises LeaseLost where the lease is not ours, AnotherWriter where it is and the other goes on and on.
+        An operator who corrects positions is no instance that carries. Raises LeaseLost where the lease is
+        not ours, AnotherWriter where it is and the other goes on and on.
         """
         for _ in range(ROUNDS):
             await self._clock.sleep(ROUND_SPACING)
@@ -197,13 +236,25 @@ class Carrier:
             try:
                 await self._settler.check_moved(self._known)
             except StateMoved as moved:
+                before = self.state
                 self._adopt(moved.stored)
+                if not _was_carried(before, self.state):
+                    return
             else:
                 return
         raise AnotherWriter(
             f"target {self.target}: another instance carries into it while the lease is ours",
-            hint="stop all but one, or give them one lease bucket",
+            hint="stop all but one, or give them one lease bucket; what is stored and the open intent: "
+            + command("checkpoint ls"),
         )
+
+
+def _was_carried(before: TargetState, after: TargetState) -> bool:
+    """Whether somebody carried between the two: more than positions differs."""
+    return (before.checkpoint.target_sequence, before.intent) != (
+        after.checkpoint.target_sequence,
+        after.intent,
+    )
 
 
 async def _set_after(leaving: asyncio.Event, stop: asyncio.Event) -> None:

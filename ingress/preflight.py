@@ -4,7 +4,8 @@ it take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from common.errors import ConfigError
@@ -13,7 +14,6 @@ from common.jetstream.requests import ApiError
 from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
-from common.settings.units import format_duration
 from ingress.errors import passes_by_itself
 from ingress.rows.prepare import Shape
 from ingress.rows.subjects import Accepting, rule_of
@@ -22,6 +22,8 @@ log = get_logger("ingress.preflight")
 
 # Headers of a source that may act again, and what the target must allow for it.
 NEEDS = {b"nats-ttl": "allow_msg_ttl", b"nats-rollup": "allow_rollup_hdrs", b"nats-marker-reason": ""}
+# How `nats stream add` is told the same.
+FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollup"}
 
 
 async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
@@ -65,7 +67,6 @@ def control_headers(settings: TargetSettings) -> frozenset[bytes]:
 
 def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str, Any]:
     """The configuration of a target that Floe creates; nothing of a source's habits is copied."""
-    wanted = {NEEDS[name] for name in control_headers(settings) if NEEDS.get(name)}
     return {
         "name": settings.stream,
         "subjects": list(settings.subjects_to_create()),
@@ -82,23 +83,43 @@ def stream_config(settings: TargetSettings, create: CreateSettings) -> dict[str,
         "allow_direct": True,
         "allow_atomic": True,
         "allow_batched": True,
-        **dict.fromkeys(sorted(wanted), True),
+        **dict.fromkeys(sorted(_needed(settings)), True),
     }
 
 
 def add_command(settings: TargetSettings) -> str:
-    """The line that makes the missing stream."""
-    create = settings.create or CreateSettings()
-    prefixes = sorted({source.subject_prefix for source in settings.sources if source.subject_prefix})
-    subjects = list(create.subjects) or [f"{prefix}.>" for prefix in prefixes] or ["SUBJECTS"]
+    """The line that makes the missing stream. It asks for the subjects where the configuration does not tell
+    them.
+    """
     words = [
         f"nats stream add {settings.stream}",
-        f"--subjects '{','.join(subjects)}' --storage {create.storage} --replicas {create.replicas}",
-        "--retention limits --discard old --allow-batch --allow-fast --allow-direct --defaults",
+        *_subjects_option(settings),
+        "--storage file --replicas 1 --retention limits --discard old",
+        "--allow-batch --allow-fast --allow-direct",
+        *(FLAGS[need] for need in sorted(_needed(settings))),
+        "--defaults",
     ]
-    if create.max_age:
-        words.append(f"--max-age {format_duration(create.max_age)}")
     return " ".join(words)
+
+
+def _subjects_option(settings: TargetSettings) -> list[str]:
+    """`--subjects`, with what the rules of all sources make; nothing where one of them may make anything."""
+    made = [rule_of(source).pattern() for source in settings.sources]
+    known = [pattern for pattern in made if pattern is not None]
+    if not made or len(known) < len(made):
+        return []
+    return [f"--subjects {shlex.quote(','.join(_apart(known)))}"]
+
+
+def _apart(patterns: Iterable[str]) -> list[str]:
+    """As they are, without those that another one covers: a stream's subjects must not overlap."""
+    found = sorted(set(patterns))
+    return [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+
+
+def _needed(settings: TargetSettings) -> set[str]:
+    """Keys of the stream that must be true for the control headers."""
+    return {NEEDS[name] for name in control_headers(settings) if NEEDS.get(name)}
 
 
 def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[str]:

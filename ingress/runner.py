@@ -39,17 +39,37 @@ class Runner:
     async def run(self, stop: asyncio.Event) -> None:
         """Carry, or stand by, until `stop` is set and no intent is open.
 
-        Raises what ends the target for this process: ConfigError at the start, AnotherWriter.
+        Raises what ends the target for this process: ConfigError at the start, AnotherWriter, and for what
+        nobody foresaw FloeError (E-UNEXPECTED).
         """
         try:
-            while not self._was_checked and not stop.is_set():
-                await self._attempt(self._check(), stop)
-            while (lease := await self._seat.occupy(stop)) is not None:
-                await self._hold(lease, stop)
+            await self._serve(stop)
         except FloeError as error:
-            self._report.ended(error)
-            await self._parts.sharing.retire(self._seat)
+            await self._end(error)
             raise
+        except Exception as error:  # a defect ends this target loudly, and the others go on
+            known = self._unforeseen(error)
+            await self._end(known)
+            raise known from error
+
+    async def _end(self, error: FloeError) -> None:
+        self._report.ended(error)
+        await self._parts.sharing.retire(self._seat)
+
+    async def _serve(self, stop: asyncio.Event) -> None:
+        while not self._was_checked and not stop.is_set():
+            await self._attempt(self._check(), stop)
+        while (lease := await self._seat.occupy(stop)) is not None:
+            await self._hold(lease, stop)
+
+    def _unforeseen(self, error: Exception) -> FloeError:
+        """What a defect is told as; its traceback is logged."""
+        log.exception("unforeseen", action="unforeseen", target=self.target, exc_info=error)
+        return FloeError(
+            f"target {self.target}: {type(error).__name__}: {error}",
+            hint="this is a bug: keep the log; a process that is started again goes on where this one was",
+            code="E-UNEXPECTED",
+        )
 
     async def _check(self) -> None:
         await self._carriage.check()

@@ -31,7 +31,7 @@ class TargetReport:
         self.target, self._health, self._clock = target, health, clock
         self._part = f"target {target}"
         self._lags = Lags(target)
-        self.is_stopped = False
+        self.is_stopped = self._is_over = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
         for each in (metrics.holds_lease, metrics.stopped_targets):
             each.labels(target).set(0)
@@ -116,6 +116,7 @@ class TargetReport:
     def ended(self, error: FloeError) -> None:
         """It is not carried by this process any more, whatever an operator does."""
         self.stopped(error)
+        self._is_over = True
         self._log_stop(error)
 
     def _log_stop(self, error: FloeError) -> None:
@@ -124,8 +125,9 @@ class TargetReport:
         )
 
     def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
-        self._health.set_ready(self._part, ready, why)
-        self._health.set_status(self._part, {"state": state, "why": why, **more})
+        if not self._is_over:  # whoever asks for its lease just now tells nothing new
+            self._health.set_ready(self._part, ready, why)
+            self._health.set_status(self._part, {"state": state, "why": why, **more})
 
     def _shows_publisher(self, name: str) -> None:
         with suppress(KeyError):

@@ -52,7 +52,8 @@ def list_segments(
     A glob over the bucket counts every merged row twice; the cover does not:
 
     \b
-        floe segments ls --cover --format paths us-east/NODE_DATA
+    Examples:
+        floe segments ls -c central.yaml --cover --format paths us-east/NODE_DATA
         duckdb -c "select count(*) from read_parquet([...])"
     """
     from common.segments import listing
@@ -93,8 +94,9 @@ def info(config: str, what: str, as_json: bool) -> int:
     Exit 3 where a chain has holes.
 
     \b
-        floe segments info us-east/NODE_DATA
-        floe segments info data/site=us-east/feed=NODE_DATA/incarnation=0000/partition=0/level=0/….parquet
+    Examples:
+        floe segments info -c central.yaml us-east/NODE_DATA
+        floe segments info -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     from common.segments import listing
 
@@ -126,8 +128,9 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
     not covered; stderr says which.
 
     \b
-        floe segments cat us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
-        floe segments cat us-east/NODE_DATA --json | jq -r .payload
+    Examples:
+        floe segments cat -c central.yaml us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
+        floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
     from common.segments import listing
     from common.segments.archive import read_cover, span

@@ -52,6 +52,7 @@ class ChainStore:
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
         self.objects = objects
         self.layout = layout
+        self._ignored: dict[str, str] = {}  # spoiled gaps by key, and why
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         """Make `stream.json` of the chain's incarnation unless there is one; what is there now."""
@@ -143,9 +144,16 @@ class ChainStore:
             if gap is not None and gap.range != expected:
                 raise _spoiled(key, f"expected {expected}, found {gap.range}")
         except DataError as error:
-            log.warning("gap ignored", action="gap_ignored", error=str(error))
+            self._ignore(key, str(error))
             return None
+        self._ignored.pop(key, None)
         return gap
+
+    def _ignore(self, key: str, why: str) -> None:
+        """Tell it once: a chain that waits has its gaps read again and again."""
+        if self._ignored.get(key) != why:
+            self._ignored[key] = why
+            log.warning("gap ignored", action="gap_ignored", error=why)
 
     def _keep_gap(self, prefix: str, gap: AcceptedGap) -> AcceptedGap:
         return self._create(self.layout.gap(prefix, gap.range), gap.to_json(), AcceptedGap.from_json)

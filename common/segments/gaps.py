@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.sequences import SequenceRange
+from common.settings.units import parse_time
 
 FORMAT_VERSION = 1
 MAX_TEXT = 1000  # characters of a note and of a name
@@ -29,9 +30,9 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 @dataclass(frozen=True, slots=True)
 class AcceptedGap:
     """`range` is given up. `by`: who decided; `at`: when, RFC 3339 by the decider's clock; `note`: why, or
-    empty.
+    empty. An empty `at`: not known.
 
-    Raises ValueError for texts that are too long.
+    Raises ValueError for texts that are too long, and for an `at` that is no time.
     """
 
     range: SequenceRange
@@ -43,6 +44,8 @@ class AcceptedGap:
         for name, text in (("note", self.note), ("by", self.by), ("at", self.at)):
             if len(text) > MAX_TEXT:
                 raise ValueError(f"{name}: expected at most {MAX_TEXT} characters, found {len(text)}")
+        if self.at:
+            parse_time(self.at)
 
     def to_json(self) -> bytes:
         wire = _Wire(FORMAT_VERSION, self.range.first, self.range.last, self.by, self.at, self.note)

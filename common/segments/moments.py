@@ -31,12 +31,33 @@ def first_at(store: SegmentStore, chain: Chain, moment_ns: int) -> int | None:
     None: the rows of the archive are all before, or there are none. Damaged segments are left out. Blocking.
     Raises SegmentGone where segments vanish time and again, and what the store raises.
     """
+    return search(store, chain, moment_ns).sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """`sequence`: as `first_at` says. `behind`: where a search that found nothing goes on when there is more
+    of the chain, so that what ends before is not listed again.
+    """
+
+    sequence: int | None
+    behind: int
+
+
+def search(store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1) -> Searched:
+    """As `first_at`, among the segments that reach `position` only. Blocking."""
     for _ in range(_LISTINGS - 1):
         try:
-            return Timeline(store, store.list(chain)).first_at(moment_ns)
+            return _search(store, chain, moment_ns, position)
         except SegmentGone:
             continue
-    return Timeline(store, store.list(chain)).first_at(moment_ns)
+    return _search(store, chain, moment_ns, position)
+
+
+def _search(store: SegmentStore, chain: Chain, moment_ns: int, position: int) -> Searched:
+    timeline = Timeline(store, store.list(chain, position=position), position)
+    found = timeline.first_at(moment_ns)
+    return Searched(found, timeline.behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +70,26 @@ class _Times:
 
 
 class Timeline:
-    """The segments `refs` of one chain by time; remembers the footers that it has read. Blocking."""
+    """The segments `refs` of one chain by time, from sequence `first` on; remembers the footers that it has
+    read. Blocking.
+    """
 
-    def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef]) -> None:
-        self._store, self._usable = store, list(refs)
+    def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef], first: int = 1) -> None:
+        self._store, self._usable, self._first = store, list(refs), first
         self._times: dict[str, _Times | None] = {}
 
     def first_at(self, moment_ns: int) -> int | None:
         """As the function `first_at`. Raises SegmentGone for a segment that is not there any more."""
         while True:
             try:
-                return self._first_at(cover(self._usable, 1), moment_ns)
+                return self._first_at(cover(self._usable, self._first), moment_ns)
             except _DamagedError as damaged:
                 self._usable.remove(damaged.ref)
+
+    @property
+    def behind(self) -> int:
+        """The sequence behind all segments that were not found damaged."""
+        return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)
 
     def times_of(self, ref: SegmentRef) -> tuple[int, int] | None:
         """The least and the greatest timestamp (ns) in a segment; None where it says nothing of time."""

@@ -28,12 +28,10 @@ class Source(Protocol):
 
 
 class PageType(IntEnum):
-    """Kinds of pages, by their number in the format."""
+    """Kinds of pages that the writer uses, by their number in the format."""
 
     DATA = 0
-    INDEX = 1
     DICTIONARY = 2
-    DATA_V2 = 3
 
 
 class Encoding(IntEnum):

@@ -11,7 +11,7 @@ from common.service.positions import locate
 from common.service.yaml_tree import Path, Problems, refuse
 from common.settings.base import Section
 from common.settings.describe import default_of, default_text, fields_of
-from common.settings.unbuilt import UNBUILT, Unbuilt
+from common.settings.unbuilt import UNBUILT
 
 
 class _Found(NamedTuple):
@@ -43,11 +43,11 @@ def refuse_unrunnable(document: Document) -> None:
 
 
 def _add_unbuilt(document: Document, problems: Problems) -> None:
-    for unbuilt in UNBUILT:
-        for found in _values(document.settings, unbuilt.path.split("."), ()):
-            if _is_asked_for(found, unbuilt):
+    for path in UNBUILT:
+        for found in _values(document.settings, path.split("."), ()):
+            if _is_asked_for(found):
                 place = locate(document.root, found.location)
-                problems.add(place.mark, place.path, _message(found, unbuilt))
+                problems.add(place.mark, place.path, _message(found))
 
 
 def _values(value: Any, parts: Sequence[str], location: Path) -> Iterator[_Found]:
@@ -62,13 +62,10 @@ def _values(value: Any, parts: Sequence[str], location: Path) -> Iterator[_Found
         yield _Found((*location, part), type(value), getattr(value, part))
 
 
-def _is_asked_for(found: _Found, unbuilt: Unbuilt) -> bool:
-    if unbuilt.values:
-        return found.value in unbuilt.values
+def _is_asked_for(found: _Found) -> bool:
     return bool(found.value != default_of(found.section, str(found.location[-1])))
 
 
-def _message(found: _Found, unbuilt: Unbuilt) -> str:
+def _message(found: _Found) -> str:
     default = default_text(fields_of(found.section)[str(found.location[-1])])
-    what = " ".join(map(str, unbuilt.values)) + ": " if unbuilt.values else ""
-    return f"{what}not built yet in this version; remove it or leave it at its default ({default})"
+    return f"not built yet in this version; remove it or leave it at its default ({default})"

@@ -20,8 +20,6 @@ PREFIX = "floe_"
 
 #: Seconds: from one object request within a rack to an upload over a slow line.
 SECONDS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-#: Bytes: 64 KiB to 16 GiB, each four times the one before.
-BYTES_BUCKETS = tuple(float(65536 * 4**n) for n in range(10))
 
 # Counters are read as rates; their creation times would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]

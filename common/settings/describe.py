@@ -117,12 +117,8 @@ def _key(path: tuple[str, ...], field: FieldInfo) -> Key:
 
 
 def _unbuilt_note(path: tuple[str, ...]) -> str:
-    for unbuilt in UNBUILT:
-        parts = tuple(unbuilt.path.split("."))
-        if path[: len(parts)] == parts:
-            values = " ".join(map(str, unbuilt.values))
-            return f" *(not built yet: {values})*" if values else " *(so far only the default)*"
-    return ""
+    unbuilt = (tuple(each.split(".")) for each in UNBUILT)
+    return " *(so far only the default)*" if any(path[: len(each)] == each for each in unbuilt) else ""
 
 
 def type_name(field: FieldInfo) -> str:

@@ -103,12 +103,6 @@ class SeaweedFS:
         if status not in (200, 409):
             raise Unavailable(f"create bucket {name}: expected 200, found {status} {body[:200]!r}")
 
-    def delete_bucket(self, name: str) -> None:
-        """Remove the bucket and all in it; no error if it is not there. Raises Unavailable."""
-        status, body = self._client().call("DELETE", f"/{name}")
-        if status not in (204, 404):
-            raise Unavailable(f"delete bucket {name}: expected 204, found {status} {body[:200]!r}")
-
     def new_bucket(self) -> str:
         """Make a bucket under a name that nobody else uses."""
         name = f"b-{secrets.token_hex(6)}"

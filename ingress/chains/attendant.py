@@ -53,6 +53,7 @@ class Attendant:
         self._ask_shape, self._decisions, self._look_at_stopped = shape, decisions, look_at_stopped
         self._wake, self._hold = wake, hold
         self._decided: Pauses | None = None if decisions else Pauses()
+        self._unread = ""  # why the decisions could not be read the last time
 
     @property
     def is_informed(self) -> bool:
@@ -87,12 +88,18 @@ class Attendant:
         except FloeError as error:
             if self._decided is None and isinstance(error, Stopped):
                 raise
-            log.warning("decisions not readable", action="decisions", target=self._target, error=str(error))
+            self._tell_unread(str(error))
             return
+        self._unread = ""
         former, self._decided = self._decided or Pauses(), decided
         self.mark(self._roster)
         if former != decided:
             await self._retry(lane for lane in self._roster if _is_asked_for(lane.chain, former, decided))
+
+    def _tell_unread(self, why: str) -> None:
+        if why != self._unread:
+            log.warning("decisions not readable", action="decisions", target=self._target, error=why)
+        self._unread = why
 
     def mark(self, lanes: Iterable[Lane]) -> None:
         """Have `lanes` paused or not as it is decided."""

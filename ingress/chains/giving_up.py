@@ -12,10 +12,13 @@ from datetime import UTC, datetime
 from common.chain import Chain
 from common.clock import Clock
 from common.segments.documents import ChainStore
-from common.segments.gaps import AcceptedGap
+from common.segments.gaps import MAX_TEXT, AcceptedGap
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
 from common.service.logs import get_logger
+from common.settings.units import parse_time
+from ingress import metrics
 from ingress.chains.late import Decision, Patience, decide
 from ingress.chains.looking import LISTED, Surveyed, survey
 from ingress.chains.plan import ChainPlan
@@ -24,6 +27,7 @@ from ingress.chains.store_clock import StoreClock
 log = get_logger("ingress.chains.giving_up")
 
 BY = "ingress"
+_SECOND = 1_000_000_000  # nanoseconds
 WATCHED = 10  # gaps of a chain that one look behind it takes; the others have their turn next time
 
 
@@ -52,18 +56,21 @@ class GivingUp:
         assert decision.part is not None, "what is given up is named"
         found = survey(self._store, chain, decision.part, damaged)
         if found.free is not None:
-            gap = AcceptedGap(found.free, decision.why[:1000], BY, self._now())
-            self._documents.pass_gap(self._target, chain, gap)
-            self._gaps(chain).append(gap)
-            log.warning(
-                "gap passed",
-                action="gap_passed",
-                gap=str(found.free),
-                why=decision.why,
-                target=self._target,
-                **chain.log_context(),
-            )
+            self._pass(chain, found.free, decision.why)
         return found
+
+    def _pass(self, chain: Chain, part: SequenceRange, why: str) -> None:
+        """Write it down, count it and tell it, unless that was done before the position was stored."""
+        gaps = self._gaps(chain)
+        if any(gap.range == part for gap in gaps.copy()):
+            return
+        gap = AcceptedGap(part, why[:MAX_TEXT], BY, self._now())
+        gaps.append(self._documents.pass_gap(self._target, chain, gap))
+        metrics.lost_sequences.labels(self._target, chain.site, chain.feed, str(chain.partition)).inc(
+            len(part)
+        )
+        context = chain.log_context()
+        log.warning("gap passed", action="gap_passed", gap=str(part), why=why, target=self._target, **context)
 
     def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
         """Segments that arrived behind gaps of the chain that are passed (they end before `position`), each
@@ -79,7 +86,7 @@ class GivingUp:
         return found
 
     def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
-        since = datetime.fromisoformat(gap.at).timestamp() if gap.at else 0.0
+        since = parse_time(gap.at) / _SECOND if gap.at else 0.0
         for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
             # What was there before is damaged: otherwise it would have been carried.
             if ref.coverage.overlaps(gap.range) and ref.modified >= since:
@@ -97,5 +104,5 @@ class GivingUp:
 
     def _now(self) -> str:
         """By the store's clock, down to the second: some stores keep no more of when an object was stored."""
-        now = datetime.fromtimestamp(int(self._clock.now(0.0)), UTC)
+        now = datetime.fromtimestamp(int(self._clock.stamp()), UTC)
         return now.isoformat().replace("+00:00", "Z")

@@ -26,11 +26,13 @@ class Lane:
 
     `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
     incarnation ended, None while it has not. `archived`: the end of coverage as the chain's tail
-    says, a hint; 0 where unknown. `given_up`: what is passed next without a row. `rechecked`: the position at
-    which damaged segments were read once more. `stopped`: why nothing more of it is carried until it is
-    looked at again, at `retry_at` (monotonic seconds) or when an operator asks for it. `paused`: an operator
-    wants nothing of it carried. `waits_for`: why it has not begun. `unreached`: an end of coverage that was
-    still before the moment at which it is to begin; 0: none was.
+    says, a hint; 0 where unknown. `given_up`: what is passed next without a row; `is_beginning`: that is what
+    the chain leaves out before it begins. `rechecked`: the position at which damaged segments were read once
+    more. `surveyed`: a lost hole for which everything was looked through, and what of it nothing covers.
+    `stopped`: why nothing more of it is carried until it is looked at again, at `retry_at` (in monotonic
+    seconds) or when an operator asks for it. `paused`: an operator wants nothing of it carried. `waits_for`:
+    why it has not begun. `unreached`: an end of coverage that was still before the moment at which it is to
+    begin; 0: none was.
     """
 
     chain: Chain
@@ -40,10 +42,12 @@ class Lane:
     archived: int = 0
     stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque)
     given_up: SequenceRange | None = None
+    is_beginning: bool = False
     plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE))
     search: Search = field(default_factory=Search)
     damaged: set[str] = field(default_factory=set)
     rechecked: int = 0
+    surveyed: tuple[SequenceRange, SequenceRange] | None = None
     stopped: FloeError | None = None
     retry_at: float = float("inf")
     is_retried: bool = False
@@ -53,6 +57,7 @@ class Lane:
     look_everywhere: bool = True
     look_behind: bool = True
     looked_at: float = float("-inf")
+    looked_everywhere_at: float = float("-inf")
     is_due: bool = True
     is_queued: bool = False
     is_busy: bool = False
@@ -80,10 +85,25 @@ class Lane:
             or (self.archived >= self.position and self.plan.phase is not Phase.DONE)
         )
 
+    def begins(self, first: int, start: int) -> None:
+        """It begins at `start`. What of the archive is before, from `first` on, is given up, and stored so
+        with the positions: a restart begins at the same sequence.
+        """
+        self.position = first
+        self.is_beginning = start > first
+        self.given_up = SequenceRange(first, start - 1) if self.is_beginning else None
+
+    def passes(self) -> None:
+        """What is given up is on its way."""
+        self.given_up, self.is_beginning = None, False
+
     def replan(self, *, everywhere: bool = False) -> None:
         """Forget what was going to be read; with `everywhere` look at all levels next time."""
         self.stretches.clear()
-        self.given_up = None
+        if self.is_beginning:
+            # Nothing says yet what it leaves out: from its position it would be carried whole.
+            self.position = 0
+        self.passes()
         self.look_everywhere = self.look_everywhere or everywhere
 
     def fail(self) -> None:
@@ -123,7 +143,6 @@ class Lane:
                 **self.chain.log_context(),
             )
         self.plan, self.looked_at = plan, now
-        self.look_everywhere = False
         self.stretches.extend(plan.stretches)
         if plan.stretches:
             # A notification wakes without the tail being read; the listing knows better anyway.

@@ -4,12 +4,12 @@ what becomes of its holes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError, Stopped
+from common.errors import FloeError, Stopped
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -21,17 +21,18 @@ from ingress.chains import advice
 from ingress.chains.giving_up import GivingUp
 from ingress.chains.lane import Lane
 from ingress.chains.late import Decision, Fate, Patience
-from ingress.chains.looking import look
+from ingress.chains.looking import look, survey
 from ingress.chains.plan import ChainPlan, Phase, first_position
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
-from ingress.chains.starts import Starts
+from ingress.chains.starts import Beginning, Starts
+from ingress.errors import passes_by_itself
 
 log = get_logger("ingress.chains.lookout")
 
 
 class Lookout:
-    """Reads documents and listings for the lanes of one target."""
+    """Reads documents and listings for the lanes of one target. `positions`: what is stored for good, now."""
 
     def __init__(
         self,
@@ -42,67 +43,79 @@ class Lookout:
         relays: Relays,
         threads: Threads,
         clock: Clock,
+        positions: Callable[[], Mapping[Chain, int]],
     ) -> None:
-        self._target = target
+        self._target, self._positions = target, positions
         self._roster, self._store, self._documents, self._relays = roster, store, documents, relays
         self._threads, self._clock = threads, clock
         self._starts = Starts(target, store, documents, clock)
         self.giving_up = GivingUp(target, store, documents, clock)
 
-    async def finds(self, lane: Lane, positions: Mapping[Chain, int]) -> bool:
-        """Whether there is a stretch to read next, or one to pass; `positions`: what is stored for good.
+    async def finds(self, lane: Lane) -> bool:
+        """Whether there is a stretch to read next, or one to pass.
 
         Raises Stopped and DataError where only an operator can help the chain, and what the store raises.
         """
-        if not lane.has_begun and not await self._begin(lane, positions):
+        if not lane.has_begun and not await self._begin(lane):
             return False
         if lane.look_behind:
             await self._look_behind(lane)
+        if not lane.has_begun:
+            return False  # it was made to begin anew meanwhile
         if not lane.stretches and lane.given_up is None:
             await self._look(lane)
         return bool(lane.stretches) or lane.given_up is not None
 
-    async def read_previous(self, positions: Mapping[Chain, int]) -> None:
-        """Read the `stream.json` of incarnations of which it is not known yet."""
+    async def read_previous(self) -> None:
+        """Read the `stream.json` of incarnations of which it is not known yet.
+
+        One that cannot be read keeps back its own incarnation only; told once for each reason.
+        """
         for chain in self._roster.needs_previous():
             try:
                 document = await self._threads.run(self._documents.read_stream, chain)
-            except DataError as error:
-                if self._roster.cannot_read(chain, f"stream.json is spoiled: {error.message}"):
-                    context = chain.log_context()
-                    log.error("stream.json spoiled", action="document_spoiled", error=str(error), **context)
+            except FloeError as error:
+                self._unread(chain, error)
                 continue
             if document is not None:
-                self._roster.set_previous(chain, document.previous, positions)
+                self._roster.set_previous(chain, document.previous, self._positions())
+
+    def _unread(self, chain: Chain, error: FloeError) -> None:
+        if self._roster.cannot_read(chain, f"stream.json cannot be read: {error.message}"):
+            tell = log.warning if passes_by_itself(error) else log.error
+            tell("stream.json unread", action="document_unread", error=str(error), **chain.log_context())
 
     # Beginning
 
-    async def _begin(self, lane: Lane, positions: Mapping[Chain, int]) -> bool:
+    async def _begin(self, lane: Lane) -> bool:
         """Find out where the chain begins, and what it leaves out before that; whether it is known."""
-        if lane.unreached and lane.unreached == lane.archived:
+        archived = lane.archived
+        if lane.unreached and lane.unreached == archived:
             return False
-        lane.waits_for = self._roster.obstacle(lane, positions)
+        lane.waits_for = self._roster.obstacle(lane, self._positions())
         document = None if lane.waits_for else await self._read_chain(lane)
         if document is None:
             return False
         floor = await self._threads.run(self._documents.read_floor, lane.chain)
         first = first_position(document.first, floor)
+        if not self._is_current(lane):
+            return False  # the positions are others now: where it stands is no question, perhaps
         self._roster.check_may_begin(lane.chain, first)
-        source = self._roster.source(lane.chain)
-        start = await self._threads.run(
-            self._starts.resolve, lane.chain, source, first, lane.end, dict(positions)
-        )
-        lane.waits_for, lane.unreached = start.waits_for, lane.archived if start.waits_for else 0
+        start = await self._resolved(lane, first)
+        lane.waits_for, lane.unreached = start.waits_for, archived if start.waits_for else 0
         if start.sequence:
-            self._begin_at(lane, first, start.sequence)
+            lane.begins(first, start.sequence)
+            context = lane.chain.log_context()
+            log.info("chain begins", action="chain_begins", position=start.sequence, **context)
         return lane.has_begun
 
-    @staticmethod
-    def _begin_at(lane: Lane, first: int, start: int) -> None:
-        lane.position = first
-        # Stored with the positions, so that a restart begins at the same sequence.
-        lane.given_up = SequenceRange(first, start - 1) if start > first else None
-        log.info("chain begins", action="chain_begins", position=start, **lane.chain.log_context())
+    async def _resolved(self, lane: Lane, first: int) -> Beginning:
+        source, positions = self._roster.source(lane.chain), dict(self._positions())
+        return await self._threads.run(self._starts.resolve, lane.chain, source, first, lane.end, positions)
+
+    def _is_current(self, lane: Lane) -> bool:
+        """Whether the lane was not made anew meanwhile: what was found for it counts for nobody then."""
+        return self._roster.get(lane.chain) is lane
 
     async def _read_chain(self, lane: Lane) -> ChainDocument | None:
         document = await self._threads.run(self._documents.read_chain, lane.chain)
@@ -128,16 +141,22 @@ class Lookout:
         await self._settle(lane, plan)
 
     async def _plan(self, lane: Lane) -> ChainPlan:
-        return await self._threads.run(
+        # Whoever asks for it meanwhile asks for another look; one that fails is made again everywhere.
+        wanted, lane.look_everywhere = lane.look_everywhere, False
+        plan = await self._threads.run(
             look,
             self._store,
             lane.chain,
             lane.position,
             lane.end,
             frozenset(lane.damaged),
-            everywhere=lane.look_everywhere or lane.waits or lane.is_retried,
+            everywhere=wanted or lane.waits or lane.is_retried,
             search=lane.search,
         )
+        if wanted and not plan.stretches:
+            # What leads on is found before all levels are listed.
+            lane.looked_everywhere_at = self._clock.monotonic()
+        return plan
 
     async def _with_end(self, lane: Lane, plan: ChainPlan) -> ChainPlan:
         """A hole at the end of an incarnation has waited since the next one began."""
@@ -157,10 +176,11 @@ class Lookout:
         source = self._roster.source(lane.chain)
         patience = Patience(source.lost_segment_timeout, source.on_lost == "skip")
         decision = await self._threads.run(self.giving_up.decide, lane.chain, plan, patience)
+        if not self._is_current(lane):
+            return
         if decision.fate is Fate.HALT:
-            lane.plan = replace(plan, phase=Phase.LOST)
-            raise self._lost(lane.chain, decision)
-        if decision.fate is Fate.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
+            await self._halt(lane, plan, decision)
+        elif decision.fate is Fate.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
             # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
             lane.rechecked = lane.position
             lane.forget_damage()
@@ -173,13 +193,25 @@ class Lookout:
         damaged = frozenset(lane.damaged)
         found = await self._threads.run(self.giving_up.give_up, lane.chain, decision, damaged)
         if found.leads_on is not None:
-            lane.stretches.append(_stretch(found.leads_on, lane))
-            lane.plan = ChainPlan(Phase.READY, tuple(lane.stretches))
+            _leads_on(lane, found.leads_on)
         elif found.free is not None:
             lane.given_up = found.free
-            chain = lane.chain
-            labels = (self._target, chain.site, chain.feed, str(chain.partition))
-            metrics.lost_sequences.labels(*labels).inc(len(found.free))
+
+    async def _halt(self, lane: Lane, plan: ChainPlan, decision: Decision) -> None:
+        """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
+
+        Looked through once for each hole: from then on the usual looks find what arrives.
+        """
+        assert decision.part is not None, "what is lost is named"
+        if lane.surveyed is None or lane.surveyed[0] != decision.part:
+            damaged = frozenset(lane.damaged)
+            found = await self._threads.run(survey, self._store, lane.chain, decision.part, damaged)
+            if found.leads_on is not None:
+                _leads_on(lane, found.leads_on)
+                return
+            lane.surveyed = decision.part, found.free or decision.part
+        lane.plan = replace(plan, phase=Phase.LOST)
+        raise _lost(lane.chain, lane.surveyed[1], decision.why)
 
     async def _look_behind(self, lane: Lane) -> None:
         """Tell what arrived behind gaps that were passed: it is not carried."""
@@ -196,13 +228,19 @@ class Lookout:
                 **ref.log_context(),
             )
 
-    def _lost(self, chain: Chain, decision: Decision) -> Stopped:
-        assert decision.part is not None, "what is lost is named"
-        return Stopped(
-            f"chain {chain}: sequences {decision.part} are lost: {decision.why}",
-            hint=f"put the segment back; or to go on without them: {advice.accept(chain, decision.part)}",
-            code="E-LOST",
-        )
+
+def _lost(chain: Chain, part: SequenceRange, why: str) -> Stopped:
+    return Stopped(
+        f"chain {chain}: sequences {part} are lost: {why}",
+        hint=f"put the segment back; or to go on without them: {advice.accept(chain, part)}",
+        code="E-LOST",
+    )
+
+
+def _leads_on(lane: Lane, ref: SegmentRef) -> None:
+    """The segment continues after all."""
+    lane.stretches.append(_stretch(ref, lane))
+    lane.plan = ChainPlan(Phase.READY, tuple(lane.stretches))
 
 
 def _stretch(ref: SegmentRef, lane: Lane) -> Stretch[SegmentRef]:

@@ -10,9 +10,10 @@ from common.segments.layout import SegmentName
 from common.segments.rows import batch_of
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
-from common.sequences import SequenceRange, Stretch, cover, until_hole
+from common.sequences import SequenceRange, Stretch
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from ingress.chains.covering import covering
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
 from ingress.checkpoints.commands import set_command
@@ -24,6 +25,7 @@ from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
 from ingress.rows.prepare import Preparer
+from ingress.rows.refusals import RowRefused
 
 log = get_logger("ingress.chains.recall")
 
@@ -50,8 +52,8 @@ class Recall:
     async def rows(self, intent: Intent, stored: int) -> Rows:
         """All messages of the intent by their index; of pieces that are stored completely only the number.
 
-        Raises Stopped where the archive does not give exactly these rows, ConfigError for a chain that may no
-        longer flow in, and what the store raises.
+        Raises Stopped where the archive does not give exactly these rows or the target takes one of them no
+        more, ConfigError for a chain that may no longer flow in, and what the store raises.
         """
         blocks: list[Block] = []
         before = 0
@@ -66,10 +68,28 @@ class Recall:
                     blocks.append(again)
                 else:
                     blocks += await self._piece(piece)
-        except BaseException:
+        except BaseException as error:
             self._budget.give(sum(block.size for block in blocks))
+            if isinstance(error, RowRefused):
+                raise self._refused(error) from error
             raise
         return Rows(blocks)
+
+    def _refused(self, error: RowRefused) -> Stopped:
+        """A row of the open intent that the target takes no more: what is done about a chain cannot help,
+        since the intent is finished as it stands.
+        """
+        target = self._roster.target
+        if error.code == "E-SUBJECT":
+            mend = "let the target take the subject again"
+        else:
+            mend = "raise max_payload or the target's max_msg_size again"
+        return Stopped(
+            f"{error.message}; the row is part of the open intent",
+            hint=f"{mend}: it goes on by itself; or drop the rest of the intent, so that the chain stops "
+            f"instead: {set_command(target, '--accept --yes')}",
+            code=error.code,
+        )
 
     # Parked messages
 
@@ -116,10 +136,11 @@ class Recall:
         damaged: set[str] = set()
         refs = await self._named(piece)
         while True:
-            stretches = _stretches(piece, [ref for ref in refs if ref.key not in damaged])
+            stretches = [Stretch(ref, piece.rows) for ref in refs if ref.key not in damaged]
             if not stretches:
-                refs = await self._threads.run(self._store.list, piece.chain, position=piece.rows.first)
-                stretches = _stretches(piece, [ref for ref in refs if ref.key not in damaged])
+                stretches = await self._threads.run(
+                    covering, self._store, piece.chain, piece.rows, frozenset(damaged)
+                )
             if not stretches:
                 raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
             found = await self._read(piece, stretches, damaged)
@@ -180,14 +201,3 @@ class Recall:
             hint=f"put the segment back, or one with the same rows; or drop the rest of the intent: {drop}",
             code="E-INTENT",
         )
-
-
-def _stretches(piece: Piece, refs: list[SegmentRef]) -> list[Stretch[SegmentRef]]:
-    """What to read for `piece`: the segment it names, else the cover of its range; empty where
-    neither is there.
-    """
-    for ref in refs:
-        if ref.segment == piece.segment:
-            return [Stretch(ref, piece.rows)]
-    found = until_hole(cover(refs, piece.rows.first, piece.rows.last), piece.rows.first)
-    return found if found and found[-1].rows.last == piece.rows.last else []

@@ -21,7 +21,7 @@ from common.clock import Clock
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.segments.archive import span
 from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
-from common.segments.moments import first_at
+from common.segments.moments import search
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
@@ -79,6 +79,8 @@ class Starts:
 
     def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
         self._target, self._store, self._documents, self._clock = target, store, documents, clock
+        # How far nothing is at or after a moment (ns): what comes is searched from there on.
+        self._searched: dict[tuple[Chain, int], int] = {}
 
     def resolve(
         self,
@@ -104,12 +106,18 @@ class Starts:
         return Beginning(max(first, min(wanted, behind)))
 
     def _at(self, chain: Chain, moment_ns: int, first: int, end: int | None) -> Beginning:
-        found = first_at(self._store, chain, moment_ns)
+        found = self._first_at(chain, moment_ns)
         if found is not None:
             return Beginning(max(first, found if end is None else min(found, end + 1)))
         if end is not None:
             return Beginning(max(first, end + 1))
         return Beginning(waits_for="nothing is archived yet from the moment on at which the copy begins")
+
+    def _first_at(self, chain: Chain, moment_ns: int) -> int | None:
+        place = chain, moment_ns
+        found = search(self._store, chain, moment_ns, self._searched.get(place, 1))
+        self._searched[place] = found.behind if found.sequence is None else 1
+        return found.sequence
 
     def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
         """What is written down, or is now; None where the whole feed is carried."""

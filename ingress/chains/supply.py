@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from common.chain import Chain
 from common.clock import Clock, first_of
-from common.errors import DataError, OutcomeUnknown, SegmentCorrupt, Stopped, Unavailable
+from common.errors import (
+    ConfigError,
+    DataError,
+    FloeError,
+    OutcomeUnknown,
+    Refused,
+    SegmentCorrupt,
+    Stopped,
+    Unavailable,
+)
 from common.segments.documents import ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
@@ -35,6 +44,7 @@ log = get_logger("ingress.chains.supply")
 
 TURNS = 3  # chains that are read at the same time
 LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says
+LOOK_EVERYWHERE = 3600.0  # seconds until that is at all levels: ten listings, not one
 
 
 class _StaleError(Exception):
@@ -65,7 +75,9 @@ class Supply:
         self.target, self.roster = target, roster
         self._clock = clock
         self._relays = Relays(documents, threads)
-        self._lookout = Lookout(target, roster, store, documents, self._relays, threads, clock)
+        self._lookout = Lookout(
+            target, roster, store, documents, self._relays, threads, clock, lambda: self.positions
+        )
         # The rest is for what decoding needs beside the rows, for what is on the wire, and for what the
         # allocator keeps.
         self._budget = Budget(memory_limit // 4)
@@ -75,18 +87,29 @@ class Supply:
         self._turns: asyncio.Queue[Lane] = asyncio.Queue()
         self._ready: deque[Block] = deque()
         self._filled = asyncio.Event()
-        self.positions: Mapping[Chain, int] = {}
+        # None until the first `reset`: what has begun and what has not is not known before.
+        self._positions: Mapping[Chain, int] | None = None
         # Behind what was taken: where a chain goes on, though that is not stored yet.
         self._taken_to: dict[Chain, int] = {}
         self._attendant = Attendant(
             target, roster, clock, shape, decisions, look_at_stopped, wake=self._wake, hold=self._hold
         )
 
+    @property
+    def positions(self) -> Mapping[Chain, int]:
+        """What is stored for good, by chain: the next sequence; empty as long as that is not known."""
+        return {} if self._positions is None else self._positions
+
     async def run(self) -> None:
-        """Decode for ever; ends only by an error that an operator has to deal with."""
+        """Decode for ever, from the first `reset` on.
+
+        Ends only by an error that an operator has to deal with.
+        """
         await self._attendant.begin()
         for lane in self.roster:
-            self._wake(lane)
+            # The others are looked at by the next tick, which first reads where incarnations ended.
+            if not lane.is_due:
+                self._wake(lane)
         await together(self._attendant.run(), *(self._take_turns() for _ in range(TURNS)))
 
     # For whoever publishes
@@ -121,14 +144,14 @@ class Supply:
 
     def closed(self, positions: Mapping[Chain, int]) -> None:
         """Everything below `positions` is stored; incarnations that waited for it may begin."""
-        self.positions = positions
+        self._positions = positions
         for lane in self.roster:
             if lane.waits_for:
                 self._wake(lane)
 
     def reset(self, positions: Mapping[Chain, int]) -> None:
         """Drop what was decoded and begin again at `positions`: somebody else has carried meanwhile."""
-        self.positions = positions
+        self._positions = positions
         self._taken_to.clear()
         self._budget.give(sum(block.size for block in self._ready))
         self._ready.clear()
@@ -176,20 +199,29 @@ class Supply:
     async def tick(self) -> None:
         """Look at chains that were found or that wait, and now and then at all."""
         # First where incarnations ended: nothing behind may be carried because it was looked at too early.
-        await self._lookout.read_previous(self.positions)
+        await self._lookout.read_previous()
         now = self._clock.monotonic()
         for lane in self.roster:
-            long_ago = now - lane.looked_at >= LOOK_AGAIN
-            if long_ago:
-                lane.forget_damage()
-                lane.look_behind = True
-            if long_ago or lane.is_due or lane.waits:
+            if self._is_long_ago(lane, now) or lane.is_due or lane.waits:
+                lane.is_due = False
                 self._wake(lane)
+
+    @staticmethod
+    def _is_long_ago(lane: Lane, now: float) -> bool:
+        """Whether the chain is to be looked at whatever its tail says, and then at more than usual."""
+        if now - lane.looked_at < LOOK_AGAIN:
+            return False
+        lane.forget_damage()
+        lane.look_behind = True
+        if now - lane.looked_everywhere_at >= LOOK_EVERYWHERE:
+            # A segment whose tail was never written may have been compacted since.
+            lane.look_everywhere = True
+        return True
 
     # Turns
 
     def _wake(self, lane: Lane) -> None:
-        if not lane.may_run or not self._attendant.is_informed:
+        if self._positions is None or not lane.may_run or not self._attendant.is_informed:
             return
         if lane.is_busy:
             lane.again = True
@@ -200,7 +232,7 @@ class Supply:
     async def _take_turns(self) -> None:
         while True:
             lane = await self._turns.get()
-            lane.is_queued, lane.is_busy, lane.again, lane.is_due = False, True, False, False
+            lane.is_queued, lane.is_busy, lane.again = False, True, False
             try:
                 if self._is_current(lane):
                     await self._turn(lane)
@@ -215,7 +247,7 @@ class Supply:
     async def _turn(self, lane: Lane) -> None:
         """Carry one stretch of the chain into the queue of ready rows."""
         try:
-            if await self._lookout.finds(lane, self.positions):
+            if await self._lookout.finds(lane):
                 lane.again = True
                 await self._carry_on(lane)
             else:
@@ -228,15 +260,24 @@ class Supply:
             log.info("segment gone", action="segment_gone", **lane.chain.log_context())
             lane.again = not lane.failed
             lane.fail()
-        except (Stopped, DataError) as error:
-            self._attendant.stop(lane, error)
+        except (Stopped, DataError, Refused, ConfigError) as error:
+            # What the store refuses about one chain keeps back no other.
+            self._stop(lane, error)
         except (Unavailable, OutcomeUnknown) as error:
-            lane.again = False
-            lane.fail()
-            metrics.unreadable.labels(self.target).inc()
-            log.warning(
-                "store not readable", action="store_error", error=str(error), **lane.chain.log_context()
-            )
+            self._failed(lane, error)
+
+    def _stop(self, lane: Lane, error: FloeError) -> None:
+        if self._is_current(lane):
+            self._attendant.stop(lane, error)
+
+    def _failed(self, lane: Lane, error: Unavailable | OutcomeUnknown) -> None:
+        """The store did not answer; told once, until the chain goes on."""
+        metrics.unreadable.labels(self.target).inc()
+        if not lane.failed:
+            context = lane.chain.log_context()
+            log.warning("store not readable", action="store_error", error=str(error), **context)
+        lane.again = False
+        lane.fail()
 
     async def _carry_on(self, lane: Lane) -> None:
         """The next stretch of the chain, or what is given up before it."""
@@ -244,8 +285,8 @@ class Supply:
             await self._decode(lane, lane.stretches.popleft())
             return
         block = Block(Piece(Gap(lane.chain), lane.given_up, 0))
-        lane.given_up = None
         self._append(lane, block)
+        lane.passes()
         self._budget.force(block.size)
 
     def _append(self, lane: Lane, block: Block) -> None:
@@ -281,7 +322,7 @@ class Supply:
             self._leave_out(lane, ref, error)
         else:
             if problem is not None:
-                self._attendant.stop(lane, problem)
+                self._stop(lane, problem)
 
     def _leave_out(self, lane: Lane, ref: SegmentRef, error: SegmentCorrupt) -> None:
         lane.damaged.add(ref.key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,14 @@ from common.chain import Chain
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE
 from common.service.cli import Sequence, config_option, json_option, load_settings, run_command
+from ingress.options import (
+    chain_of,
+    confirm,
+    dry_run_option,
+    history_options,
+    target_option,
+    yes_option,
+)
 
 if TYPE_CHECKING:
     from ingress.checkpoints.correcting import Desk, Plan
@@ -76,11 +83,10 @@ class Wish:
 
 @click.command("set")
 @config_option
-@click.option("--target", required=True, metavar="STREAM", help="The target.")
+@target_option
 @click.option("--site", default="", help="With --feed and --sequence: of this site.")
 @click.option("--feed", default="", help="The feed.")
-@click.option("--incarnation", type=click.IntRange(0, 9999), default=0, help="The incarnation.")
-@click.option("--partition", type=click.IntRange(0, 65535), default=0, help="The partition.")
+@history_options
 @click.option("--sequence", type=Sequence(), help="The sequence that the chain goes on at.")
 @click.option("--accept", is_flag=True, help="Take the target as it is now.")
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
@@ -88,8 +94,8 @@ class Wish:
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
 @click.option("--position", "told", type=Position(), multiple=True, help="With --accept: you know it.")
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
-@click.option("--dry-run", is_flag=True, help="Show only.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@dry_run_option
+@yes_option
 @json_option
 @run_command
 async def checkpoint_set(
@@ -124,10 +130,7 @@ def _chain(site: str, feed: str, incarnation: int, partition: int, sequence: int
         return None
     if not site or not feed or sequence is None:
         raise UsageError("expected --site, --feed and --sequence together")
-    try:
-        return Chain(site, feed, incarnation, partition)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    return chain_of(site, feed, incarnation, partition)
 
 
 def _check(wish: Wish) -> None:
@@ -155,21 +158,13 @@ async def run(config: str, target: str, wish: Wish) -> int:
         if wish.dry_run or not plan.changes:
             _end(wish, desk.target, plan, "nothing was changed")
             return 0
-        _confirm(wish, desk.target)
+        confirm(f"change what is remembered of {desk.target}?", wish.yes)
         if wish.while_at_work:
             await desk.apply_again(plan, planning)
         else:
             await desk.apply(plan)
         _end(wish, desk.target, plan, "done: ingress goes on by itself")
     return 0
-
-
-def _confirm(wish: Wish, target: str) -> None:
-    if wish.yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError("expected --yes where nobody can be asked")
-    click.confirm(f"change what is remembered of {target}?", abort=True, err=True)
 
 
 def _show(target: str, plan: Plan) -> None:

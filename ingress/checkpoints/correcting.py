@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.chain import Chain
@@ -13,13 +15,18 @@ from common.errors import AnotherWriter, Stopped, Unavailable, UsageError
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.streams import StreamInfo, stream_info
+from common.service.threads import Threads
+from common.service.wiring import open_chains
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
 from ingress.checkpoints import corrections
 from ingress.checkpoints.census import Census, take_census
-from ingress.checkpoints.corrections import Correction, CorrectionRefused, Positions
-from ingress.checkpoints.intent import TargetState
+from ingress.checkpoints.corrections import Correction, Positions
+from ingress.checkpoints.intent import ParkedAs, TargetState
+from ingress.checkpoints.marks import CorrectionRefused, Marks, Sightings
 from ingress.checkpoints.state import ROLE, StateStore
+from ingress.parked.side_by_side import PARALLEL, in_threads
+from ingress.parked.store import ParkedStore
 from ingress.verdicts.target import read
 from ingress.verdicts.verdict import Reading
 
@@ -70,8 +77,16 @@ class Plan:
 class Desk:
     """One target in front of an operator."""
 
-    def __init__(self, client: FloeClient, bucket: KeyValue, settings: TargetSettings, clock: Clock) -> None:
+    def __init__(
+        self,
+        client: FloeClient,
+        bucket: KeyValue,
+        settings: TargetSettings,
+        clock: Clock,
+        parked: Callable[[ParkedAs], ParkedStore],
+    ) -> None:
         self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
+        self._parked = parked
         self.target = settings.stream
         self._key = state_key(ROLE, self.target)
         self._store = StateStore(bucket, self._key, self.target)
@@ -123,8 +138,13 @@ class Desk:
     async def rebuild(self, repeats: bool) -> Plan:
         """The positions by what stands in the target."""
         known, (info, reading) = await self.known(), (await self.seen()).there()
-        census = await self._census(info, Census(0, reading.last_sequence))
-        correction = corrections.rebuild(known.state, reading, census, repeats=repeats)
+        kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
+        entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
+        sightings = Sightings({(name.chain, name.sequence) for name in entries})
+        census = await self._census(info, Census(0, reading.last_sequence, sightings))
+        correction = corrections.rebuild(
+            known.state, reading, census, repeats=repeats, entries=list(entries.values())
+        )
         return Plan(known, correction, reading.last_sequence)
 
     async def forget(self) -> Plan:
@@ -199,9 +219,23 @@ class Desk:
 
     async def _store_plan(self, plan: Plan) -> bool:
         after, revision = plan.correction.after, plan.known.revision
+        if after is not None:
+            # Before the state moves: nobody else would put them any more.
+            await self._put(plan.correction.marks, after.checkpoint.parked_as)
         if after is None:
             return revision == 0 or await self._bucket.delete(self._key, revision)
         return await self._store.save(after, revision) is not None
+
+    async def _put(self, marks: Marks, kept_as: ParkedAs) -> None:
+        """Have the marks stand in the bucket. Raises what the store raises."""
+        if marks == Marks():
+            return
+        threads, parked = Threads("marks", PARALLEL), self._parked(kept_as)
+        try:
+            await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
+            await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
+        finally:
+            threads.close()
 
 
 @asynccontextmanager
@@ -215,9 +249,14 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[Desk]:
     try:
         replicas = settings.ingress.kv_replicas or 1
         bucket = await KeyValue.open(client, settings.ingress.state_bucket, replicas=replicas)
-        yield Desk(client, bucket, found[0], SystemClock())
+        yield Desk(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
     finally:
         await client.aclose()
+
+
+def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
+    documents = open_chains(settings)
+    return ParkedStore(documents.objects, documents.layout, target, kept_as)
 
 
 def position_rows(plan: Plan) -> list[dict[str, Any]]:

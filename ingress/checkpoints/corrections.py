@@ -7,30 +7,39 @@ positions, the others are carried again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from common.chain import Chain
-from common.errors import Stopped
 from ingress.checkpoints.census import Census
 from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState, advanced
+from ingress.checkpoints.marks import (
+    CorrectionRefused,
+    Marks,
+    Sightings,
+    anew,
+    kept_as,
+    marks_by_listing,
+    marks_of,
+    no_marks,
+    sighted_again,
+)
+from ingress.parked.names import Entry
 from ingress.verdicts.verdict import Finding, Origin, Reading, judge
 
 Positions = Mapping[Chain, int]
 
 
-class CorrectionRefused(Stopped):
-    """A correction that would lose or repeat messages without anybody having said so."""
-
-    default_code = "E-CORRECTION"
-
-
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The next state (None: nothing is to be remembered), and in plain words what becomes of messages."""
+    """The next state (None: nothing is to be remembered), and in plain words what becomes of messages.
+
+    `marks`: what is to be put for parked messages, under the names of `after`, before `after` is stored.
+    """
 
     after: TargetState | None
     told: list[str] = field(default_factory=list)
+    marks: Marks = field(default_factory=no_marks)
 
 
 # One chain
@@ -43,8 +52,10 @@ def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
             f"chain {chain}: expected no open intent with rows of it, found one",
             hint="wait until it is closed; where it cannot be, take the target as it is first (--accept)",
         )
-    positions = {**state.checkpoint.positions, chain: sequence}
-    after = replace(state, checkpoint=replace(state.checkpoint, positions=positions))
+    checkpoint = state.checkpoint
+    positions = {**checkpoint.positions, chain: sequence}
+    parked = kept_as(checkpoint, checkpoint.target_created, positions)
+    after = replace(state, checkpoint=replace(checkpoint, positions=positions, parked=parked))
     return Correction(after, consequences(state.checkpoint.positions, positions))
 
 
@@ -69,14 +80,15 @@ def consequences(before: Positions, after: Positions) -> list[str]:
 # The target as it is
 
 
-def awaited(intent: Intent | None) -> Callable[[Chain, int], bool]:
+def awaited(intent: Intent | None) -> Sightings:
     """Whether a message is one of the open intent; what else stands behind the checkpoint is not ours."""
     pieces = [piece for piece in intent.pieces if not piece.out_of_turn] if intent else []
+    tried = [piece for piece in intent.pieces if piece.out_of_turn] if intent else []
 
     def counts(chain: Chain, sequence: int) -> bool:
         return any(piece.chain == chain and sequence in piece.rows for piece in pieces)
 
-    return counts
+    return Sightings({(piece.chain, piece.rows.first) for piece in tried}, counts)
 
 
 def accept(
@@ -100,8 +112,25 @@ def accept(
     if unknown and not repeats:
         raise _unknown(positions, unknown, census)
     positions = {**positions, **told}
-    checkpoint = Checkpoint(reading.last_sequence, reading.created, positions, reading.last_sequence)
-    return Correction(TargetState(checkpoint), _of_accepting(state, reading, census, positions))
+    parked = kept_as(state.checkpoint, reading.created, positions)
+    last = reading.last_sequence
+    checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
+    stored = _stored(state, reading, census, exclusive)
+    marks = marks_of(state.intent, positions, stored, census, repeats=repeats)
+    told_of = _of_accepting(state, reading, census, positions) + marks.told()
+    return Correction(TargetState(checkpoint), told_of, marks)
+
+
+def _stored(state: TargetState, reading: Reading, census: Census, exclusive: bool) -> int | None:
+    """How many messages of the open intent stand there; None where the arithmetic does not tell."""
+    verdict = judge(state, reading)
+    is_ours_alone = exclusive and not census.foreign and not _strangers(census)
+    return verdict.stored if is_ours_alone and verdict.finding is Finding.STORED else None
+
+
+def _strangers(census: Census) -> int:
+    """Messages with provenance that are not awaited, parked ones that are tried again not counted."""
+    return census.others - sighted_again(census)
 
 
 def _standing(
@@ -111,10 +140,9 @@ def _standing(
     positions = dict(state.checkpoint.positions)
     if state.intent is None:
         return positions, set()
-    verdict = judge(state, reading)
-    is_ours_alone = exclusive and not census.foreign and not census.others
-    if is_ours_alone and verdict.finding is Finding.STORED:
-        return counted(positions, state.intent, verdict.stored, reading.tail)
+    stored = _stored(state, reading, census, exclusive)
+    if stored is not None:
+        return counted(positions, state.intent, stored, reading.tail)
     written = {piece.chain for piece in state.intent.pieces if piece.count and not piece.out_of_turn}
     for chain, standing in census.chains.items():
         positions[chain] = standing.newest + 1
@@ -173,7 +201,7 @@ def _of_accepting(state: TargetState, reading: Reading, census: Census, position
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
     lines += _stands(census)
     lines += _others(census)
-    if census.others:
+    if _strangers(census):
         lines.append("if the state is an old copy, they are ours: use --from-target instead")
     return lines + consequences(checkpoint.positions, positions)
 
@@ -189,8 +217,8 @@ def _others(census: Census) -> list[str]:
     lines = []
     if census.foreign:
         lines.append(f"{census.foreign} messages are not ours; they stay")
-    if census.others:
-        lines.append(f"{census.others} messages carry provenance and are not awaited; they stay")
+    if _strangers(census):
+        lines.append(f"{_strangers(census)} messages carry provenance and are not awaited; they stay")
     return lines
 
 
@@ -198,13 +226,18 @@ def _others(census: Census) -> list[str]:
 
 
 def rebuild(
-    state: TargetState | None, reading: Reading, census: Census, *, repeats: bool = False
+    state: TargetState | None,
+    reading: Reading,
+    census: Census,
+    *,
+    repeats: bool = False,
+    entries: Collection[Entry] = (),
 ) -> Correction:
     """Each chain goes on behind the newest of its messages that stands in the target.
 
     `state`: what is stored, if it can be read: an older copy is a lower bound of what was carried.
-    `census`: of everything. `repeats`: take lower bounds where the target let messages go. Raises
-    CorrectionRefused where that is not allowed.
+    `census`: of everything. `repeats`: take lower bounds where the target let messages go. `entries`: what is
+    parked. Raises CorrectionRefused where that is not allowed.
     """
     if census.gone and not repeats:
         raise CorrectionRefused(
@@ -222,8 +255,12 @@ def rebuild(
     if state is None or state.intent is not None:
         lines.append("stop every paused or cut off instance of ingress first")
     before = state.checkpoint.positions if state else {}
-    checkpoint = Checkpoint(reading.last_sequence, reading.created, positions, reading.last_sequence)
-    return Correction(TargetState(checkpoint), lines + consequences(before, positions))
+    parked = kept_as(state.checkpoint, reading.created, positions) if state else None
+    last = reading.last_sequence
+    checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
+    marks = marks_by_listing(entries, checkpoint, census)
+    lines += consequences(before, positions) + marks.told()
+    return Correction(TargetState(checkpoint), lines, marks)
 
 
 def _least(state: TargetState | None, reading: Reading) -> dict[Chain, int]:
@@ -247,11 +284,15 @@ def forget(state: TargetState | None, reading: Reading | None, messages: int) ->
             hint="empty the stream or make it again first; or go on behind what it holds (--from-target)",
         )
     lines = consequences(state.checkpoint.positions if state else {}, {})
-    if reading is None or reading.last_sequence == 0:
+    is_same = state is not None and reading is not None and reading.created == state.checkpoint.target_created
+    if reading is None or (reading.last_sequence == 0 and not is_same):
         return Correction(None, lines)
-    return Correction(
-        TargetState(Checkpoint(reading.last_sequence, reading.created, {}, reading.last_sequence)), lines
-    )
+    parked = None
+    if state is not None and is_same:
+        parked = anew(state.checkpoint.parked_as)
+        lines.append("what is parked stands for nothing any more: it comes in its turn, or is parked again")
+    last = reading.last_sequence
+    return Correction(TargetState(Checkpoint(last, reading.created, {}, last, parked=parked)), lines)
 
 
 def forget_unlisted(state: TargetState, pairs: Collection[tuple[str, str]]) -> Correction:

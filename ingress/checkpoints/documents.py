@@ -12,7 +12,17 @@ from common.errors import Stopped
 from common.segments.layout import Layout, SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoints.commands import set_command
-from ingress.checkpoints.intent import Checkpoint, Ending, Gap, Intent, Piece, TargetState
+from ingress.checkpoints.intent import (
+    Checkpoint,
+    CheckpointConflict,
+    Ending,
+    Gap,
+    Intent,
+    ParkedAs,
+    Piece,
+    TargetState,
+    advanced,
+)
 
 VERSION = 1
 _GAP = "gap"  # in the place of a segment
@@ -31,6 +41,7 @@ def to_json(target: str, state: TargetState) -> bytes:
             "intent": state.intent and _intent_json(state.intent),
             **({"begins": checkpoint.begins} if checkpoint.begins else {}),
             **({"ending": _ending_json(checkpoint.ending)} if checkpoint.ending else {}),
+            **({"parked": _parked_json(checkpoint.parked)} if checkpoint.parked else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -46,8 +57,10 @@ def from_json(target: str, raw: bytes) -> TargetState:
             raise ValueError(f"version: expected {VERSION}, found {document.get('version')!r:.40}")
         if document.get("target") != target:
             raise ValueError(f"target: expected {target}, found {document.get('target')!r:.80}")
-        return TargetState(_checkpoint(document), _intent(document["intent"]))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        state = TargetState(_checkpoint(document), _intent(document["intent"]))
+        advanced(state.checkpoint.positions, state.intent.pieces if state.intent else ())
+        return state
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointConflict) as error:
         _refuse(target, error, raw)
 
 
@@ -61,11 +74,16 @@ def _refuse(target: str, error: Exception, raw: bytes) -> NoReturn:
 
 
 def _intent_json(intent: Intent) -> dict[str, Any]:
-    return {"base": intent.base, "rows": [_piece_json(piece) for piece in intent.pieces]}
+    document = {"base": intent.base, "rows": [_piece_json(piece) for piece in intent.pieces]}
+    return {**document, "shared": True} if intent.is_shared else document
 
 
 def _ending_json(ending: Ending) -> list[Any]:
     return [str(ending.chain), ending.rows.first, ending.rows.last]
+
+
+def _parked_json(parked: ParkedAs) -> list[Any]:
+    return [parked.created, *([chain and str(chain), first] for chain, first in parked.anew)]
 
 
 def _piece_json(piece: Piece) -> list[Any]:
@@ -85,10 +103,19 @@ def _checkpoint(document: dict[str, Any]) -> Checkpoint:
     if not isinstance(created, str):
         raise TypeError(f"target_created: expected text, found {created!r:.40}")
     begins = _count(document.get("begins", 0), "begins")
-    ending = _ending(document.get("ending"))
-    return Checkpoint(
-        _count(document["target_sequence"], "target_sequence"), created, positions, begins, ending
-    )
+    ending, parked = _ending(document.get("ending")), _parked(document.get("parked"))
+    at = _count(document["target_sequence"], "target_sequence")
+    return Checkpoint(at, created, positions, begins, ending, parked)
+
+
+def _parked(document: Any) -> ParkedAs | None:
+    if document is None:
+        return None
+    created, *anew = document
+    if not isinstance(created, str):
+        raise TypeError(f"parked: expected text, found {created!r:.40}")
+    named = ((None if chain is None else Chain.parse(chain), _count(at, "parked")) for chain, at in anew)
+    return ParkedAs(created, tuple(named))
 
 
 def _ending(document: Any) -> Ending | None:
@@ -101,7 +128,8 @@ def _ending(document: Any) -> Ending | None:
 def _intent(document: Any) -> Intent | None:
     if document is None:
         return None
-    return Intent(_count(document["base"], "base"), tuple(_piece(*row) for row in document["rows"]))
+    pieces = tuple(_piece(*row) for row in document["rows"])
+    return Intent(_count(document["base"], "base"), pieces, document.get("shared", False) is True)
 
 
 def _piece(

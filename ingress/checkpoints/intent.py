@@ -72,10 +72,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """Which rows are about to be published, in this order, after target sequence `base`."""
+    """Which rows are about to be published, in this order, after target sequence `base`.
+
+    `is_shared`: messages of others may stand between them, so counting does not tell how many are stored.
+    """
 
     base: int
     pieces: tuple[Piece, ...]
+    is_shared: bool = False
 
     @property
     def count(self) -> int:
@@ -125,13 +129,33 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedAs:
+    """Under which name the parked messages of a target are kept: of the stream that was `created` when the
+    first was put aside; `anew`: where operators had chains carried again (None: all of them), each with the
+    sequence from which on what was parked before stands for nothing.
+    """
+
+    created: str
+    anew: tuple[tuple[Chain | None, int], ...] = ()
+
+    def of(self, chain: Chain, sequence: int) -> str:
+        """The name for one message; another one each time that it is carried again."""
+        times = sum(each in (None, chain) and sequence >= first for each, first in self.anew)
+        return self.names()[times]
+
+    def names(self) -> list[str]:
+        """All names that messages may have, the first one first."""
+        return [self.created, *(f"{self.created}+{times}" for times in range(1, len(self.anew) + 1))]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What is stored for good: everything below `positions`, up to `target_sequence` of the target.
 
     `target_created` tells this target from another of the same name. A chain without a position has
     not begun. `begins`: what stands at or below this target sequence was there before Floe, or was accepted
     by an operator as it is; it need not be ours. `ending`: what stands at `target_sequence`; None where that
-    is not known.
+    is not known. `parked`: None where nothing was ever carried again, and the stream is the first one.
     """
 
     target_sequence: int
@@ -139,6 +163,12 @@ class Checkpoint:
     positions: Mapping[Chain, int] = field(default_factory=dict)
     begins: int = 0
     ending: Ending | None = None
+    parked: ParkedAs | None = None
+
+    @property
+    def parked_as(self) -> ParkedAs:
+        """Under which name parked messages are kept."""
+        return self.parked or ParkedAs(self.target_created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +184,27 @@ class TargetState:
         return self.checkpoint.target_sequence if self.intent is None else self.intent.end
 
 
-def open_intent(state: TargetState, pieces: Sequence[Piece], base: int | None = None) -> TargetState:
+def open_intent(
+    state: TargetState, pieces: Sequence[Piece], base: int | None = None, *, is_shared: bool = False
+) -> TargetState:
     """`state` with an intent over `pieces`. Raises CheckpointConflict where one is open or a piece
     does not fit.
 
     `base`: the target sequence that its rows come after, where foreign messages stand behind the checkpoint
-    (None: nothing does).
+    (None: nothing does). `is_shared`: as in `Intent`.
     """
     if state.intent is not None:
         raise CheckpointConflict(f"expected no open intent, found one after sequence {state.intent.base}")
     advanced(state.checkpoint.positions, pieces)
     base = state.checkpoint.target_sequence if base is None else base
-    return replace(state, intent=Intent(base, tuple(pieces)))
+    return replace(state, intent=Intent(base, tuple(pieces), is_shared))
+
+
+def share_intent(state: TargetState) -> TargetState:
+    """`state` with its open intent as one that messages of others may stand in. Raises CheckpointConflict."""
+    if state.intent is None:
+        raise CheckpointConflict("expected an open intent, found none")
+    return replace(state, intent=replace(state.intent, is_shared=True))
 
 
 def close_intent(state: TargetState, base: int | None = None) -> TargetState:

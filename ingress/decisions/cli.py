@@ -5,13 +5,12 @@ from __future__ import annotations
 import getpass
 import secrets
 import socket
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.errors import UsageError
+from common.errors import Stopped, UsageError
 from common.service.cli import (
     Sequence,
     config_option,
@@ -23,42 +22,24 @@ from common.service.cli import (
     run_command,
     table,
 )
+from ingress.options import (
+    any_chain_options,
+    chain_of,
+    chain_options,
+    confirm,
+    dry_run_option,
+    target_option,
+    yes_option,
+)
 
 if TYPE_CHECKING:
     from common.chain import Chain
+    from common.segments.gaps import AcceptedGap
+    from common.sequences import SequenceRange
     from common.settings.root import Settings
-    from ingress.decisions.pauses import Pauses
+    from ingress.decisions.pauses import Pauses, PauseStore
 
 GAP_COLUMNS = ("site", "feed", "incarnation", "partition", "first", "last", "since", "behind", "accepted")
-
-
-def chain_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`--site --feed [--incarnation] [--partition]`: one chain."""
-    for option in (
-        click.option("--partition", type=click.IntRange(0, 65535), default=0, help="The partition."),
-        click.option("--incarnation", type=click.IntRange(0, 9999), default=0, help="The incarnation."),
-        click.option("--feed", required=True, help="The feed."),
-        click.option("--site", required=True, help="The site."),
-    ):
-        command = option(command)
-    return command
-
-
-def _chain(site: str, feed: str, incarnation: int, partition: int) -> Chain:
-    from common.chain import Chain
-
-    try:
-        return Chain(site, feed, incarnation, partition)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _confirm(question: str, yes: bool) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError("expected --yes where nobody can be asked")
-    click.confirm(question, abort=True, err=True)
 
 
 def _somebody() -> str:
@@ -134,7 +115,8 @@ def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Cha
 @click.option("--first", type=Sequence(), required=True, help="The first sequence that is given up.")
 @click.option("--last", type=Sequence(), required=True, help="The last one.")
 @click.option("--note", default="", help="Why; kept with the decision.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@dry_run_option
+@yes_option
 @json_option
 @run_command
 def gap_accept(
@@ -146,6 +128,7 @@ def gap_accept(
     first: int,
     last: int,
     note: str,
+    dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
@@ -156,35 +139,45 @@ def gap_accept(
 
     Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
     """
-    from common.segments.gaps import AcceptedGap
     from common.sequences import SequenceRange
     from ingress.decisions.holes import check, look_up
 
     if first > last:
         raise UsageError(f"--first {first} is greater than --last {last}")
-    chain, wanted = _chain(site, feed, incarnation, partition), SequenceRange(first, last)
+    chain, wanted = chain_of(site, feed, incarnation, partition), SequenceRange(first, last)
+    decision = _decision(wanted, note)
     settings = load_settings(config, quiet=True)
     store, documents = open_store(settings), open_chains(settings)
     try:
         found = check(store, look_up(store, documents, chain, first), wanted)
         for problem in found.damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
-        _confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
-        try:
-            decision = AcceptedGap(wanted, note, _somebody(), _now())
-        except ValueError as error:
-            raise UsageError(f"--note: {error}") from None
-        kept = documents.accept_gap(chain, decision)
+        if not dry_run:
+            confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+            decision = documents.accept_gap(chain, decision)
     finally:
         store.close()
-    _show_accepted(chain, kept, found.damaged, as_json)
+    _show_accepted(chain, decision, found.damaged, dry_run, as_json)
 
 
-def _show_accepted(chain: Chain, kept: Any, damaged: tuple[str, ...], as_json: bool) -> None:
+def _decision(wanted: SequenceRange, note: str) -> AcceptedGap:
+    from common.segments.gaps import AcceptedGap
+
+    try:
+        return AcceptedGap(wanted, note, _somebody(), _now())
+    except ValueError as error:
+        raise UsageError(f"--note: {error}") from None
+
+
+def _show_accepted(
+    chain: Chain, kept: AcceptedGap, damaged: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
     if as_json:
         shown = {"first": kept.range.first, "last": kept.range.last, "note": kept.note}
-        decided = {"by": kept.by, "at": kept.at, "damaged": list(damaged)}
+        decided = {"by": kept.by, "at": kept.at, "damaged": list(damaged), "dry_run": dry_run}
         print_json({**chain.log_context(), **shown, **decided})
+    elif dry_run:
+        click.echo(f"{chain} {kept.range} can be given up; nothing was changed")
     else:
         click.echo(f"{chain} {kept.range} is given up, by {kept.by} at {kept.at}")
 
@@ -199,7 +192,7 @@ def chain() -> None:
 
 @chain.command("pause")
 @config_option
-@click.option("--target", required=True, metavar="STREAM", help="The target.")
+@target_option
 @chain_options
 @click.option("--note", default="", help="Why; shown by `floe chain ls`.")
 @json_option
@@ -224,7 +217,7 @@ async def chain_pause(
 
     if len(note) > 1000:
         raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
-    named = _chain(site, feed, incarnation, partition)
+    named = chain_of(site, feed, incarnation, partition)
     pause = Pause(_now(), _somebody(), note)
     pauses = await _decide(config, target, lambda pauses: pauses.pause(named, pause))
     _show_pauses(target, pauses, as_json)
@@ -232,22 +225,58 @@ async def chain_pause(
 
 @chain.command("resume")
 @config_option
-@click.option("--target", required=True, metavar="STREAM", help="The target.")
-@chain_options
+@target_option
+@any_chain_options
+@click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @json_option
 @run_command
 async def chain_resume(
-    config: str, target: str, site: str, feed: str, incarnation: int, partition: int, as_json: bool
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int,
+    partition: int,
+    is_all: bool,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Carry a paused chain again; or have a chain that stopped by itself looked at again at once.
 
+    --all has nothing paused, also where what was paused cannot be read any more (E-PAUSES).
+
+    \b
     Example: floe chain resume -c central.yaml --target FLEET --site us-east --feed NODES
+             floe chain resume -c central.yaml --target FLEET --all
     """
-    named = _chain(site, feed, incarnation, partition)
     # Two resumptions within a millisecond are two.
     at = f"{_now()} {secrets.token_hex(4)}"
-    pauses = await _decide(config, target, lambda pauses: pauses.resume(named, at))
+    if is_all is bool(site or feed) or bool(site) is not bool(feed):
+        raise UsageError("expected --site and --feed, or --all")
+    if is_all:
+        pauses = await _resume_all(config, target, at, yes)
+    else:
+        named = chain_of(site, feed, incarnation, partition)
+        pauses = await _decide(config, target, lambda pauses: pauses.resume(named, at))
     _show_pauses(target, pauses, as_json)
+
+
+async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
+    from ingress.decisions.opened import pause_stores
+
+    async with pause_stores(load_settings(config, quiet=True)) as stores:
+        store = _of(stores, target)
+        confirm(f"have nothing of {target} paused ({await _paused(store)})?", yes)
+        return await store.resume_all(at)
+
+
+async def _paused(store: PauseStore) -> str:
+    """What is paused now, in words."""
+    try:
+        return f"chains paused now: {len((await store.read()).paused)}"
+    except Stopped as error:
+        return error.message
 
 
 @chain.command("ls")
@@ -275,10 +304,14 @@ async def _decide(config: str, target: str, step: Callable[[Pauses], Pauses]) ->
     from ingress.decisions.opened import pause_stores
 
     async with pause_stores(load_settings(config, quiet=True)) as stores:
-        if target not in stores:
-            known = ", ".join(stores) or "none"
-            raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
-        return await stores[target].change(step)
+        return await _of(stores, target).change(step)
+
+
+def _of(stores: dict[str, PauseStore], target: str) -> PauseStore:
+    if target not in stores:
+        known = ", ".join(stores) or "none"
+        raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
+    return stores[target]
 
 
 def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:

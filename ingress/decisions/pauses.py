@@ -1,12 +1,14 @@
 """Which chains of a target an operator has paused, in one key of the state bucket beside the target's state.
 
 A resumed chain stays named with the time of its resumption, so that a running service sees that somebody
-wants it looked at again. Read back, the value is untrusted: one that is not what this version wrote stops the
-target's decisions being changed, and pauses nobody.
+wants it looked at again. Read back, the value is untrusted: where it is not what this version wrote, the
+target does not begin, because a chain that somebody paused must not be carried by mistake; one that is being
+carried keeps to what was known. `floe chain resume --all` writes it anew.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -16,6 +18,7 @@ import msgspec
 from common.chain import Chain
 from common.errors import Stopped
 from common.jetstream.kv import state_key
+from common.service.pasting import command
 from ingress.checkpoints.state import Entry
 
 VERSION = 1
@@ -64,6 +67,13 @@ class Pauses:
         kept = dict(list(resumed.items())[-most:]) if most > 0 else {}
         return replace(self, paused={c: p for c, p in self.paused.items() if c != chain}, resumed=kept)
 
+    def resume_all(self, at: str) -> Pauses:
+        """With every paused chain carried again."""
+        found = self
+        for chain in self.paused:
+            found = found.resume(chain, at)
+        return found
+
 
 class Bucket(Protocol):
     """What is needed here of `common.jetstream.kv.KeyValue`."""
@@ -81,20 +91,33 @@ class PauseStore:
         self._bucket, self._target, self._key = bucket, target, state_key(ROLE, target)
 
     async def read(self) -> Pauses:
-        """What is decided now. Raises Stopped where it cannot be read, and what the bucket raises."""
+        """What is decided now. Raises Stopped (E-PAUSES) for an unreadable value, and as the bucket does."""
         entry = await self._bucket.get(self._key)
         return self._parsed(None if entry is None else entry.value)
 
     async def change(self, step: Callable[[Pauses], Pauses]) -> Pauses:
         """Have stored what `step` makes of it, whoever else changes it too. Raises as `read`."""
+        return await self._change(lambda value: step(self._parsed(value)))
+
+    async def resume_all(self, at: str) -> Pauses:
+        """Have nothing paused, also where what stands there cannot be read. Raises what the bucket raises."""
+        return await self._change(lambda value: self._readable(value).resume_all(at))
+
+    async def _change(self, step: Callable[[bytes | None], Pauses]) -> Pauses:
         done = [Pauses()]
 
         def changed(value: bytes | None) -> bytes:
-            done[0] = step(self._parsed(value))
+            done[0] = step(value)
             return self._json(done[0])
 
         await self._bucket.change(self._key, changed)
         return done[0]
+
+    def _readable(self, value: bytes | None) -> Pauses:
+        try:
+            return self._parsed(value)
+        except Stopped:
+            return Pauses()
 
     def _parsed(self, value: bytes | None) -> Pauses:
         if value is None:
@@ -110,12 +133,12 @@ class PauseStore:
         except ValueError as error:
             raise Stopped(
                 f"pauses of target {self._target} cannot be read: {error} (begins {value[:40]!r})",
-                hint=f"restore it; or have nothing paused: {self._forget()}",
-                code="E-STATE-KV",
+                hint=f"restore {self._key} of {self._bucket.bucket}; or have nothing paused: {self._anew()}",
+                code="E-PAUSES",
             ) from error
 
-    def _forget(self) -> str:
-        return f"nats kv del {self._bucket.bucket} {self._key} --force"
+    def _anew(self) -> str:
+        return command("chain resume", f"--target {shlex.quote(self._target)}", "--all")
 
     def _json(self, pauses: Pauses) -> bytes:
         paused = {str(c): _PauseWire(p.at, p.by, p.note) for c, p in pauses.paused.items()}

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock, first_of
-from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.errors import FloeError
 from common.segments.documents import ChainStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
 from common.tasks import together
-from ingress.errors import leading
+from ingress.errors import leading, passes_by_itself
 
 log = get_logger("ingress.discovery")
 
@@ -55,6 +55,8 @@ class Discovery:
         self._etags: dict[Chain, str] = {}
         self._woken: set[Chain] = set()
         self._new: set[Chain] = set()
+        self._has_worked = False
+        self._told: dict[str, str] = {}  # why looks fail, by what they are for
         self._soon, self._at_once, self._anew = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     # For targets
@@ -101,7 +103,9 @@ class Discovery:
     # The loops
 
     async def run(self) -> None:
-        """Look for ever; a store that does not answer is asked again. Raises what it refuses."""
+        """Look for ever; a store that does not answer is asked again, and so is one that refuses, unless it
+        has refused from the first poll on: that is raised.
+        """
         try:
             await together(self._poll(), self._follow(), self._look_up())
         except BaseExceptionGroup as errors:
@@ -109,30 +113,45 @@ class Discovery:
 
     async def _poll(self) -> None:
         while True:
+            # Before the look: whoever asks for one while it goes on may have come too late for it.
+            self._soon.clear()
             await self._poll_once(self.look)
             due = self._clock.monotonic() + self._poll_interval
             while not self._soon.is_set() and (rest := due - self._clock.monotonic()) > 0:
                 await first_of(self._soon.wait(), self._clock.sleep(min(rest, TICK)))
                 if rest > TICK and not self._soon.is_set():
                     await self._poll_once(self._tick)
-            self._soon.clear()
 
     async def _poll_once(self, look: Callable[[], Awaitable[None]]) -> None:
-        error = await _error_of(look())
+        error = await self._error_of("poll", look())
+        if error is not None and not (self._has_worked or passes_by_itself(error)):
+            raise error
         self._health.set_ready("store", error is None, error.message if error else "")
 
     async def _follow(self) -> None:
         while True:
             await self._at_once.wait()
             self._at_once.clear()
-            await _error_of(self._look_at_named())
+            await self._error_of("notifications", self._look_at_named())
             await self._clock.sleep(SPACING)
 
     async def _look_up(self) -> None:
         while True:
             self._anew.clear()
-            error = await _error_of(self.look_up_all())
+            error = await self._error_of("chains", self.look_up_all())
             await first_of(self._anew.wait(), self._clock.sleep(TICK if error else LOOK_UP_ALL))
+
+    async def _error_of(self, what: str, look: Awaitable[None]) -> FloeError | None:
+        """What kept the store from answering, told once for each reason; None if nothing did."""
+        try:
+            await look
+        except FloeError as error:
+            if self._told.get(what) != str(error):
+                self._told[what] = str(error)
+                log.warning("store not readable", action="store_error", look=what, error=str(error))
+            return error
+        self._told.pop(what, None)
+        return None
 
     # Looks; each raises what the store raises
 
@@ -148,6 +167,8 @@ class Discovery:
         }
         reads = [self._read_tail(chain, etag) for chain, etag in changed.items()]
         answers = await asyncio.gather(*reads, return_exceptions=True)
+        # One site's documents may be refused; where no tail can be read, none ever will be.
+        self._has_worked = self._has_worked or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed
@@ -199,20 +220,16 @@ class Discovery:
             await self._tick()
 
     async def _tick(self) -> None:
+        failures = []
         for listener in list(self._listeners):
-            await listener.tick()
+            try:
+                await listener.tick()
+            except FloeError as error:
+                failures.append(error)
+        for failed in failures:
+            raise failed
 
     def _tell(self, chains: Iterable[Chain], listeners: list[Listener]) -> None:
         for chain in chains:
             for listener in listeners:
                 listener.found(chain, self._known[chain])
-
-
-async def _error_of(look: Awaitable[None]) -> FloeError | None:
-    """What kept the store from answering; None if nothing did."""
-    try:
-        await look
-    except (Unavailable, OutcomeUnknown) as error:
-        log.warning("store not readable", action="store_error", error=str(error))
-        return error
-    return None

@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 import shlex
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from common.chain import Chain
 from common.errors import DataError, UsageError
 from common.service.cli import (
     Sequence,
@@ -22,8 +20,10 @@ from common.service.cli import (
     table,
 )
 from common.service.pasting import command
+from ingress.options import chain_of, chain_options, confirm, target_option, yes_option
 
 if TYPE_CHECKING:
+    from common.chain import Chain
     from ingress.parked.names import Entry, ParkedName
     from ingress.parked.store import ParkedStore
 
@@ -33,19 +33,6 @@ COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
 @click.group()
 def parked() -> None:
     """List, show and deliver messages that were too large for their target."""
-
-
-def chain_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`--target --site --feed --incarnation --partition`."""
-    for option in (
-        click.option("--partition", type=click.IntRange(0, 65535), default=0, help="The partition."),
-        click.option("--incarnation", type=click.IntRange(0, 9999), default=0, help="The incarnation."),
-        click.option("--feed", required=True, help="The feed."),
-        click.option("--site", required=True, help="The site."),
-        click.option("--target", required=True, metavar="STREAM", help="The target."),
-    ):
-        function = option(function)
-    return function
 
 
 @parked.command("ls")
@@ -73,12 +60,13 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 
 @parked.command("cat")
 @config_option
+@target_option
 @chain_options
 @click.option("--sequence", type=Sequence(), required=True, help="The message.")
 @click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
 @json_option
 @run_command
-def parked_cat(
+async def parked_cat(
     config: str,
     target: str,
     site: str,
@@ -94,11 +82,16 @@ def parked_cat(
     \b
     Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
-    store = _store(config, target)
-    entry = _entry(store, Chain(site, feed, incarnation, partition), sequence)
+    chain = chain_of(site, feed, incarnation, partition)
+    store = await _current(config, target)
+    entry = _entry(store, chain, sequence)
     message = store.read(entry.name)
     if message is None:
-        raise DataError(f"message {sequence} is not in the store any more", code="E-PARKED")
+        raise DataError(
+            f"message {sequence} of {chain} is not in the store any more",
+            hint=f"put it back from a copy of the bucket; what there is: {_ls(target)}",
+            code="E-PARKED",
+        )
     if as_json:
         row = _row(store, entry)
         headers = None if message.headers is None else _base64(message.headers)
@@ -111,13 +104,14 @@ def parked_cat(
 
 @parked.command("retry")
 @config_option
+@target_option
 @chain_options
 @click.option("--sequence", type=Sequence(), help="The message.")
 @click.option("--all", "is_all", is_flag=True, help="All of the chain.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@yes_option
 @json_option
 @run_command
-def parked_retry(
+async def parked_retry(
     config: str,
     target: str,
     site: str,
@@ -139,14 +133,14 @@ def parked_retry(
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")
-    store, chain = _store(config, target), Chain(site, feed, incarnation, partition)
+    chain = chain_of(site, feed, incarnation, partition)
+    store = await _current(config, target)
     wanted = _wanted(store, chain, sequence)
     if not as_json:
         table([_row(store, entry) for entry in wanted], COLUMNS)
     if wanted:
-        _confirm(yes, len(wanted), target)
-    for entry in wanted:
-        store.ask(entry)
+        confirm(f"try {len(wanted)} of them again for {target}?", yes)
+        store.ask(*wanted)
     if as_json:
         print_json([_row(store, entry) for entry in wanted])
     else:
@@ -162,23 +156,18 @@ def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[Entr
     entry = _entry(store, chain, sequence)
     if entry.state is State.DELIVERED:
         raise DataError(
-            f"message {sequence} of {chain}: expected one to deliver, it is delivered", code="E-PARKED"
+            f"message {sequence} of {chain}: expected one to deliver, it is delivered",
+            hint=f"what there is: {_ls(store.target)}",
+            code="E-PARKED",
         )
     if entry.state is State.PENDING:
         raise DataError(
             f"message {sequence} of {chain}: expected one that its chain has passed, it has not",
-            hint="its turn comes; where the target holds it already, there is nothing to do",
+            hint="its turn comes; where the target holds it already, there is nothing to do: "
+            + command("checkpoint ls"),
             code="E-PARKED",
         )
     return [entry]
-
-
-def _confirm(yes: bool, count: int, target: str) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError("expected --yes where nobody can be asked")
-    click.confirm(f"try {count} of them again for {target}?", abort=True, err=True)
 
 
 def _store(config: str, target: str) -> ParkedStore:
@@ -189,11 +178,26 @@ def _store(config: str, target: str) -> ParkedStore:
     return ParkedStore(documents.objects, documents.layout, target, "")
 
 
+async def _current(config: str, target: str) -> ParkedStore:
+    """What is parked for the target as its stored state says. Raises DataError where there is no state."""
+    from ingress.checkpoints.correcting import opened
+
+    store = _store(config, target)
+    async with opened(load_settings(config, quiet=True), target) as desk:
+        known = await desk.known()
+    if known.state is None:
+        raise DataError(
+            f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
+            hint=f"to see what ingress makes of it: {command('status')}",
+            code="E-PARKED",
+        )
+    store.kept_as = known.state.checkpoint.parked_as
+    return store
+
+
 def _of_chain(store: ParkedStore, chain: Chain) -> dict[ParkedName, Entry]:
-    """What is parked of the chain, for the newest stream of the target's name that has any."""
-    found = {name: entry for name, entry in store.entries(all_targets=True).items() if name.chain == chain}
-    newest = max((name.created for name in found), default="")
-    return {name: entry for name, entry in found.items() if name.created == newest}
+    """What is parked of the chain and counts now."""
+    return {name: entry for name, entry in store.entries().items() if name.chain == chain}
 
 
 def _entry(store: ParkedStore, chain: Chain, sequence: int) -> Entry:
@@ -202,9 +206,13 @@ def _entry(store: ParkedStore, chain: Chain, sequence: int) -> Entry:
             return entry
     raise DataError(
         f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
-        hint=f"to see what there is: {command('parked ls', f'--target {shlex.quote(store.target)}')}",
+        hint=f"to see what there is: {_ls(store.target)}",
         code="E-PARKED",
     )
+
+
+def _ls(target: str) -> str:
+    return command("parked ls", f"--target {shlex.quote(target)}")
 
 
 def _row(store: ParkedStore, entry: Entry) -> dict[str, object]:

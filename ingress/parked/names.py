@@ -6,9 +6,13 @@
         asked-{n:04d}    an operator asks for the n-th time that it be tried again
         answered-{n:04d} it still has no place at the target, and why
         delivered        the intent that holds it is about to be closed
+    {prefix}/_floe/ingress/{target}/parked/asked
+        rung             written anew with each request: so the service sees one without a listing
 
-`created` is the target's: what was parked for a stream that is gone is nothing to one of the same name.
-Nothing here is written twice with other bytes, and nothing is deleted by Floe.
+`created` is that of the stream for which the first was parked, as the state says (`ParkedAs`): what was
+parked for a stream that is gone is nothing to one of the same name. Where an operator has a chain go back
+it has a `+1`, `+2`, … behind it, so that what was parked before stands for nothing.
+But for `rung`, nothing here is written twice with other bytes, and nothing is deleted by Floe.
 """
 
 from __future__ import annotations
@@ -95,6 +99,11 @@ class ParkedKeys:
         """What those of the target as it was `created` begin with; ends in a slash."""
         return f"{self.prefix}{encode(created)}/"
 
+    @property
+    def rung(self) -> str:
+        """What is written with each request."""
+        return f"{self.prefix}asked/rung"
+
     def folder(self, name: ParkedName) -> str:
         """What the keys of one message begin with; ends in a slash."""
         chain = name.chain
@@ -150,7 +159,6 @@ def _name(match: re.Match[str]) -> ParkedName | None:
     return ParkedName(chain, sequence, created)
 
 
-def waiting(entries: Mapping[ParkedName, Entry], created: str) -> int:
-    """How many messages of the target as it was `created` are left out and not delivered."""
-    states = (entry.state for entry in entries.values() if entry.name.created == created)
-    return sum(state in (State.PARKED, State.ASKED) for state in states)
+def waiting(entries: Mapping[ParkedName, Entry]) -> int:
+    """How many of the messages are left out and not delivered."""
+    return sum(entry.state in (State.PARKED, State.ASKED) for entry in entries.values())

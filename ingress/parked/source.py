@@ -17,10 +17,12 @@ from collections.abc import Mapping
 from common.chain import Chain
 from common.failpoints import failpoint
 from common.service.threads import Threads
+from ingress import metrics
 from ingress.chains.recall import Recall
 from ingress.chains.supply import Supply
 from ingress.checkpoints.intent import Intent, Piece
 from ingress.parked.names import ParkedName
+from ingress.parked.side_by_side import in_threads
 from ingress.parked.store import ParkedStore
 from ingress.rows.blocks import Block, Rows
 
@@ -73,19 +75,24 @@ class ParkedSource:
 
     async def _refused(self, rows: Rows, kept: list[Block]) -> list[Block]:
         """The blocks that may not be published; all others go to `kept`."""
+        left = await self._deliverable(rows)
         refused: list[Block] = []
-        seen: set[ParkedName] = set()
         for block in rows.blocks:
             if not block.piece.out_of_turn:
                 kept.append(block)
-                continue
-            name = self._name(block.piece)
-            may = name not in seen and await self._threads.run(self._parked.may_be_delivered, name)
-            seen.add(name)
-            (kept if may else refused).append(block)
-            if not may:
+            elif (name := self._name(block.piece)) in left:
+                left.discard(name)  # each once
+                kept.append(block)
+            else:
+                refused.append(block)
                 self._offered.pop(name, None)
         return refused
+
+    async def _deliverable(self, rows: Rows) -> set[ParkedName]:
+        """Which parked messages among `rows` may be delivered."""
+        names = list({self._name(block.piece): None for block in rows.blocks if block.piece.out_of_turn})
+        may = await in_threads(self._threads, self._parked.may_be_delivered, names)
+        return {name for name, each in zip(names, may, strict=True) if each}
 
     def release(self, rows: Rows) -> None:
         """Rows are done with: their memory may be used again."""
@@ -102,15 +109,17 @@ class ParkedSource:
 
     async def before_close(self, intent: Intent) -> None:
         """Mark what the intent delivered out of turn and what it left out, before the state moves on."""
-        for piece in intent.pieces:
-            for sequence in piece.left_out:
-                name = self._parked.name(piece.chain, sequence)
-                await self._threads.run(self._parked.mark_left_out, name)
-            if piece.out_of_turn:
-                failpoint("ingress.before_delivered")
-                name = self._name(piece)
-                await self._threads.run(self._parked.mark_delivered, name)
-                self._offered.pop(name, None)
+        left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
+        names = [self._parked.name(*each) for each in left_out]
+        await in_threads(self._threads, self._parked.mark_left_out, names)
+        delivered = [self._name(piece) for piece in intent.pieces if piece.out_of_turn]
+        if delivered:
+            failpoint("ingress.before_delivered")
+            await in_threads(self._threads, self._parked.mark_delivered, delivered)
+        for name in delivered:
+            self._offered.pop(name, None)
+        # The listing that corrects it comes only now and then.
+        metrics.parked_waiting.labels(self._parked.target).inc(len(names) - len(delivered))
 
     def _name(self, piece: Piece) -> ParkedName:
         return self._parked.name(piece.chain, piece.rows.first)

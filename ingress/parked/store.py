@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from common.segments.layout import Layout
 from common.segments.segment import Message
 from common.service.logs import get_logger
 from ingress import metrics
+from ingress.checkpoints.intent import ParkedAs
 from ingress.parked.message import from_bytes, to_bytes
 from ingress.parked.names import Entry, ParkedKeys, ParkedName
 from ingress.rows.refusals import Oversize
@@ -38,10 +40,14 @@ class Parked:
 
 
 class ParkedStore:
-    """What was put aside for `target` as it was `created`. Every method raises what the store raises."""
+    """What was put aside for `target`, kept as the state says now. Every method raises what the store raises.
 
-    def __init__(self, objects: ObjectStore, layout: Layout, target: str, created: str) -> None:
-        self.target, self.created = target, created
+    `kept_as` is set anew whenever another state is adopted.
+    """
+
+    def __init__(self, objects: ObjectStore, layout: Layout, target: str, kept_as: ParkedAs | str) -> None:
+        self.target = target
+        self.kept_as = ParkedAs(kept_as) if isinstance(kept_as, str) else kept_as
         self.keys = ParkedKeys(layout, target)
         self._objects = objects
 
@@ -69,7 +75,7 @@ class ParkedStore:
 
     def name(self, chain: Chain, sequence: int) -> ParkedName:
         """The message with this sequence, for the target of now."""
-        return ParkedName(chain, sequence, self.created)
+        return ParkedName(chain, sequence, self.kept_as.of(chain, sequence))
 
     # Marks
 
@@ -86,9 +92,17 @@ class ParkedStore:
         body = json.dumps({"why": why}).encode()
         self._objects.put(self.keys.answered(entry.name, entry.asked), body)
 
-    def ask(self, entry: Entry) -> None:
-        """Ask the service to try again, once more than before."""
-        self._keep(self.keys.asked(entry.name, entry.answered + 1), b"{}")
+    def ask(self, *entries: Entry) -> None:
+        """Ask the service to try these again, once more than before."""
+        for entry in entries:
+            self._keep(self.keys.asked(entry.name, entry.answered + 1), b"{}")
+        # Behind the requests: whoever sees it sees them.
+        self._objects.put(self.keys.rung, secrets.token_hex(16).encode())
+
+    def rung(self) -> str:
+        """Another text whenever something was asked for; empty if nothing ever was."""
+        info = self._objects.head(self.keys.rung)
+        return "" if info is None else info.etag
 
     def may_be_delivered(self, name: ParkedName) -> bool:
         """Whether its chain has passed without the message, and it was not delivered since.
@@ -102,9 +116,17 @@ class ParkedStore:
     # Reading
 
     def entries(self, *, all_targets: bool = False) -> dict[ParkedName, Entry]:
-        """Everything that was put aside for the target of now, or for all that had its name."""
-        prefix = self.keys.prefix if all_targets else self.keys.created_prefix(self.created)
-        return self.keys.entries(self._objects.list(prefix))
+        """Everything that was put aside and counts now, or all that was for streams of the target's name."""
+        if all_targets:
+            return self.keys.entries(self._objects.list(self.keys.prefix))
+        found: dict[ParkedName, Entry] = {}
+        for name in self.kept_as.names():
+            found |= self.keys.entries(self._objects.list(self.keys.created_prefix(name)))
+        return {name: found[name] for name in sorted(found) if name == self.name(name.chain, name.sequence)}
+
+    def entry(self, name: ParkedName) -> Entry:
+        """What there is of one message now, by one short listing."""
+        return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, Entry(name))
 
     def read(self, name: ParkedName) -> Message | None:
         """The message; None if it is not there. Raises DataError (E-PARKED) where it is spoiled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.clock import Clock
@@ -27,6 +27,7 @@ from ingress.publishing.choice import choose, make, offered
 from ingress.publishing.publisher import Publisher
 from ingress.publishing.replies import Replies
 from ingress.replay import target
+from ingress.replay.advice import Advice
 from ingress.replay.leasing import Tenures
 from ingress.replay.options import Options
 from ingress.replay.pacing import Interrupted, PacedPublisher
@@ -37,7 +38,7 @@ from ingress.replay.source import ReplaySource
 from ingress.verdicts.choices import Choices
 from ingress.verdicts.settler import Settler
 from ingress.verdicts.target import Target
-from ingress.verdicts.verdict import Reading, Verdict
+from ingress.verdicts.verdict import Finding, Reading, Verdict
 
 WATCH_SPACING = 0.25  # seconds
 
@@ -61,7 +62,7 @@ class Surroundings:
         replicas = self.settings.kv_replicas or int(info.config.get("num_replicas", 1))
         bucket = await KeyValue.open(self.client, self.settings.state_bucket, replicas=replicas)
         name = receipt.request.target
-        around = ReceiptBucket(bucket, name, receipt)
+        around = ReceiptBucket(bucket, receipt)
         return StateStore(around, receipt_key(name), name), around
 
 
@@ -71,6 +72,8 @@ class Carrying:
     def __init__(self, around: Surroundings, receipt: Receipt, state: TargetState, tenures: Tenures) -> None:
         self._around, self._receipt, self._tenures = around, receipt, tenures
         self._begun, self._target = state, receipt.request.target
+        # What has begun goes on without `--again`.
+        self._advice = Advice(receipt.request, replace(around.options, again=False))
         self.state, self.bytes_done = state, 0
 
     async def run(self, stop: asyncio.Event) -> bool:
@@ -80,7 +83,7 @@ class Carrying:
         """
         info = await target.look(self._around.client, self._receipt.request)
         if info is None:
-            raise ReplayChoices(self._target).no_checkpoint(None)
+            raise ReplayChoices(self._advice).no_checkpoint(None)
         keeper, envelope = await self._around.keeper(self._receipt, info)
         source, publisher = await self._source(info), await self._publisher(info, stop)
         carrier = self._carrier(keeper, source, publisher)
@@ -96,11 +99,7 @@ class Carrying:
         return False
 
     async def _run_beside(self, carrier: Carrier, source: ReplaySource, stop: asyncio.Event) -> None:
-        sides = [
-            source.run(),
-            self._watch(carrier, source),
-            *(lease.keep() for lease in self._tenures.leases),
-        ]
+        sides = [source.run(), self._watch(carrier, source)]
         try:
             async with either(stop, source.finished) as ended:
                 await beside(carrier.run(ended), *sides)
@@ -153,7 +152,14 @@ class Carrying:
 
         limit = around.settings.memory_limit
         return ReplaySource(
-            receipt.ranges, around.store, around.documents, around.threads, roster, may_skip, limit
+            receipt.ranges,
+            around.store,
+            around.documents,
+            around.threads,
+            roster,
+            may_skip,
+            limit,
+            self._advice,
         )
 
     async def _gaps(self, chain: Chain) -> list[SequenceRange]:
@@ -172,20 +178,26 @@ class Carrying:
         around, name = self._around, self._target
         looker = Target(around.client, name, around.connect)
         spacing = around.options.look_spacing
-        settler = Settler(ReplayChoices(name), keeper, looker, self._tenures, around.clock, spacing)
+        settler = Settler(ReplayChoices(self._advice), keeper, looker, self._tenures, around.clock, spacing)
         return Carrier(name, keeper, settler, publisher, source, around.clock)
 
 
 class ReplayChoices(Choices):
     """What an operator does about a target that a replay found changed."""
 
+    def __init__(self, advice: Advice) -> None:
+        super().__init__(advice.request.target)
+        self._advice = advice
+
     def error(self, verdict: Verdict, seen: Sequence[Reading]) -> FloeError:
         found = super().error(verdict, seen)
-        empty = f"nats stream purge {self.target} --force"
-        found.hint = f"stop what else writes to it, empty or make it again ({empty}), and begin anew: --again"
+        found.hint = f"stop what else writes to it, {self._advice.anew()}"
+        if verdict.finding is Finding.GONE:
+            found.hint = f"make it again and begin anew: {self._advice.same('--again', '--create')}"
         return found
 
     def no_checkpoint(self, reading: Reading | None) -> FloeError:
         found = super().no_checkpoint(reading)
-        found.hint = "make it again, or empty it, and begin anew: --again"
+        if reading is not None:
+            found.hint = self._advice.anew()
         return found

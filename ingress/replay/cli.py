@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -91,7 +92,7 @@ async def replay(
     from common.clock import SystemClock
     from common.service.shutdown import stop_on_signals
     from ingress.replay.options import Options
-    from ingress.replay.pace import pace_of
+    from ingress.replay.pace import pace_of, paced_words
     from ingress.replay.progress import Teller
     from ingress.replay.report import plan_json, plan_lines, result_line
     from ingress.replay.service import Replay
@@ -99,7 +100,7 @@ async def replay(
     request, pace = _request(asked), pace_of(rate, speed)
     settings, clock = load_settings(config, quiet=True), SystemClock()
     store, documents = open_store(settings), open_chains(settings)
-    options = Options(create, append, allow_lossy, skip_holes, again, pace)
+    options = Options(create, append, allow_lossy, skip_holes, again, pace, paced_words(rate, speed))
     work = Replay(settings, request, options, store, documents, clock, teller := Teller())
     try:
         async with work.connected() as client, stop_on_signals() as stop:
@@ -134,13 +135,15 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     from common.service.shutdown import stop_on_signals
     from ingress.replay.drill import Drill
     from ingress.replay.progress import Teller
+    from ingress.replay.scratch import NAME
 
+    request = _request({"target": NAME, **asked})
     settings, clock = load_settings(config, quiet=True), SystemClock()
     store, documents = open_store(settings), open_chains(settings)
     work = Drill(settings, store, documents, clock, teller := Teller(), storage)
     try:
         async with stop_on_signals() as stop:
-            report = await work.run(_request({"target": work.stream, "prefix": work.prefix, **asked}), stop)
+            report = await work.run(replace(request, target=work.stream, prefix=work.prefix), stop)
     finally:
         store.close()
     teller.end_line()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import Unavailable
+from common.errors import Stopped, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.streams import stream_info
@@ -20,6 +21,7 @@ from common.segments.parquet import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
+from common.service.pasting import command
 from common.service.threads import Threads
 from common.settings.root import Settings
 from common.settings.units import format_duration
@@ -31,6 +33,7 @@ from ingress.replay.outlook import former_of
 from ingress.replay.plan import ChainRange, Plan
 from ingress.replay.progress import Teller, size_text
 from ingress.replay.reading import read_all
+from ingress.replay.receipt import Remembered
 from ingress.replay.request import Request
 from ingress.replay.scratch import NAME, ROOT, Scratch
 from ingress.replay.service import Replay
@@ -65,7 +68,7 @@ class Report:
             "bytes": self.result.bytes,
             "seconds": round(self.result.seconds, 3),
             "rows_per_second": round(self.result.rate),
-            "full_restore_seconds": self.full_seconds and round(self.full_seconds, 1),
+            "full_restore_seconds": self.full_seconds and round(self.full_seconds, 3),
             "expected": found.expected,
             "lost": found.lost,
             "repeated": found.repeated,
@@ -123,8 +126,20 @@ class Drill:
         try:
             async with work.connected() as client:
                 return await self._drilled(work, client, stop)
+        except Stopped as error:
+            # Its commands name the scratch stream, which is gone by now.
+            error.hint = f"mend what the message names, and drill again: {self._again(request)}"
+            raise
         finally:
             self._threads.close()
+
+    def _again(self, request: Request) -> str:
+        words = shlex.split(request.words())
+        for option, value in (("--target", self.stream), ("--subject-prefix", self.prefix)):
+            at = words.index(option)
+            assert words[at + 1] == value
+            del words[at : at + 2]
+        return command("drill", shlex.join(words))
 
     async def _drilled(self, work: Replay, client: FloeClient, stop: asyncio.Event) -> Report:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
@@ -148,7 +163,7 @@ class Drill:
     async def _compared(self, work: Replay, client: FloeClient, plan: Plan, stop: asyncio.Event) -> Report:
         result = await work.run(client, stop)
         former = await former_of(client, work.service.state_bucket, self.stream)
-        if not result.finished or former is None or stop.is_set():
+        if not result.finished or not isinstance(former, Remembered) or stop.is_set():
             raise Unavailable("the drill was stopped before its end", hint="give the same command again")
         found = await self._found(client)
         ranges, problems = former.receipt.ranges, list[str]()
@@ -169,7 +184,9 @@ class Drill:
         chains = request.chains(self._documents.chains(request.site, request.feed))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
         ends = [ref.coverage.last for chain in newest for ref in self._store.list(chain)]
-        first = max(1, max(ends, default=1) - LAST_SEQUENCES + 1)
+        if not ends:
+            return request
+        first = max(1, max(ends) - LAST_SEQUENCES + 1)
         return replace(request, incarnation=newest[0].incarnation, from_sequence=first)
 
     # What came back, and what should have

@@ -12,7 +12,9 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, owner_text
 from common.settings.service import ServiceSettings
+from common.tasks import end
 from ingress.checkpoints.state import ROLE as INGRESS
+from ingress.replay.advice import Advice
 from ingress.replay.progress import Teller
 from ingress.replay.receipt import receipt_key
 
@@ -46,6 +48,7 @@ async def leased(
     clock: Clock,
     teller: Teller,
     stop: asyncio.Event,
+    advice: Advice,
 ) -> AsyncIterator[Tenures]:
     """The leases of replay and of ingress on `target`; those of a killed holder are waited for.
 
@@ -54,14 +57,17 @@ async def leased(
     """
     ttl, replicas = settings.lease_ttl, settings.kv_replicas or 1
     bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
-    waiting = _Waiting(Leases(bucket, owner, ttl, clock), target, clock, teller, stop)
-    held: list[Lease] = []
+    waiting = _Waiting(Leases(bucket, owner, ttl, clock), target, clock, teller, stop, advice)
+    held: dict[Lease, asyncio.Task[None]] = {}
     try:
         for key in (receipt_key(target), state_key(INGRESS, target)):
-            held += [await waiting.acquired(key)]
+            lease = await waiting.acquired(key)
+            # From now on: planning may take longer than a lease lives.
+            held[lease] = asyncio.create_task(lease.keep(), name=f"keep-{key}")
         yield Tenures(*held)
     finally:
-        for lease in held:
+        for lease, keeping in held.items():
+            await end(keeping)
             await lease.release()
 
 
@@ -69,8 +75,15 @@ class _Waiting:
     """Waits for leases, longer than a killed holder's live."""
 
     def __init__(
-        self, leases: Leases, target: str, clock: Clock, teller: Teller, stop: asyncio.Event
+        self,
+        leases: Leases,
+        target: str,
+        clock: Clock,
+        teller: Teller,
+        stop: asyncio.Event,
+        advice: Advice,
     ) -> None:
+        self._advice = advice
         self._leases, self._target, self._clock, self._teller = leases, target, clock, teller
         self._stop, self._told = stop, False
 
@@ -79,12 +92,18 @@ class _Waiting:
         while (lease := await self._leases.acquire(key)) is None:
             holder = owner_text(await self._leases.holder(key) or "nobody any more")
             if self._stop.is_set() or self._clock.monotonic() > deadline:
-                raise HeldError(
-                    f"target {self._target}: {holder} carries into it",
-                    hint="wait until that is done, or stop it, and give the same command",
-                )
+                raise self._held(key, holder)
             if not self._told:
                 self._teller.say(f"waiting for the lease of {holder}")
                 self._told = True
             await wait_for(self._stop, min(0.5, self._leases.ttl / 4))
         return lease
+
+    def _held(self, key: str, holder: str) -> HeldError:
+        what, then = "a replay", "wait until it is done, or stop it there"
+        if key == state_key(INGRESS, self._target):
+            what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
+        return HeldError(
+            f"target {self._target}: {what} by {holder} carries into it",
+            hint=f"{then}; then: {self._advice.same()}",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from ingress.verdicts.settler import LOOK_SPACING
 class Options:
     """`again`: begin anew, whatever is remembered of a former replay. `pace` None: as fast as possible.
 
-    `look_spacing`: seconds between the three looks that confirm a verdict.
+    `paced`: the options that said so, to repeat. `look_spacing`: seconds between the three looks that confirm
+    a verdict.
     """
 
     create: bool = False
@@ -22,7 +24,15 @@ class Options:
     skip_holes: bool = False
     again: bool = False
     pace: Pace | None = None
+    paced: tuple[str, ...] = ()
     look_spacing: float = LOOK_SPACING
+
+    def words(self) -> Iterator[str]:
+        """The options that say the same, for a command to paste."""
+        for name in ("create", "append", "allow_lossy", "skip_holes", "again"):
+            if getattr(self, name):
+                yield f"--{name.replace('_', '-')}"
+        yield from self.paced
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue
 from common.jetstream.streams import StreamInfo
 from common.segments.document_values import StreamDocument
-from common.service.pasting import command
 from ingress.replay import target
-from ingress.replay.options import Options
+from ingress.replay.advice import Advice
 from ingress.replay.plan import Plan
-from ingress.replay.receipt import Remembered, remembered
+from ingress.replay.receipt import Remembered, Unreadable, other, remembered, unreadable
 from ingress.replay.request import Request
 from ingress.replay.source import hole_error
 from ingress.replay.survey import Found, Survey
@@ -27,14 +26,15 @@ class Outlook:
     found: Found
     info: StreamInfo | None
     recipe: target.Recipe | None
-    former: Remembered | None
+    former: Remembered | Unreadable | None
     notes: tuple[str, ...]
 
 
-async def outlook(client: FloeClient, survey: Survey, request: Request, state_bucket: str) -> Outlook:
-    """What replaying `request` would do now. Raises what speaks against the target's kind."""
+async def outlook(client: FloeClient, survey: Survey, advice: Advice, state_bucket: str) -> Outlook:
+    """What replaying the request of `advice` would do now. Raises what speaks against the target's kind."""
+    request = advice.request
     found = await survey.look(request)
-    target.check_source(request, found.stream)
+    target.check_source(advice, found.stream)
     info = await target.look(client, request)
     recipe = target.recipe(request, found.stream) if info is None and found.stream else None
     config = info.config if info else recipe.config if recipe else {}
@@ -42,7 +42,7 @@ async def outlook(client: FloeClient, survey: Survey, request: Request, state_bu
     return Outlook(found, info, recipe, await former_of(client, state_bucket, request.target), notes)
 
 
-async def former_of(client: FloeClient, state_bucket: str, stream: str) -> Remembered | None:
+async def former_of(client: FloeClient, state_bucket: str, stream: str) -> Remembered | Unreadable | None:
     """The last replay into `stream`; no bucket is made to find out."""
     try:
         return await remembered(KeyValue(client, state_bucket, ttl=None, replicas=1), stream)
@@ -56,37 +56,34 @@ def _name_note(request: Request, document: StreamDocument | None) -> list[str]:
     return [f"target {request.target} has the name of the feed's source: if it is that, add --into-source"]
 
 
-def continued(request: Request, former: Remembered | None, *, again: bool) -> Remembered | None:
-    """The former replay that `request` goes on with, or has done; None to begin.
+def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:
+    """The former replay that the one of `advice` goes on with, or has done; None to begin.
 
-    Raises Stopped where another one is not finished.
+    Raises Stopped where another one is not finished, or nobody can tell.
     """
-    if former is None or again:
+    if former is None or advice.options.again:
         return None
+    if isinstance(former, Unreadable):
+        raise unreadable(advice, former.why)
     receipt = former.receipt
-    if receipt.request.digest == request.digest:
+    if receipt.request.digest == advice.request.digest:
         return former
     if receipt.finished:
         return None
-    raise Stopped(
-        f"target {request.target}: another replay into it is not finished: expected {request.words()}, "
-        f"found {receipt.request.words()}",
-        hint=f"finish that one: {command('replay', receipt.request.words())}; or begin anew: --again",
-        code="E-REPLAY-OTHER",
-    )
+    raise other(advice, receipt)
 
 
-def check_plan(plan: Plan, options: Options) -> None:
+def check_plan(plan: Plan, advice: Advice) -> None:
     """Raises Stopped where the archive holds less than was asked for, and nobody said that this is fine."""
-    if plan.is_lossy and not options.allow_lossy:
+    if plan.is_lossy and not advice.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
-            hint="replay a feed that is whole; or what there is: --allow-lossy",
+            hint=f"replay a feed that is whole; or what there is: {advice.same('--allow-lossy')}",
             code="E-REPLAY-LOSSY",
         )
-    if plan.holes and not options.skip_holes:
+    if plan.holes and not advice.options.skip_holes:
         chain = plan.holes[0].chain
-        raise hole_error(chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
+        raise hole_error(advice, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
 
 
 def lossy_text(plan: Plan) -> str:

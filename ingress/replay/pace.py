@@ -109,6 +109,12 @@ def pace_of(rate: str, speed: str) -> Pace | None:
     return Both(*paces) if len(paces) == 2 else next(iter(paces), None)
 
 
+def paced_words(rate: str, speed: str) -> tuple[str, ...]:
+    """The options `--rate` and `--speed`, each one word; none of a pace that is the default."""
+    found = [f"--rate={rate}"] if rate else []
+    return (*found, f"--speed={speed}") if speed != "max" else tuple(found)
+
+
 def _speed(text: str) -> Pace | None:
     if text == "max":
         return None

@@ -16,6 +16,7 @@ from common.jetstream.kv import Entry, KeyValue, state_key
 from common.sequences import SequenceRange
 from ingress.checkpoints.documents import from_json
 from ingress.checkpoints.intent import TargetState
+from ingress.replay.advice import Advice
 from ingress.replay.plan import ChainRange
 from ingress.replay.request import Request
 
@@ -88,32 +89,64 @@ class Remembered:
     revision: int
 
 
-async def remembered(bucket: KeyValue, target: str) -> Remembered | None:
-    """The last replay into `target`; None if there was none.
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What is stored was not written by this version of Floe: why, and the revision of the key."""
 
-    Raises Stopped (E-STATE-KV) for what no Floe of this version wrote, Unavailable.
-    """
+    why: str
+    revision: int
+
+
+async def remembered(bucket: KeyValue, target: str) -> Remembered | Unreadable | None:
+    """The last replay into `target`; None if there was none. Raises Unavailable."""
     entry = await bucket.get(receipt_key(target))
     if entry is None:
         return None
-    receipt, inner = _parsed(target, entry.value)
-    return Remembered(receipt, from_json(target, inner), entry.revision)
+    try:
+        receipt, inner = _parsed(entry.value)
+        return Remembered(receipt, from_json(target, inner), entry.revision)
+    except (ValueError, Stopped) as error:
+        return Unreadable(str(error), entry.revision)
+
+
+def unreadable(advice: Advice, why: str) -> Stopped:
+    """What a replay ends with where nobody can tell what was done before."""
+    return Stopped(
+        f"stored state of the replay into {advice.request.target} cannot be read: {why}",
+        hint=advice.anew(),
+        code="E-STATE-KV",
+    )
+
+
+def other(advice: Advice, receipt: Receipt) -> Stopped:
+    """What a replay ends with where another one into its target is not finished."""
+    request, found = advice.request, receipt.request
+    return Stopped(
+        f"target {request.target}: another replay into it is not finished: expected {request.words()}, "
+        f"found {found.words()}",
+        hint=f"finish that one: {Advice(found).same()}; or {advice.anew()}",
+        code="E-REPLAY-OTHER",
+    )
 
 
 class ReceiptBucket:
     """The bucket as `ingress.checkpoints.state.StateStore` uses it, with `receipt` around each state."""
 
-    def __init__(self, bucket: KeyValue, target: str, receipt: Receipt) -> None:
-        self._bucket, self._target, self.receipt = bucket, target, receipt
+    def __init__(self, bucket: KeyValue, receipt: Receipt) -> None:
+        self._bucket, self.receipt = bucket, receipt
 
     async def get(self, key: str) -> Entry | None:
         """The state alone. Raises Stopped where another replay's receipt is around it."""
         entry = await self._bucket.get(key)
         if entry is None:
             return None
-        receipt, inner = _parsed(self._target, entry.value)
-        if receipt.request.digest != self.receipt.request.digest:
-            raise Stopped(f"target {self._target}: another replay has taken its place", code="E-REPLAY-OTHER")
+        advice = Advice(self.receipt.request)
+        try:
+            receipt, inner = _parsed(entry.value)
+        except ValueError as error:
+            raise unreadable(advice, str(error)) from error
+        if receipt.request.digest != advice.request.digest:
+            raise other(advice, receipt)
         return Entry(inner, entry.revision)
 
     async def create(self, key: str, value: bytes) -> int | None:
@@ -127,7 +160,8 @@ class ReceiptBucket:
         return b'{"version":%d,"replay":%b,"state":%b}' % (VERSION, head, state)
 
 
-def _parsed(target: str, raw: bytes) -> tuple[Receipt, bytes]:
+def _parsed(raw: bytes) -> tuple[Receipt, bytes]:
+    """The receipt, and the state within. Raises ValueError."""
     try:
         document = json.loads(raw)
         if document["version"] != VERSION:
@@ -135,8 +169,4 @@ def _parsed(target: str, raw: bytes) -> tuple[Receipt, bytes]:
         receipt = Receipt.from_json(document["replay"])
         return receipt, json.dumps(document["state"], separators=(",", ":")).encode()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, FloeError) as error:
-        raise Stopped(
-            f"stored state of the replay into {target} cannot be read: {error} (begins {raw[:40]!r})",
-            hint="purge the target and begin again: --forget",
-            code="E-STATE-KV",
-        ) from error
+        raise ValueError(f"{error} (begins {raw[:40]!r})") from error

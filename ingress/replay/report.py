@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 from common.settings.units import format_duration
+from ingress.replay.bounds import time_text
 from ingress.replay.options import Result
 from ingress.replay.outlook import Outlook, lossy_text
 from ingress.replay.plan import Plan
 from ingress.replay.progress import size_text
+from ingress.replay.receipt import Remembered, Unreadable
 from ingress.replay.request import Request
 
 SHOWN = 10  # chains and holes
@@ -18,7 +19,7 @@ SHOWN = 10  # chains and holes
 
 def plan_json(view: Outlook, request: Request) -> dict[str, Any]:
     """What `--dry-run --json` prints."""
-    former = view.former and view.former.receipt
+    former = view.former.receipt if isinstance(view.former, Remembered) else None
     return {
         "request": request.to_json(),
         "plan": view.found.plan.as_json(),
@@ -77,7 +78,9 @@ def _target_lines(view: Outlook, request: Request) -> Iterator[str]:
         yield f"target {request.target} is missing; --create makes it with {config}"
         if view.recipe.left_out:
             yield f"it would be made without {', '.join(view.recipe.left_out)} of the source"
-    if view.former is not None:
+    if isinstance(view.former, Unreadable):
+        yield f"what is remembered of the last replay into it cannot be read: {view.former.why}"
+    elif view.former is not None:
         receipt = view.former.receipt
         done = "finished" if receipt.finished else "not finished"
         yield f"the last replay into it is {done}: {receipt.request.words()}"
@@ -92,8 +95,3 @@ def result_line(result: Result, request: Request) -> str:
     if result.finished:
         return f"done: {result.rows:,} messages of {where} ({took})"
     return f"not finished: {result.rows:,} messages of {where} ({took}); the same command goes on"
-
-
-def time_text(timestamp_ns: int) -> str:
-    """A time for people, to the second."""
-    return datetime.fromtimestamp(timestamp_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

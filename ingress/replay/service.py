@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from common.clock import Clock, wait_for
 from common.errors import FloeError, Unavailable
@@ -26,12 +27,13 @@ from common.settings.service import ServiceSettings
 from ingress.checkpoints.intent import Checkpoint, TargetState
 from ingress.errors import passes_by_itself
 from ingress.replay import target
+from ingress.replay.advice import Advice
 from ingress.replay.carrying import Carrying, Surroundings
 from ingress.replay.leasing import HeldError, leased
 from ingress.replay.options import Options, Result
 from ingress.replay.outlook import Outlook, check_plan, continued, former_of, outlook
 from ingress.replay.progress import Teller
-from ingress.replay.receipt import Receipt, Remembered, receipt_key
+from ingress.replay.receipt import Receipt, Remembered, Unreadable, receipt_key
 from ingress.replay.request import Request
 from ingress.replay.survey import Survey
 
@@ -82,7 +84,12 @@ class Replay:
 
     async def outlook(self, client: FloeClient) -> Outlook:
         """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
-        return await outlook(client, self.survey, self.request, self.service.state_bucket)
+        return await outlook(client, self.survey, self._advice, self.service.state_bucket)
+
+    @property
+    def _advice(self) -> Advice:
+        """Commands for hints; once the replay has begun, they go on with it."""
+        return Advice(self.request, replace(self._options, again=self._again))
 
     async def run(self, client: FloeClient, stop: asyncio.Event) -> Result:
         """Replay until all is stored, or until `stop` is set.
@@ -118,10 +125,10 @@ class Replay:
     async def _attempt(self, client: FloeClient, stop: asyncio.Event, started: float) -> Result:
         name = self.request.target
         async with leased(
-            client, self.service, name, self._owner, self._clock, self._teller, stop
+            client, self.service, name, self._owner, self._clock, self._teller, stop, self._advice
         ) as tenures:
-            former = await former_of(client, self.service.state_bucket, name)
-            former = continued(self.request, former, again=self._again)
+            found = await former_of(client, self.service.state_bucket, name)
+            former = continued(self._advice, found)
             if former is not None and former.receipt.finished:
                 return self._result(former.receipt, former.state, started, finished=True, was_done=True)
             around = self._surroundings(client)
@@ -160,11 +167,11 @@ class Replay:
         view = await self.outlook(around.client)
         for note in view.notes:
             self._teller.say(f"note: {note}")
-        check_plan(view.found.plan, self._options)
+        check_plan(view.found.plan, self._advice)
         await target.check_ingress(around.client, self._settings.ingress.state_bucket, self.request.target)
         info = view.info or await self._created(around.client, view)
         if info.messages and not self._options.append:
-            raise target.not_empty(self.request, info)
+            raise target.not_empty(self._advice, info)
         receipt = self._receipt(view, info)
         positions = {each.chain: each.rows.first for each in receipt.ranges}
         # What stands there already need not be ours: it is not looked at.
@@ -189,7 +196,7 @@ class Replay:
 
     async def _created(self, client: FloeClient, view: Outlook) -> StreamInfo:
         if not self._options.create:
-            raise target.missing(self.request)
+            raise target.missing(self._advice)
         recipe = target.recipe(self.request, view.found.stream)
         if recipe.left_out:
             self._teller.say(f"note: made without {', '.join(recipe.left_out)} of the source")
@@ -201,7 +208,7 @@ class Replay:
         info: StreamInfo,
         receipt: Receipt,
         state: TargetState,
-        former: Remembered | None,
+        former: Remembered | Unreadable | None,
     ) -> None:
         if former is not None:
             await self._forget(around, former)
@@ -209,7 +216,7 @@ class Replay:
         if await keeper.save(state, 0) is None:
             raise Unavailable(f"target {receipt.request.target}: another replay began at the same moment")
 
-    async def _forget(self, around: Surroundings, former: Remembered) -> None:
+    async def _forget(self, around: Surroundings, former: Remembered | Unreadable) -> None:
         bucket = KeyValue(around.client, self.service.state_bucket, ttl=None, replicas=1)
         await bucket.delete(receipt_key(self.request.target), former.revision)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 
 from common.chain import Chain
@@ -21,6 +22,7 @@ from common.tasks import end
 from ingress.chains.recall import Recall
 from ingress.chains.relays import Relays
 from ingress.checkpoints.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, Piece
+from ingress.replay.advice import Advice
 from ingress.replay.plan import ChainRange
 from ingress.replay.preparing import ReplayRoster
 from ingress.rows.blocks import Block, Rows
@@ -50,19 +52,21 @@ class ReplaySource:
         roster: ReplayRoster,
         may_skip: MAY_SKIP,
         memory_limit: int,
+        advice: Advice,
     ) -> None:
+        self._advice = advice
         self._ranges, self._may_skip, self._roster = list(ranges), may_skip, roster
         self._store, self._threads = store.in_parts(), threads
         self._relays = Relays(documents, threads)
         self._budget = Budget(memory_limit // 4)
         self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
         self._decoder = Decoder(self._store, threads, self._budget)
-        self.recall = _Recall(Recall(self._store, threads, self._budget, roster, self._relays))
+        self.recall = _Recall(Recall(self._store, threads, self._budget, roster, self._relays), advice)
         self._positions: Mapping[Chain, int] | None = None
         self._again, self._changed = asyncio.Event(), asyncio.Event()
         self._ready: deque[Block] = deque()
         self._damaged: set[str] = set()
-        self._ended = False
+        self._ended, self._generation = False, 0
         self.bytes_done, self.finished = 0, asyncio.Event()
 
     async def run(self) -> None:
@@ -115,23 +119,29 @@ class ReplaySource:
         self._budget.give(sum(block.size for block in self._ready))
         self._ready.clear()
         self._positions, self._ended = dict(positions), False
+        self._generation += 1
         self._again.set()
 
     # Decoding
 
     async def _decode_all(self) -> None:
-        positions = dict(self._positions or {})
+        """Everything from the positions of now on; nothing more once there are others."""
+        generation = self._generation
+        with suppress(_StaleError):
+            await self._decode_from(dict(self._positions or {}), generation)
+            self._ended = generation == self._generation
+            self._changed.set()
+
+    async def _decode_from(self, positions: Mapping[Chain, int], generation: int) -> None:
         for _, group in groupby(self._ranges, key=lambda each: each.chain.incarnation):
             turns = deque(
-                _Turn(each.chain, positions.get(each.chain, each.rows.first), each.rows.last)
+                _Turn(each.chain, positions.get(each.chain, each.rows.first), each.rows.last, generation)
                 for each in group
             )
             while turns:
                 turn = turns.popleft()
                 if await self._stretch(turn):
                     turns.append(turn)
-        self._ended = True
-        self._changed.set()
 
     async def _stretch(self, turn: _Turn) -> bool:
         """Read the next stretch of a chain; False where it is at its end."""
@@ -140,7 +150,7 @@ class ReplaySource:
         stretch = await self._next(turn)
         if stretch is None or stretch.rows.first > turn.position:
             hole = SequenceRange(turn.position, turn.last if stretch is None else stretch.rows.first - 1)
-            self._skip(turn, hole)
+            self._skip_or_look_again(turn, hole)
             return True
         try:
             await self._read(turn, stretch)
@@ -167,28 +177,35 @@ class ReplaySource:
 
     async def _read(self, turn: _Turn, stretch: Stretch[SegmentRef]) -> None:
         def emit(block: Block) -> None:
-            turn.position = block.piece.rows.last + 1
-            self._offer(block)
+            self._offer(turn, block)
 
         preparer = self._roster.preparer(turn.chain)
         preparer.relay = await self._relays.of(turn.chain)
         problem = await self._decoder.read(stretch.segment, stretch.rows, preparer, emit)
         if problem is not None:
-            raise Stopped(
-                problem.message,
-                hint="replay into a target that takes it, or a range without it",
-                code=problem.code,
-            )
+            raise Stopped(problem.message, hint=self._advice.refused(problem.code), code=problem.code)
+
+    def _skip_or_look_again(self, turn: _Turn, hole: SequenceRange) -> None:
+        """A listing may be hours old, and damage may have been put right: look once more before it counts."""
+        if turn.looked_again:
+            self._skip(turn, hole)
+            return
+        turn.looked_again = True
+        turn.stretches.clear()
+        self._damaged.clear()
 
     def _skip(self, turn: _Turn, hole: SequenceRange) -> None:
         if not self._may_skip(turn.chain, hole):
-            raise hole_error(turn.chain, hole)
+            raise hole_error(self._advice, turn.chain, hole)
         block = Block(Piece(Gap(turn.chain), hole, 0))
+        self._offer(turn, block)
         self._budget.force(block.size)
-        turn.position = hole.last + 1
-        self._offer(block)
 
-    def _offer(self, block: Block) -> None:
+    def _offer(self, turn: _Turn, block: Block) -> None:
+        """The block is ready. Raises _StaleError where the replay has begun again elsewhere meanwhile."""
+        if turn.generation != self._generation:
+            raise _StaleError
+        turn.position, turn.looked_again = block.piece.rows.last + 1, False
         self._ready.append(block)
         self._changed.set()
 
@@ -199,11 +216,19 @@ class ReplaySource:
         )
 
 
-class _Turn:
-    """One chain: the next sequence to decode, the last one wanted, what is left of its cover."""
+class _StaleError(Exception):
+    """The replay has begun again at other positions: what is decoded belongs to nobody."""
 
-    def __init__(self, chain: Chain, position: int, last: int) -> None:
-        self.chain, self.position, self.last = chain, position, last
+
+class _Turn:
+    """One chain: the next sequence to decode, the last one wanted, what is left of its cover.
+
+    `looked_again`: what is missing at the position was looked for twice.
+    """
+
+    def __init__(self, chain: Chain, position: int, last: int, generation: int) -> None:
+        self.chain, self.position, self.last, self.generation = chain, position, last, generation
+        self.looked_again = False
         self.stretches: deque[Stretch[SegmentRef]] = deque()
         self.vanished = 0
 
@@ -211,22 +236,22 @@ class _Turn:
 class _Recall:
     """Finds the rows of an open intent again; what to do where they are gone is said for a replay."""
 
-    def __init__(self, recall: Recall) -> None:
-        self._recall = recall
+    def __init__(self, recall: Recall, advice: Advice) -> None:
+        self._recall, self._advice = recall, advice
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
         try:
             return await self._recall.rows(intent, stored)
         except Stopped as error:
-            hint = "put the segment back, and give the same command; or purge the target and begin again"
-            raise Stopped(error.message, hint=f"{hint}: --forget", code=error.code) from error
+            hint = f"put the segment back, and go on: {self._advice.same()}; or {self._advice.anew()}"
+            raise Stopped(error.message, hint=hint, code=error.code) from error
 
 
-def hole_error(chain: Chain, *holes: SequenceRange) -> Stopped:
+def hole_error(advice: Advice, chain: Chain, *holes: SequenceRange) -> Stopped:
     """What a replay ends with where sequences are missing that nobody has given up."""
     shown = ", ".join(map(str, holes[:10])) + (f" and {len(holes) - 10} more" if len(holes) > 10 else "")
     return Stopped(
         f"chain {chain}: no segment covers {shown}",
-        hint="put the segments back; or go on without these messages: --skip-holes",
+        hint=advice.holes(chain, holes),
         code="E-REPLAY-HOLE",
     )

@@ -8,20 +8,23 @@ one named.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import SegmentCorrupt, UsageError
+from common.errors import DataError, SegmentCorrupt, Unavailable
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.faults import SegmentGone
-from common.segments.moments import Timeline
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, Stretch, cover
+from common.sequences import Stretch
+from common.service.pasting import command
 from common.service.threads import Threads
+from ingress.replay.bounds import Held, Moments, check_meets
 from ingress.replay.plan import ChainPlan, ChainRange, Part, Plan, asked_range, stretches_of
 from ingress.replay.request import Request
+from ingress.replay.timing import Timing
 
 LISTINGS = 3  # tries, each on a new listing
 
@@ -42,57 +45,52 @@ class Survey:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
 
     async def look(self, request: Request) -> Found:
-        """What `request` means now. Raises UsageError, what the store raises, SegmentCorrupt never."""
+        """What `request` means now. Raises UsageError, what the store raises, DataError where damage
+        lies behind damage, Unavailable where segments vanish time and again.
+        """
         chains = request.chains(await self._threads.run(self._documents.chains, request.site, request.feed))
         stream = await self._threads.run(self._documents.read_stream, chains[-1])
         begin, end = request.moments(self._clock.now())
-        notes, plans = _first_notes(request, chains), []
-        for chain in chains:
-            plan = await self._chain(chain, request, (begin, end), notes)
-            if plan is not None:
-                plans.append(plan)
+        notes = _first_notes(request, chains)
+        looked = [await self._relisted(chain, request, (begin, end), notes) for chain in chains]
+        check_meets(request, (begin, end), [held for held, _ in looked])
+        plans = [await self._planned(each, notes) for _, each in looked if each is not None]
         return Found(Plan(tuple(plans), bool(request.subjects)), stream, tuple(notes))
 
-    async def plan_of(self, ranges: list[ChainRange], *, is_filtered: bool) -> Plan:
-        """The plan of ranges that are known already."""
-        plans = [await self._planned(each, []) for each in ranges]
-        return Plan(tuple(plans), is_filtered)
-
-    async def _chain(
-        self, chain: Chain, request: Request, moments: tuple[int | None, int | None], notes: list[str]
-    ) -> ChainPlan | None:
-        rows = await self._relisted(chain, request, moments, notes)
-        return None if rows is None else await self._planned(ChainRange(chain, rows), notes)
+    # Which sequences
 
     async def _relisted(
-        self, chain: Chain, request: Request, moments: tuple[int | None, int | None], notes: list[str]
-    ) -> SequenceRange | None:
+        self, chain: Chain, request: Request, moments: Moments, notes: list[str]
+    ) -> tuple[Held, ChainRange | None]:
         for _ in range(LISTINGS - 1):
             try:
                 return await self._range(chain, request, moments, notes)
             except SegmentGone:
                 continue
-        return await self._range(chain, request, moments, notes)
-
-    # Which sequences
+        try:
+            return await self._range(chain, request, moments, notes)
+        except SegmentGone as error:
+            raise _vanishing(chain) from error
 
     async def _range(
-        self, chain: Chain, request: Request, moments: tuple[int | None, int | None], notes: list[str]
-    ) -> SequenceRange | None:
+        self, chain: Chain, request: Request, moments: Moments, notes: list[str]
+    ) -> tuple[Held, ChainRange | None]:
+        """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
         refs = await self._threads.run(self._store.list, chain)
         begins, ends = await self._bounds(chain)
         covered = max((ref.coverage.last for ref in refs), default=0)
+        held = Held(chain, asked_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
-        if moments != (None, None):
-            timed = await self._threads.run(self._timed, refs, begins, moments)
+        if request.by_sequence or moments != (None, None):
+            extent, timed = await self._threads.run(_timed, self._store, refs, begins, moments)
+            held = replace(held, first_ns=extent[0], last_ns=extent[1])
             if timed is None:
-                return None
-            first, last = max(first or 1, timed[0]), min(last or timed[1], timed[1])
-        if request.from_sequence is not None and request.from_sequence < begins:
-            notes.append(f"the archive of {chain} begins at {begins}")
-        if request.to_sequence is not None and request.to_sequence > min(covered, ends or covered):
-            notes.append(f"the archive of {chain} ends at {min(covered, ends or covered)}")
-        return asked_range(begins, covered, ends, first, last)
+                return held, None
+            first = max(first or 1, timed[0])
+            last = timed[1] if last is None else min(last, timed[1])
+        notes += _end_notes(request, chain, begins, min(covered, ends or covered))
+        rows = asked_range(begins, covered, ends, first, last)
+        return held, None if rows is None else ChainRange(chain, rows)
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
         """Where the chain begins, and where its incarnation ended (None: it has not)."""
@@ -106,75 +104,95 @@ class Survey:
         previous = None if following is None else following.previous
         return begins, None if previous is None else previous.get(chain.partition, 0)
 
-    def _timed(
-        self, refs: list[SegmentRef], begins: int, moments: tuple[int | None, int | None]
-    ) -> tuple[int, int] | None:
-        """First and last sequence between two moments; None where nothing is. Blocking."""
-        timeline = Timeline(self._store, refs)
-        begin_ns, end_ns = moments
-        first, last = begins, max((ref.coverage.last for ref in refs), default=0)
-        if begin_ns is not None:
-            found = timeline.first_at(begin_ns)
-            if found is None:
-                return None
-            first = _with_hole_before(timeline, refs, begins, found, begin_ns)
-        if end_ns is not None:
-            found = timeline.first_at(end_ns)
-            last = last if found is None else found - 1
-        return (first, last) if first <= last else None
-
     # Which segments
 
     async def _planned(self, each: ChainRange, notes: list[str]) -> ChainPlan:
-        damaged: set[str] = set()
+        """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
+        lost = _Lost()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
         for _ in range(LISTINGS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
-            usable = [ref for ref in refs if ref.key not in damaged]
+            usable = [ref for ref in refs if ref.key not in lost.keys]
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
-            parts, bad = await self._footers(stretches)
-            if not bad:
+            parts, now = await self._footers(stretches)
+            if not now.keys:
                 return ChainPlan(each, tuple(parts), tuple(holes), tuple(accepted))
-            damaged |= bad
-            notes += [f"damaged or gone, left out: {key}" for key in sorted(bad)]
-        raise UsageError(
-            f"chain {each.chain}: too many segments are damaged or vanish; see floe segments verify"
-        )
+            lost = lost.plus(now)
+            notes += [f"damaged or gone, left out: {key}" for key in sorted(now.keys)]
+        raise _vanishing(each.chain) if now.gone else _damaged(each.chain, lost.damaged)
 
-    async def _footers(self, stretches: list[Stretch[SegmentRef]]) -> tuple[list[Part], set[str]]:
+    async def _footers(self, stretches: list[Stretch[SegmentRef]]) -> tuple[list[Part], _Lost]:
         """The stretches with their footers, and the keys of segments that cannot be read."""
         parts: list[Part] = []
-        bad: set[str] = set()
+        gone, damaged = set[str](), set[str]()
 
         async def read(stretch: Stretch[SegmentRef]) -> Part | None:
             try:
                 return Part(stretch, await self._threads.run(self._store.footer, stretch.segment))
-            except (SegmentCorrupt, SegmentGone):
-                bad.add(stretch.segment.key)
-                return None
+            except SegmentGone:
+                gone.add(stretch.segment.key)
+            except SegmentCorrupt:
+                damaged.add(stretch.segment.key)
+            return None
 
         for begin in range(0, len(stretches), 256):
             found = await asyncio.gather(*map(read, stretches[begin : begin + 256]))
             parts += [part for part in found if part is not None]
-        return parts, bad
+        return parts, _Lost(frozenset(gone), frozenset(damaged))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """Keys of segments that were listed and cannot be read."""
+
+    gone: frozenset[str] = frozenset()
+    damaged: frozenset[str] = frozenset()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return self.gone | self.damaged
+
+    def plus(self, other: _Lost) -> _Lost:
+        return _Lost(self.gone | other.gone, self.damaged | other.damaged)
+
+
+def _vanishing(chain: Chain) -> Unavailable:
+    return Unavailable(
+        f"chain {chain}: segments vanish while they are read, in {LISTINGS} listings",
+        hint="give the same command again when compaction is done; if it stays so, look at the store: "
+        + command("segments verify", f"{chain.site}/{chain.feed}"),
+        code="E-SEG-GONE",
+    )
+
+
+def _damaged(chain: Chain, keys: Collection[str]) -> DataError:
+    shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
+    return DataError(
+        f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",
+        hint="restore the objects; all that is damaged: "
+        + command("segments verify", f"{chain.site}/{chain.feed}"),
+        code="E-SEG-CORRUPT",
+    )
+
+
+def _timed(
+    store: SegmentStore, refs: list[SegmentRef], begins: int, moments: Moments
+) -> tuple[Moments, tuple[int, int] | None]:
+    """From when to when the archive goes, and the sequences between the moments. Blocking."""
+    timing = Timing(store, refs, begins)
+    return timing.extent(), timing.between(moments)
+
+
+def _end_notes(request: Request, chain: Chain, begins: int, ends: int) -> Iterator[str]:
+    """Where a range reaches beyond what is archived."""
+    if request.from_sequence is not None and request.from_sequence < begins:
+        yield f"the archive of {chain} begins at {begins}"
+    if request.to_sequence is not None and request.to_sequence > ends:
+        yield f"the archive of {chain} ends at {ends}"
 
 
 def _first_notes(request: Request, chains: list[Chain]) -> list[str]:
     if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
         return [f"sequences are those of incarnation {chains[-1].incarnation:04d}, the newest"]
     return []
-
-
-def _with_hole_before(
-    timeline: Timeline, refs: list[SegmentRef], begins: int, found: int, moment_ns: int
-) -> int:
-    """`found`, or where the hole before it begins: what is missing there may be as new as `moment_ns`."""
-    before = begins - 1
-    for stretch in cover(refs, begins):
-        if found in stretch.rows:
-            times = timeline.times_of(stretch.segment)
-            is_whole_later = times is not None and times[0] >= moment_ns
-            return before + 1 if is_whole_later and stretch.rows.first > before + 1 else found
-        before = stretch.rows.last
-    return found

@@ -17,6 +17,7 @@ from common.settings.units import format_size
 from ingress.checkpoints.commands import set_command
 from ingress.checkpoints.state import ROLE as INGRESS
 from ingress.preflight import add_command, problems
+from ingress.replay.advice import Advice
 from ingress.replay.plan import Plan
 from ingress.replay.preparing import target_settings
 from ingress.replay.request import Request
@@ -102,31 +103,36 @@ async def look(client: FloeClient, request: Request) -> StreamInfo | None:
     return info
 
 
-def missing(request: Request) -> FloeError:
+def missing(advice: Advice) -> FloeError:
     """What to say of a target that is not there and shall not be made."""
+    request = advice.request
     return ConfigError(
         f"target {request.target}: expected a stream, found none",
-        hint=f"--create makes it as stream.json has it; or {add_command(target_settings(request))}",
+        hint=f"make it by hand: {add_command(target_settings(request))}; or as stream.json has it: "
+        + advice.same("--create"),
         code="E-TARGET-MISSING",
     )
 
 
-def not_empty(request: Request, info: StreamInfo) -> FloeError:
+def not_empty(advice: Advice, info: StreamInfo) -> FloeError:
     """What to say of a target that holds messages."""
     return Stopped(
-        f"target {request.target}: expected an empty stream, found {info.messages} messages up to sequence "
-        f"{info.last_sequence}",
-        hint=f"put the messages behind those: --append; or empty it: nats stream purge {request.target}",
+        f"target {advice.request.target}: expected an empty stream, found {info.messages} messages up to "
+        f"sequence {info.last_sequence}",
+        hint=f"empty it ({advice.empty}) and give the same command; or put the messages behind those: "
+        + advice.same("--append"),
         code="E-TARGET-NOT-EMPTY",
     )
 
 
-def check_source(request: Request, document: StreamDocument | None) -> None:
+def check_source(advice: Advice, document: StreamDocument | None) -> None:
     """Raises ConfigError where the target is said to be the feed's source and is not."""
     name = None if document is None else document.config.get("name")
+    request = advice.request
     if request.into_source and name != request.target:
         raise ConfigError(
             f"--into-source: expected the target {name} as in stream.json, found {request.target}",
+            hint=advice.source(str(name or "")),
             code="E-REPLAY-SOURCE",
         )
 

@@ -39,6 +39,12 @@ class Choices:
             hint = f"restore a newer copy; or carry what it lost again: {self._from_target}"
             hint += f"; or go on without it: {self._accept}"
             return Stopped(message, hint=hint, code="E-TARGET-BEHIND")
+        if verdict.finding is Finding.MIXED:
+            hint = (
+                "set `exclusive: false` again until the intent is closed; or drop the rest of it and leave "
+            )
+            hint += f"what else stands there where it is: {self._accept}"
+            return Stopped(message, hint=hint, code="E-TARGET-SHARED")
         return self._shared(message, seen)
 
     def _replaced(self, seen: Sequence[Reading]) -> str:

@@ -45,9 +45,13 @@ class Finding(Enum):
     STORED = "the arithmetic holds"
     AHEAD = "the target is further than this state explains"
     FOREIGN = "the last message is not the one that stands there by the intent"
+    MIXED = "messages of others may stand among those of the open intent"
     BEHIND = "the target ends before the checkpoint"
     RECREATED = "another stream of the same name"
     GONE = "there is no such stream"
+
+
+NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of `exclusive: false`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +93,22 @@ def judge(state: TargetState, reading: Reading | None, expected: int | None = No
             f"last sequence: expected at least {checkpoint.target_sequence}, found {reading.last_sequence}"
         )
         return Verdict(Finding.BEHIND, detail=detail)
+    if not counts(state):
+        return Verdict(Finding.MIXED, detail=NOT_COUNTED)
     if reading.last_sequence > state.expected_sequence:
         detail = f"last sequence: expected at most {state.expected_sequence}, found {reading.last_sequence}"
         return Verdict(Finding.AHEAD, detail=detail)
     if not agrees:
         return Verdict(Finding.FOREIGN, detail=_disagreement(state, reading, expected))
     return Verdict(Finding.STORED, reading.last_sequence - checkpoint.target_sequence)
+
+
+def counts(state: TargetState) -> bool:
+    """Whether the arithmetic holds for the open intent, if there is one: nobody else's messages may stand
+    before or between its rows.
+    """
+    intent = state.intent
+    return intent is None or (not intent.is_shared and intent.base == state.checkpoint.target_sequence)
 
 
 def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Verdict | None:
@@ -121,6 +135,8 @@ def _vouches(reading: Reading, agrees: bool, begins: int) -> bool:
 
 def _agrees(state: TargetState, reading: Reading, expected: int | None) -> bool:
     if not state.checkpoint.target_sequence <= reading.last_sequence <= state.expected_sequence:
+        return False
+    if not counts(state):
         return False
     if reading.tail is Unread.GONE or reading.last_sequence <= state.checkpoint.begins:
         return True

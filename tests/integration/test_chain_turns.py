@@ -51,7 +51,9 @@ class Centre:
         )
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Centre]:
+    async def running(self, *, is_known: bool = True) -> AsyncIterator[Centre]:
+        if is_known:
+            self.supply.reset(self.stored)
         tasks = [asyncio.create_task(self.supply.run()), asyncio.create_task(self._carry())]
         try:
             yield self

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import Refused, Unavailable
+from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.layout import Layout
@@ -78,7 +79,7 @@ class Place:
         self.discovery.add(self.target)
         task = asyncio.create_task(self.discovery.run())
         try:
-            await soon(lambda: task.done() or (self.target.ticks >= 1 and self.threads.busy == 0))
+            await soon(lambda: task.done() or (self._has_polled() and self.threads.busy == 0))
             self.forget()
             yield
         finally:
@@ -86,6 +87,9 @@ class Place:
             self.threads.close()
             with suppress(asyncio.CancelledError):
                 await task
+
+    def _has_polled(self) -> bool:
+        return self.discovery._has_worked and self.target.ticks >= 1
 
     def forget(self) -> None:
         self.objects.calls.clear()
@@ -248,6 +252,62 @@ async def test_a_store_that_refuses_ends_it_with_what_it_says(place: Place) -> N
     with pytest.raises(Refused, match="no right"):
         async with place.looking():
             pass
+
+
+@pytest.mark.parametrize("error", [Refused("no right"), ConfigError("another region")])
+async def test_a_store_that_has_worked_and_refuses_is_asked_again_and_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: FloeError
+) -> None:
+    place = Place(tmp_path, poll=0.05)
+    place.make(2)
+    async with place.looking():
+        place.objects.on("list", raising(error))
+        await soon(lambda: place.health.problems())
+        await soon(lambda: place.objects.calls["list"] >= 5)
+        assert caplog.text.count("store not readable") == 1
+        place.documents.write_tail(place.chain(1), 30)
+        place.objects._faults.clear()
+        await soon(lambda: (place.chain(1), 30) in place.target.found_)
+        await soon(lambda: not place.health.problems())
+
+
+async def test_tails_that_are_all_refused_from_the_first_poll_on_end_it(place: Place) -> None:
+    place.make(2)
+    place.objects.on("get", raising(Refused("no right")))
+    with pytest.raises(Refused, match="no right"):
+        async with place.looking():
+            pass
+
+
+async def test_one_tail_that_is_refused_from_the_first_poll_on_ends_nothing(tmp_path: Path) -> None:
+    place = Place(tmp_path, poll=0.05)
+    place.make(3)
+    key = LAYOUT.tail(place.chain(1))
+
+    def refused(real: Callable[..., Any], asked: str, **limits: Any) -> Any:
+        if asked == key:
+            raise Refused("no right")
+        return real(asked, **limits)
+
+    place.objects.on("get", refused)
+    async with place.looking():
+        place.documents.write_tail(place.chain(2), 40)
+        await soon(lambda: (place.chain(2), 40) in place.target.found_)
+        assert any("no right" in problem for problem in place.health.problems())
+
+
+async def test_a_listener_that_fails_keeps_back_no_other(place: Place) -> None:
+    place.make(1)
+
+    class Failing(Target):
+        async def tick(self) -> None:
+            raise Unavailable("away")
+
+    place.discovery.add(Failing())
+    place.discovery.add(place.target)
+    with pytest.raises(Unavailable):
+        await place.discovery.look()
+    assert place.target.ticks == 1
 
 
 async def test_chains_are_looked_up_again_soon_where_that_failed(

@@ -140,6 +140,18 @@ async def test_a_drill_tells_holes_and_damage(world: World) -> None:
 
 
 @pytest.mark.servers
+async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_drills(world: World) -> None:
+    large = world.client.max_payload + 1
+    world.archive.put([*rows_of(1, 100), message(101, b"x" * large)])
+    found = run_floe("drill", "-c", world.config, *FEED)
+    assert found.returncode == 1, found
+    assert "error[E-MSG-TOO-LARGE]" in found.stderr
+    again = f"drill again: floe drill -c {world.config} --site us-east --feed NODES --incarnation 0"
+    assert again in found.stderr
+    assert await world.scratch() == []
+
+
+@pytest.mark.servers
 async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> None:
     world.archive.put(rows_of(1, 100))
     env = {"FLOE_FAILPOINTS": "replay.begun=kill"}

@@ -18,7 +18,8 @@ from common.segments.layout import Layout
 from common.segments.store import SegmentStore
 from common.service.metrics import REGISTRY
 from common.settings.store import StoreSettings
-from tests.ingress_world import PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.faulty_store import FaultyStore
+from tests.ingress_world import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.notifying import Notifying, notification
 from tests.scenarios.processes import Service
 from tests.sqs_server import CREDENTIALS, SqsServer
@@ -39,13 +40,25 @@ class S3Archive(Archive):
 
     def __init__(self, store: dict[str, Any], quiet: dict[str, Any] | None = None) -> None:
         self.folder = Path()
-        self.objects = open_objects(StoreSettings.model_validate(store))  # type: ignore[assignment]
+        self.counted = FaultyStore(open_objects(StoreSettings.model_validate(store)))
+        self.objects = self.counted  # type: ignore[assignment]
         self.store = SegmentStore(self.objects, Layout(PREFIX))
         self.documents = ChainStore(self.objects, Layout(PREFIX))
         self.rows = {}
         self.quiet = None if quiet is None else S3Archive(quiet)
         if self.quiet is not None:
             self.quiet.rows = self.rows
+
+    def looks(self) -> int:
+        """How often segments of the chain were listed."""
+        prefix = Layout(PREFIX).segments_prefix(CHAIN, 0)
+        return sum(call == ("list", prefix) for call in list(self.counted.keys))
+
+    async def is_left_alone(self) -> bool:
+        """Whether nobody looks at the chain for a second: twenty times what lies between two looks."""
+        before = self.looks()
+        await asyncio.sleep(1)
+        return self.looks() == before
 
 
 class S3Centre(Centre):
@@ -95,12 +108,17 @@ async def test_segments_arrive_by_notifications_alone_and_a_lost_one_by_the_next
             await centre.carried(client, 10)
             await soon(lambda: health.status()["parts"].get("events", {}).get("state") == "listening")
 
+            before = counted("woke")
             await asyncio.to_thread(archive.put, rows_of(11, 20))
             await centre.carried(client, 20)
+            # Both notifications, of the segment and of the tail, and the looks that they cause are over.
+            await soon(lambda: counted("woke") >= before + 2)
+            await soon(archive.is_left_alone, 30)
+            assert archive.looks() > 0
 
-            # Lost: nothing arrives by itself. Then a forged one: it makes ingress look, and all arrives.
+            # Lost: nobody looks, nothing arrives. Then a forged one: it makes ingress look, and all arrives.
             await asyncio.to_thread(archive.quiet.put, rows_of(21, 30))
-            await asyncio.sleep(1)
+            assert await archive.is_left_alone()
             assert await count_in(client, centre.target) == 20
             forged = json.dumps(notification(bucket, segment_key())).encode()
             before = counted("woke")

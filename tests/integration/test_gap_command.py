@@ -69,6 +69,17 @@ def test_what_is_accepted_stays_as_it_was_decided_first(archive: Archive) -> Non
     assert json.loads(again.stdout)["note"] == "first"
 
 
+def test_a_dry_run_asks_nobody_and_gives_nothing_up(archive: Archive) -> None:
+    shown = accept(archive, 11, 20, "--dry-run")
+    listed = accept(archive, 11, 20, "--dry-run", "--json")
+    refused = accept(archive, 5, 12, "--dry-run")
+
+    assert (shown.exit_code, refused.exit_code) == (0, 2), shown.output
+    assert shown.stdout == "us-east/NODES/0000/0 11..20 can be given up; nothing was changed\n"
+    assert json.loads(listed.stdout)["dry_run"] is True
+    assert archive.documents.gaps(CHAIN) == []
+
+
 def test_damaged_segments_are_named_and_given_up(archive: Archive) -> None:
     bad = archive.put(rows_of(11, 20))
     path = archive.folder / bad.key

@@ -11,12 +11,17 @@ import pytest
 from common.chain import Chain
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, build_block
+from common.jetstream.streams import stream_info
+from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import carrier
 from ingress.checkpoints import correcting
 from ingress.checkpoints import state as state_module
 from ingress.checkpoints.census import Census, Standing, take_census
-from ingress.checkpoints.intent import Checkpoint, TargetState
+from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
+from ingress.parked.names import State
+from ingress.parked.store import ParkedStore
+from ingress.rows.refusals import Oversize
 from tests.commands import Done, floe, invoke, paste_checkpoint
 from tests.ingress_outcomes import (
     Consumer,
@@ -32,6 +37,7 @@ from tests.ingress_outcomes import (
     store,
 )
 from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, count_in, rows_of
+from tests.segment_files import message
 from tests.support import soon
 
 pytestmark = pytest.mark.servers
@@ -445,3 +451,89 @@ async def test_what_the_command_refuses(centre: Centre, archive: Archive, nats_u
     assert full.code == 1
     assert "E-CORRECTION" in full.err
     assert "expected an empty target, found 30 messages" in full.err
+
+
+# Parked messages
+
+
+def parked_words(centre: Centre, *more: str) -> list[str]:
+    of_chain = ["--target", centre.target, "--site", CHAIN.site, "--feed", CHAIN.feed]
+    return ["parked", "retry", "-c", str(centre.write()), *of_chain, *more]
+
+
+@pytest.mark.parametrize("wanted", ["--accept", "--from-target"])
+async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_delivered(
+    tmp_path: Path, archive: Archive, nats_url: str, wanted: str
+) -> None:
+    """Message 5 is parked, the intent passes it and is dropped; 3 was tried again and stands there."""
+    centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
+    ref, rows = archive.put(rows_of(1, 10)), rows_of(1, 10)
+    async with client_of(nats_url) as client:
+        created = await make(client, centre)
+        parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
+        for row in (rows[2], rows[4]):
+            parked.park(CHAIN, Oversize(row, "message", 30, 10))
+        parked.mark_left_out(parked.name(CHAIN, 3))
+        parked.ask(parked.entries()[parked.name(CHAIN, 3)])
+        await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])
+        again = Piece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
+        rest = Piece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
+        opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
+        await (await centre.state(client)).save(opened, 0)
+        archive.objects.delete(ref.key)
+        done = await invoke(
+            "checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes"
+        )
+        assert done.code == 0, done
+        states = {name.sequence: entry.state for name, entry in parked.entries().items()}
+        assert states == {3: State.DELIVERED, 5: State.PARKED}
+
+        retried = await invoke(*parked_words(centre, "--all", "--yes"))
+        assert retried.code == 0, retried
+        async with service(centre):
+            await stands(client, centre, [1, 2, 3, 4, 6, 7, 5])
+
+
+async def test_what_was_parked_before_a_purge_is_not_delivered_beside_what_is_carried_again(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """Also where the server reports another creation time than the stored one."""
+    centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
+    archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
+    async with client_of(nats_url) as client:
+        await make(client, centre, max_msg_size=1000)
+        async with centre.running():
+            await closed_at(client, centre, 9)
+        await client.api(f"STREAM.PURGE.{centre.target}")
+        info = await stream_info(client, centre.target)
+        assert info is not None
+        await client.api(f"STREAM.UPDATE.{centre.target}", {**info.config, "max_msg_size": 100_000})
+        assert (await invoke(*forget(centre))).code == 0
+        async with service(centre):
+            await stands(client, centre, numbers((1, 10)))
+            await closed_at(client, centre, 19)
+            retried = await invoke(*parked_words(centre, "--all", "--yes", "--json"))
+            one = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
+    assert (retried.code, retried.json()) == (0, [])
+    assert (one.code, "E-PARKED" in one.err, "floe parked ls -c " in one.err) == (3, True, True)
+
+
+async def test_what_is_parked_follows_the_stored_state_where_the_creation_time_drifts(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    centre = Centre(tmp_path, archive, nats_url, create=None, on_oversize="park")
+    archive.put([*rows_of(1, 4), message(5, b"L" * 2000, subject=b"nodes.1"), *rows_of(6, 10)])
+    async with client_of(nats_url) as client:
+        await make(client, centre, max_msg_size=1000)
+        created = "2020-01-01T00:00:00Z"
+        parked = ParkedStore(archive.objects, archive.documents.layout, centre.target, created)
+        await store(client, centre, rows_of(1, 4))
+        state = TargetState(Checkpoint(4, created, {CHAIN: 5}))
+        await (await centre.state(client)).save(state, 0)
+        async with service(centre):
+            await closed_at(client, centre, 9)
+        assert [(name.sequence, e.state) for name, e in parked.entries().items()] == [(5, State.PARKED)]
+        done = await invoke(*parked_words(centre, "--sequence", "5", "--yes"))
+        assert done.code == 0, done
+        unnamed = await invoke(*parked_words(centre, "--sequence", "5", "--yes", "--site", "a.b"))
+        assert unnamed.code == 2

@@ -126,14 +126,18 @@ async def test_a_message_that_is_too_large_is_put_aside_and_delivered_once_it_fi
         assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (41, 40)
 
 
-def floe_parked(*words: str) -> Result:
-    return CliRunner().invoke(floe.cli, ["parked", *words], prog_name="floe")
+async def floe_parked(*words: str) -> Result:
+    return await run_floe("parked", *words)
 
 
-def listed(config: Path) -> dict[int, dict[str, Any]]:
-    result = floe_parked("ls", "-c", str(config), "--json")
+async def listed(config: Path) -> dict[int, dict[str, Any]]:
+    result = await floe_parked("ls", "-c", str(config), "--json")
     assert result.exit_code == 0, result.output
     return {row["sequence"]: row for row in json.loads(result.output)}
+
+
+async def are(config: Path, states: list[str]) -> bool:
+    return [row["state"] for row in (await listed(config)).values()] == states
 
 
 async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
@@ -148,29 +152,29 @@ async def test_the_command_lists_shows_and_asks_and_is_told_what_came_of_it(
         await make(client, centre)
         async with centre.running():
             await centre.carried(client, 18)
-            await soon(lambda: {row["state"] for row in listed(config).values()} == {"parked"})
-            assert set(listed(config)) == {5, 17}
-            assert listed(config)[5]["why"].endswith("bytes, the target takes 1000")
+            await soon(lambda: are(config, ["parked", "parked"]))
+            assert set(await listed(config)) == {5, 17}
+            assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1000")
 
-            shown = floe_parked("cat", *of_chain, "--sequence", "17")
+            shown = await floe_parked("cat", *of_chain, "--sequence", "17")
             assert shown.stdout_bytes == archive.rows[CHAIN][16].payload
-            shown = floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
+            shown = await floe_parked("cat", *of_chain, "--sequence", "17", "--headers")
             assert shown.stdout_bytes == archive.rows[CHAIN][16].headers
-            found = json.loads(floe_parked("cat", *of_chain, "--sequence", "17", "--json").output)
+            found = json.loads((await floe_parked("cat", *of_chain, "--sequence", "17", "--json")).output)
             assert base64.b64decode(found["payload"]) == archive.rows[CHAIN][16].payload
             assert base64.b64decode(found["subject"]) == b"nodes.large"
 
             await raise_limit(client, centre, 1800)
-            assert floe_parked("retry", *of_chain, "--all").exit_code == 2
-            assert floe_parked("retry", *of_chain, "--sequence", "9", "--yes").exit_code == 3
-            assert floe_parked("retry", *of_chain, "--all", "--yes").exit_code == 0
-            assert {row["state"] for row in listed(config).values()} == {"asked for"}
+            assert (await floe_parked("retry", *of_chain, "--all")).exit_code == 2
+            assert (await floe_parked("retry", *of_chain, "--sequence", "9", "--yes")).exit_code == 3
+            assert (await floe_parked("retry", *of_chain, "--all", "--yes")).exit_code == 0
+            assert {row["state"] for row in (await listed(config)).values()} == {"asked for"}
         async with centre.running():
             messages = await centre.carried(client, 19)
-            await soon(lambda: [row["state"] for row in listed(config).values()] == ["parked", "delivered"])
-            assert listed(config)[5]["why"].endswith("bytes, the target takes 1800")
+            await soon(lambda: are(config, ["parked", "delivered"]))
+            assert (await listed(config))[5]["why"].endswith("bytes, the target takes 1800")
             assert [each.message.sequence for each in messages][-1] == 17
-            assert floe_parked("retry", *of_chain, "--sequence", "17", "--yes").exit_code == 3
+            assert (await floe_parked("retry", *of_chain, "--sequence", "17", "--yes")).exit_code == 3
 
 
 async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_restart(

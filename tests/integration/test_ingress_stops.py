@@ -14,6 +14,7 @@ from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.streams import create_stream
 from common.service.monitor import Health
+from ingress.carriage import Carriage
 from tests.commands import paste_checkpoint
 from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.scenarios.processes import run_floe
@@ -127,6 +128,19 @@ async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
             check_exact(await centre.carried(client, 30), archive, centre.prefix)
 
 
+async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ingress.carrier.IDLE_LOOK", 0.5)
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 30)
+        await client.api(f"STREAM.DELETE.{centre.target}")
+
+        await soon(lambda: "E-TARGET-GONE" in str(health.status()), 20)
+        assert not health.is_ready()
+
+
 async def test_a_purged_target_goes_on(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     """A purge keeps the last sequence, and what was carried was carried."""
     centre = Centre(tmp_path, archive, nats_url)
@@ -220,6 +234,34 @@ async def test_one_target_that_stops_does_not_stop_another(
         stop.set()
         with pytest.raises(ConfigError):
             await asyncio.wait_for(running, 20)
+
+
+async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_ends_with_1(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, good = Centre(tmp_path, archive, nats_url), Centre(tmp_path, archive, nats_url)
+    targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
+    health, stop, carry = Health(SystemClock()), asyncio.Event(), Carriage.run
+
+    async def run(self: Carriage, *rest: Any) -> None:
+        if self._target == bad.target:
+            raise ZeroDivisionError("nobody foresaw this")
+        await carry(self, *rest)
+
+    monkeypatch.setattr(Carriage, "run", run)
+    async with client_of(nats_url) as client:
+        running = asyncio.create_task(good.run(stop, health, targets=targets))
+        await good.carried(client, 30)
+        await soon(lambda: bad.status(health).get("state") == "stopped")
+        assert any("nobody foresaw this" in problem for problem in health.problems())
+        stop.set()
+        with pytest.raises(FloeError) as error:
+            await asyncio.wait_for(running, 20)
+        assert (error.value.code, error.value.exit_code) == ("E-UNEXPECTED", 1)
+
+    # Alone it does not keep a process that does nothing.
+    with pytest.raises(FloeError, match="nobody foresaw this"):
+        await asyncio.wait_for(bad.run(), 20)
 
 
 async def test_a_full_target_is_waited_for(tmp_path: Path, archive: Archive, nats_url: str) -> None:

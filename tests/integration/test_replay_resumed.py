@@ -120,7 +120,9 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
     async with slow.connected() as client:
         running = asyncio.create_task(slow.run(client, stop))
         await asyncio.sleep(0.5)
-        await refused(world, "E-REPLAY-RUNS")
+        error = await refused(world, "E-REPLAY-RUNS")
+        assert "a replay by " in error.message
+        assert error.hint.startswith("wait until it is done, or stop it there; then: floe replay -c ")
         stop.set()
         assert not (await running).finished
 
@@ -132,6 +134,16 @@ async def test_ingress_and_replay_do_not_share_a_target(world: World) -> None:
     with pytest.raises(Stopped) as caught:
         await world.run(target=world.centre.target, prefix=world.centre.target)
     assert caught.value.code == "E-REPLAY-INGRESS"
+
+
+async def test_ingress_that_carries_is_not_overtaken(world: World) -> None:
+    world.fill((1, 20))
+    async with world.centre.running():
+        await world.centre.carried(world.client, 20)
+        error = await refused(world, "E-REPLAY-RUNS", target=world.centre.target, prefix=world.centre.target)
+    assert "ingress by " in error.message
+    assert "then: floe replay -c " in error.hint
+    assert f"--site us-east --feed NODES --target {world.centre.target}" in error.hint
 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:

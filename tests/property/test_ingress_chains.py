@@ -115,6 +115,7 @@ class World:
         giving_up = supply._lookout.giving_up
         self._give_up, giving_up.give_up = giving_up.give_up, self.give_up  # type: ignore[method-assign]
         self.supply = supply
+        supply.reset({})
 
     # What stands in for others
 

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from http.client import HTTPException
 
 from tests.scenarios.delivery_centre import Instance
 
@@ -90,7 +91,7 @@ class Meter:
         if not instance.service.runs():
             return
         key = (instance.name, instance.service.pid)
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, HTTPException):  # it may be killed in the middle of an answer
             self._last[key] = await asyncio.to_thread(scrape, instance.monitor)
             for (name, labels), number in self._last[key].items():
                 if name == "floe_ingress_publisher" and number:

@@ -95,7 +95,10 @@ def test_each_command_exists_and_has_help(name: str):
         ("egress", {"run"}),
         ("ingress", {"run"}),
         ("segments", {"ls", "info", "cat", "verify"}),
-        ("checkpoint", {"ls"}),
+        ("checkpoint", {"ls", "set"}),
+        ("gap", {"ls", "accept"}),
+        ("chain", {"ls", "pause", "resume"}),
+        ("parked", {"ls", "cat", "retry"}),
         ("config", {"check"}),
     ],
 )
@@ -103,6 +106,13 @@ def test_each_group_has_its_commands(group: str, names: set[str]):
     command = floe.cli.get_command(click.Context(floe.cli), group)
     assert isinstance(command, click.Group)
     assert names <= set(command.commands)
+
+
+@pytest.mark.parametrize("name", ["replay", "drill"])
+def test_a_command_without_a_group_is_one(name: str):
+    command = floe.cli.get_command(click.Context(floe.cli), name)
+    assert command is not None
+    assert not isinstance(command, click.Group)
 
 
 def test_the_version_is_that_of_the_distribution():

@@ -115,7 +115,7 @@ def test_a_target_that_flows_into_itself_cannot_be_run():
 def test_every_line_of_the_list_names_a_key_that_exists():
     for unbuilt in UNBUILT:
         section = Settings
-        *path, key = [part for part in unbuilt.path.split(".") if part != "*"]
+        *path, key = [part for part in unbuilt.split(".") if part != "*"]
         for part in path:
             [section, *_] = sections_of(fields_of(section)[part].annotation)
-        assert key in fields_of(section), unbuilt.path
+        assert key in fields_of(section), unbuilt

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import itertools
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -107,9 +110,97 @@ def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> Non
     assert f"floe {' '.join(command)}" in result.output.split("\n", 1)[1]
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
-def test_commands_in_the_docs_exist(path: Path) -> None:
-    known = {" ".join(command[: n + 1]) for command in commands(floe.cli) for n in range(len(command))}
-    named = re.findall(r"^\s*floe ([a-z]+(?: [a-z]+)?)", path.read_text(), re.MULTILINE)
+# Commands
 
-    assert [name for name in named if name not in known and name.split()[0] not in known] == []
+FENCED = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(floe [a-z][^`]*)`")
+ELLIPSIS = "…"
+
+
+def joined(text: str) -> list[str]:
+    """Lines, with those that end in a backslash put together."""
+    return [line.strip() for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+
+
+def whole_commands(text: str) -> list[str]:
+    """Commands that stand on lines of their own, in fences or indented, as somebody would paste them."""
+    indented = "".join(
+        re.findall(r"^    (?: *)(?:floe .*\n(?:(?<=\\\n) .*\n)*)", FENCED.sub("", text), re.MULTILINE)
+    )
+    lines = [line for block in [*FENCED.findall(text), indented] for line in joined(block)]
+    return [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?floe [a-z]", line)]
+
+
+def words_of(line: str) -> list[str]:
+    """The arguments of the first `floe` of a line, optional ones too, up to what belongs to the shell."""
+    lexer = shlex.shlex(re.sub(r"\[(\S[^]]*)\]", r"\1", line), posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words = list(itertools.takewhile(lambda word: not set(word) <= set("|&;<>"), lexer))
+    return [word for word in words[1:] if word != ELLIPSIS]
+
+
+def problem(line: str, *, is_whole: bool) -> str:
+    """Why `floe` would not take the command; empty if it would. `is_whole`: it says all that is required."""
+    command: click.Command = floe.cli
+    words = words_of(line)
+    while isinstance(command, click.Group) and words:
+        found = command.get_command(click.Context(command), words[0])
+        if found is None:
+            return f"{line}: no command {words[0]}"
+        command, words = found, words[1:]
+    if isinstance(command, click.Group) or (not is_whole and not words):
+        return ""
+    try:
+        command.make_context(command.name, list(words))
+    except click.exceptions.Exit:
+        return ""
+    except click.MissingParameter as error:
+        return f"{line}: {error.format_message()}" if is_whole and ELLIPSIS not in line else ""
+    except click.UsageError as error:
+        return "" if has_placeholder(error, words) else f"{line}: {error.format_message()}"
+    return ""
+
+
+def has_placeholder(error: click.UsageError, words: list[str]) -> bool:
+    """Whether what is wrong is only that a value is a name in capitals, as `--sequence N`."""
+    names = (word for word in words if re.fullmatch(r"[A-Z]+(\+1)?", word))
+    return isinstance(error, click.BadParameter) and any(f"'{name}'" in error.message for name in names)
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_commands_in_the_docs_are_taken_as_they_stand(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
+    text = path.read_text()
+    found = [problem(line, is_whole=True) for line in whole_commands(text)]
+    found += [
+        problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))
+    ]
+
+    assert [each for each in found if each] == []
+
+
+def test_a_command_that_floe_would_not_take_is_found() -> None:
+    fence = "```sh\nfloe status --nothing\nfloe drill -c f.yaml\n```\n\n"
+    text = fence + "    floe parked lss\n\nSee `floe gap ls -x`, `floe checkpoint set … --sequence N`.\n"
+
+    assert [bool(problem(line, is_whole=True)) for line in whole_commands(text)] == [True, True, True]
+    assert [bool(problem(line, is_whole=False)) for line in INLINE.findall(text)] == [True, False]
+
+
+def help_of(words: tuple[str, ...]) -> str:
+    command: click.Command = floe.cli
+    for word in words:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), word)
+        assert found is not None
+        command = found
+    return inspect.cleandoc(command.help or "")
+
+
+@pytest.mark.parametrize("command", commands(floe.cli), ids=" ".join)
+def test_the_example_of_every_help_is_taken_as_it_stands(command: tuple[str, ...]) -> None:
+    lines = joined(re.split(r"Examples?:\s+", help_of(command))[-1])
+    examples = list(itertools.takewhile(lambda line: line.startswith("floe "), lines))
+
+    assert examples
+    assert [found for line in examples if (found := problem(line, is_whole=True))] == []

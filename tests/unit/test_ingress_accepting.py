@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.chain import Chain
@@ -19,7 +21,10 @@ from ingress.checkpoints.corrections import (
     move,
     rebuild,
 )
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState, open_intent
+from ingress.checkpoints.documents import from_json, to_json
+from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs, Piece, TargetState, open_intent
+from ingress.checkpoints.marks import Marks, Sightings
+from ingress.parked.names import Entry, ParkedName
 from ingress.verdicts.verdict import Origin, Reading, Unread
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
@@ -169,7 +174,9 @@ def test_another_stream_of_the_name_is_taken_with_what_it_holds() -> None:
     seen = census(0, 2, (1, None, 0), (2, B, 8))
     correction = accept(CLOSED, reading(2, Origin(B, 8), "t1"), seen, {})
 
-    assert correction.after == TargetState(Checkpoint(2, "t1", {A: 11, B: 5}, begins=2))
+    # What was put aside for the former one was never stored: it stays what it was.
+    checkpoint = Checkpoint(2, "t1", {A: 11, B: 5}, begins=2, parked=ParkedAs("t0"))
+    assert correction.after == TargetState(checkpoint)
     assert correction.told[0].startswith("another stream of the name")
 
 
@@ -215,7 +222,8 @@ def test_only_an_empty_target_is_filled_again() -> None:
     assert forget(CLOSED, None, 0).after is None
     assert forget(CLOSED, reading(0, created="t1"), 0).after is None
     purged = forget(CLOSED, reading(100), 0)
-    assert purged.after == TargetState(Checkpoint(100, "t0", {}, begins=100))
+    parked = ParkedAs("t0", ((None, 0),))
+    assert purged.after == TargetState(Checkpoint(100, "t0", {}, begins=100, parked=parked))
     assert purged.told[1] == f"{A}: begins anew; what of it is stored already is stored twice"
 
 
@@ -223,3 +231,79 @@ def test_chains_that_are_not_listed_any_more_are_forgotten_unless_an_intent_hold
     assert positions(forget_unlisted(CLOSED, {("us-east", "NODES")}).after) == {A: 11}
     kept = forget_unlisted(OPEN, set()).after
     assert kept == OPEN
+
+
+# Parked messages
+
+
+def tried_again(sequence: int, chain: Chain = A) -> Piece:
+    name = SegmentName(chain, 0, SequenceRange(sequence, sequence), "0" * 16)
+    return Piece(name, SequenceRange(sequence, sequence), 1, out_of_turn=True)
+
+
+def test_what_the_dropped_intent_passed_or_stored_of_parked_messages_is_marked() -> None:
+    state = open_intent(CLOSED, [tried_again(3), replace(piece(11, 20, 4), left_out=(12, 19))])
+
+    whole = accept(state, reading(105, Origin(A, 20)), census(100, 105, (101, A, 3), state=state), {})
+    part = accept(state, reading(102, Origin(A, 13)), census(100, 102, (101, A, 3), state=state), {})
+    none = accept(state, reading(100, Origin(A, 10)), census(100, 100, state=state), {})
+
+    assert whole.marks == Marks(((A, 12), (A, 19)), ((A, 3),))
+    assert (positions(part.after)[A], part.marks) == (14, Marks(((A, 12),), ((A, 3),)))
+    assert (positions(none.after)[A], none.marks) == (11, Marks())
+    assert f"{A} 12, {A} 19: parked; floe parked retry delivers it" in whole.told
+    assert not [line for line in whole.told if "not awaited" in line]
+
+
+def test_a_parked_message_behind_a_foreign_one_is_marked_by_what_stands_there_or_refused() -> None:
+    state = open_intent(CLOSED, [tried_again(3), tried_again(4), piece(11, 20, 4)])
+    held = [(101, A, 3), (102, None, 0), (103, A, 11)]
+
+    seen = accept(state, reading(103, Origin(A, 11)), census(100, 103, *held, state=state), {})
+    assert seen.marks == Marks((), ((A, 3),))
+    gone = census(100, 103, *held[:2], state=state)
+    with pytest.raises(CorrectionRefused, match=f"whether these parked ones are stored, .*: {A} 4"):
+        accept(state, reading(103), gone, {A: 12})
+    repeated = accept(state, reading(103), gone, {}, repeats=True)
+    assert repeated.marks == Marks((), ((A, 3),))
+
+
+def parked_entry(sequence: int, created: str = "t0", **marks: bool) -> Entry:
+    return Entry(ParkedName(A, sequence, created), is_kept=True, **marks)
+
+
+def test_the_marks_of_a_lost_state_are_found_in_the_target() -> None:
+    """4 was passed without; 5 went in its turn; 6 was tried again and stands there; 9 is not passed."""
+    entries = [parked_entry(4), parked_entry(5), parked_entry(6, is_left_out=True), parked_entry(9)]
+    entries += [parked_entry(3, "other")]
+    seen = Census(0, 3, Sightings({(A, each) for each in (3, 4, 5, 6, 9)}))
+    for at, sequence in enumerate((5, 7, 6), 1):
+        words = (A.site, A.feed, A.incarnation, A.partition)
+        seen.add(at, build_block([Provenance(*words, sequence, 1).line()]))
+
+    correction = rebuild(None, reading(3, Origin(A, 6)), seen, entries=entries)
+
+    assert correction.marks == Marks(((A, 4),), ((A, 6),))
+
+
+def names_of(state: TargetState | None, *sequences: int) -> list[str]:
+    assert state is not None
+    assert from_json("T", to_json("T", state)) == state
+    return [state.checkpoint.parked_as.of(A, sequence) for sequence in sequences]
+
+
+def test_what_was_parked_stands_for_nothing_where_it_is_carried_again() -> None:
+    """Else a message that goes in its turn this time would be delivered by `parked retry` as well."""
+    back = move(CLOSED, A, 5).after
+    assert back is not None
+    assert names_of(back, 4, 5) == ["t0", "t0+1"]
+    assert back.checkpoint.parked_as.of(B, 9) == "t0"
+    assert names_of(move(back, A, 3).after, 2, 3, 5) == ["t0", "t0+1", "t0+2"]
+    assert names_of(move(CLOSED, A, 15).after, 5, 15) == ["t0", "t0"]
+    assert names_of(forget(CLOSED, reading(100), 0).after, 1) == ["t0+1"]
+    assert names_of(forget(CLOSED, reading(0), 0).after, 1) == ["t0+1"]
+    assert names_of(forget(CLOSED, reading(7, created="t1"), 0).after, 1) == ["t1"]
+    assert names_of(rebuild(CLOSED, reading(2), census(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == [
+        "t0",
+        "t0+1",
+    ]

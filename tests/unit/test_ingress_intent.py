@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from ingress.checkpoints.intent import (
     close_intent,
     merged,
     open_intent,
+    share_intent,
 )
 from ingress.checkpoints.state import StateStore
 
@@ -122,6 +123,18 @@ def test_the_stored_form_comes_back_as_it_was() -> None:
     assert from_json("FLEET", to_json("FLEET", state())) == state()
 
 
+def test_an_intent_that_others_may_stand_in_says_so_in_its_stored_form() -> None:
+    opened = open_intent(state({A: 11}, 100), [piece(11, 20)])
+    shared = open_intent(state({A: 11}, 100), [piece(11, 20)], 130, is_shared=True)
+
+    assert b"shared" not in to_json("T", opened)
+    assert from_json("T", to_json("T", shared)) == shared
+    assert from_json("T", to_json("T", share_intent(opened))).intent == replace(opened.intent, is_shared=True)
+    assert share_intent(opened).checkpoint == opened.checkpoint
+    with pytest.raises(CheckpointConflict):
+        share_intent(state())
+
+
 def test_a_full_intent_over_a_thousand_chains_stays_far_below_what_a_message_may_hold() -> None:
     chains = [Chain(f"site-{n:04d}", "NODE_DATA_OF_THE_FLEET") for n in range(1000)]
     full = open_intent(state(dict.fromkeys(chains, 1)), [piece(1, 9, chain=chain) for chain in chains])
@@ -156,6 +169,7 @@ def stored(**changes: Any) -> bytes:
         ),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
         (stored(intent=7), "not subscriptable"),
+        (stored(positions={"us-east/NODES": 12}), "expected rows from 12, got 11"),
     ],
 )
 def test_a_spoiled_state_stops_the_target_and_says_why(raw: bytes, why: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from common.clock import ManualClock
@@ -85,6 +88,16 @@ def test_a_gap_reads_back_as_it_was_written_and_refuses_everything_else() -> Non
         AcceptedGap(SequenceRange(1, 2), "x" * 1001)
 
 
+@pytest.mark.parametrize("at", ["yesterday", "2026-01-01", "2026-01-01T00:00:00", "2026-13-01T00:00:00Z"])
+def test_a_gap_whose_time_is_none_is_refused(at: str) -> None:
+    good = AcceptedGap(SequenceRange(1, 2), at="2026-01-01T00:00:00.123456789Z")
+
+    assert AcceptedGap.from_json(good.to_json()) == good
+    assert AcceptedGap(SequenceRange(1, 2)).at == ""
+    with pytest.raises(ValueError, match="expected a time with its zone"):
+        AcceptedGap.from_json(good.to_json().replace(good.at.encode(), at.encode()))
+
+
 def test_the_key_of_a_gap_tells_its_range_and_gaps_that_end_before_a_position_are_not_listed() -> None:
     layout, prefix = Layout("p"), "p/_floe/x/gaps/"
     key = layout.gap(prefix, SequenceRange(5, 9))
@@ -133,6 +146,20 @@ def test_where_ingress_may_not_write_nothing_is_later_than_what_is_there() -> No
     store_clock = StoreClock(objects, "k", ManualClock())  # type: ignore[arg-type]
 
     assert store_clock.now(123.0) == 123.0
+    assert store_clock.stamp() == ManualClock().now()
     objects.error = OutcomeUnknown("lost")
     with pytest.raises(Unavailable):
         store_clock.now(123.0)
+
+
+def test_threads_that_ask_for_the_stores_clock_at_once_ask_the_store_once() -> None:
+    class Slow(Objects):
+        def put(self, key: str, body: bytes) -> None:
+            super().put(key, body)
+            time.sleep(0.05)
+
+    objects = Slow()
+    store_clock = StoreClock(objects, "k", ManualClock())  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(store_clock.now, [0.0] * 3)) == [5000.0] * 3
+    assert objects.puts == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import Stopped
 from common.sequences import SequenceRange
 from common.service.threads import Threads
 from common.settings.ingress import TargetSettings
@@ -14,7 +15,7 @@ from ingress.chains.recall import Recall
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
 from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Intent, TargetState
+from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
 from ingress.parked.store import ParkedStore
 from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
@@ -29,6 +30,7 @@ SETTINGS = TargetSettings.model_validate(
     {"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]}
 )
 SMALL, LARGE = Shape(Accepting([">"]), 1000, parks=True), Shape(Accepting([">"]), 1 << 20, parks=True)
+NARROW = Shape(Accepting(["other.>"]), 1 << 20)
 
 
 @pytest.fixture
@@ -97,3 +99,26 @@ async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_
         assert [rows.sequence(index) for index in range(rows.count)] == [3]
         ((_, _, payload),) = rows.messages(0, 1)
         assert bytes(payload) == b"L" * 2000
+
+
+async def test_a_row_of_an_open_intent_that_the_target_takes_no_more_names_what_works(
+    tmp_path: Path, threads: Threads
+) -> None:
+    archive = Archive(tmp_path)
+    ref = archive.put([message(s, b"L" * 2000 if s == 3 else b"x", subject=b"a.b") for s in range(1, 6)])
+    intent = Intent(0, (Piece(ref.segment, ref.coverage, 5),))
+    for shape, code in ((Shape(Accepting([">"]), 1000), "E-MSG-TOO-LARGE"), (NARROW, "E-SUBJECT")):
+        budget = Budget(1 << 30)
+        relays = Relays(archive.documents, threads)
+        recall = Recall(archive.store, threads, budget, Roster(SETTINGS, shape), relays)
+
+        with pytest.raises(Stopped) as stop:
+            await recall.rows(intent, 0)
+
+        assert stop.value.code == code
+        assert "floe checkpoint set -c " in stop.value.hint
+        assert stop.value.hint.endswith("--target T --accept --yes")
+        # Neither moving the chain nor looking at it again helps while the intent is open.
+        assert "--sequence" not in stop.value.hint
+        assert "chain resume" not in stop.value.hint
+        assert budget.used == 0

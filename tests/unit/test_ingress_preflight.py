@@ -45,6 +45,41 @@ def test_the_line_that_makes_a_missing_target_can_be_pasted() -> None:
     )
 
 
+def source(**keys: Any) -> dict[str, Any]:
+    return {"site": "us-east", "feed": "NODES", **keys}
+
+
+def moved(before: str, after: str) -> dict[str, Any]:
+    return source(subject_transform={"source": before, "destination": after})
+
+
+@pytest.mark.parametrize(
+    ("sources", "told"),
+    [
+        ([source(subject_prefix="fleet", subject_remove="nodes.")], "--subjects 'fleet.>' "),
+        ([source(subject_prefix="b"), source(subject_prefix="a")], "--subjects 'a.>,b.>' "),
+        ([moved("nodes.*", "fleet.{{partition(4,1)}}.$1")], "--subjects 'fleet.*.*' "),
+        ([moved("nodes.*", "fleet.$1"), source(subject_prefix="fleet")], "--subjects 'fleet.>' "),
+        # What may be anything is asked for by `nats`.
+        ([source()], "--storage"),
+        ([source(subject_prefix="fleet"), source(site="eu-west")], "--storage"),
+        ([source(subject_prefix="fleet", subject_remove="fleet.")], "--storage"),
+    ],
+)
+def test_the_line_that_makes_a_target_names_the_subjects_that_its_sources_make(
+    sources: list[dict[str, Any]], told: str
+) -> None:
+    line = add_command(target(sources=[{**each, "feed": f"F{n}"} for n, each in enumerate(sources)]))
+
+    assert line.startswith(f"nats stream add FLEET {told}")
+
+
+def test_the_line_that_makes_a_target_allows_what_its_control_headers_need() -> None:
+    line = add_command(target(control_headers=["Nats-TTL", "Nats-Rollup", "Nats-Marker-Reason"]))
+
+    assert line.endswith("--allow-direct --allow-msg-ttl --allow-rollup --defaults")
+
+
 def test_what_floe_creates_it_also_takes() -> None:
     assert list(problems(created(create={}), target(create={}))) == []
 

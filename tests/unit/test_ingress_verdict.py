@@ -72,6 +72,21 @@ def test_where_the_exact_sequence_is_known_it_must_be_that_one() -> None:
     assert verdict.detail == "message 102 is us-east/NODES/0000/0 13, expected us-east/NODES/0000/0 14"
 
 
+@pytest.mark.parametrize("base", [100, 130])
+@pytest.mark.parametrize("stored", [0, 4, 9])
+def test_an_intent_that_others_may_stand_in_is_never_counted(base: int, stored: int) -> None:
+    """`exclusive: false` became `true` while it was open: what stands behind the checkpoint may be theirs."""
+    pieces = [piece(11, 20, 4), piece(5, 9, 5, B)]
+    shared = open_intent(CLOSED, pieces, base, is_shared=True)
+
+    assert judge(shared, reading(base + stored)).finding is Finding.MIXED
+    assert judge(shared, reading(base + 9, Origin(B, 9))).finding is Finding.MIXED
+    # Another stream is not vouched for either.
+    assert judge(shared, reading(base + 9, Origin(B, 9), "t1")).finding is Finding.RECREATED
+    # A state of a version that did not write down for whom it was.
+    assert judge(open_intent(CLOSED, pieces, 130), reading(130)).finding is Finding.MIXED
+
+
 def test_a_target_beyond_the_intent_was_written_by_somebody_else() -> None:
     assert judge(OPEN, reading(110)).finding is Finding.AHEAD
     assert judge(CLOSED, reading(101, Origin(A, 11))).finding is Finding.AHEAD

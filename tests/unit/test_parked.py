@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,13 @@ from common.segments.layout import Layout, SegmentName
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.service.threads import Threads
-from ingress.checkpoints.intent import Intent, Piece
+from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs, Piece, TargetState
+from ingress.checkpoints.state import Stored
+from ingress.decisions.pauses import Pause, Pauses
+from ingress.parked.keeper import ParkedKeeper
 from ingress.parked.message import from_bytes, to_bytes
 from ingress.parked.names import ParkedKeys, ParkedName, State, waiting
+from ingress.parked.retries import EVERYTHING, Retries
 from ingress.parked.source import ParkedSource
 from ingress.parked.store import ParkedStore
 from ingress.rows.blocks import Block, Material, Rows
@@ -82,7 +88,7 @@ def test_the_state_follows_from_the_names_alone(marks: str, state: State, waits:
     entries = keys.entries(listing)
 
     assert entries[name].state is state
-    assert (waiting(entries, CREATED), waiting(entries, "other")) == (waits, 0)
+    assert waiting(entries) == waits
 
 
 blocks = st.one_of(st.none(), st.binary(max_size=40))
@@ -224,3 +230,123 @@ async def test_what_a_reset_drops_may_be_offered_again(parked: ParkedStore, thre
 
     assert not source.is_offered(parked.name(CHAIN, 5))
     assert await source.take(asyncio.Event()) is None
+
+
+async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
+    """An intent may leave out thousands, and stays open until all of them are marked."""
+    threads, under_way, most = Threads("parked", 16), [0], [0]
+
+    def mark(_name: ParkedName) -> None:
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        time.sleep(0.01)
+        under_way[0] -= 1
+
+    parked.mark_left_out = mark  # type: ignore[method-assign]
+    piece = Piece(SegmentName(CHAIN, 0, SequenceRange(1, 100), "0" * 16), SequenceRange(1, 100), 0)
+    source = ParkedSource(Supply(), parked, threads)  # type: ignore[arg-type]
+    await source.before_close(Intent(0, (replace(piece, left_out=tuple(range(1, 65))),)))
+    threads.close()
+
+    assert most[0] > 4
+
+
+class Counting(LocalObjects):
+    """Counts listings of more than one message."""
+
+    listings = 0
+
+    def list(self, prefix: str, **options: Any) -> list[ObjectInfo]:
+        self.listings += not prefix.endswith("0007/") and not prefix.endswith("0008/")
+        return super().list(prefix, **options)
+
+
+class Desk:
+    """The clock, the recall and the pauses of a `Retries`."""
+
+    def __init__(self) -> None:
+        self.now, self.pauses, self.failing, self.tried = 0.0, Pauses(), set[int](), list[int]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def read(self) -> Pauses:
+        return self.pauses
+
+    async def reshape(self) -> None:
+        pass
+
+    async def again(self, name: ParkedName) -> Block:
+        self.tried.append(name.sequence)
+        if name.sequence in self.failing:
+            raise Unavailable("chain.json is gone")
+        return again(name.sequence)
+
+
+def retries_of(parked: ParkedStore, threads: Threads) -> tuple[Retries, Desk]:
+    desk, supply = Desk(), Supply()
+    supply.recall = desk  # type: ignore[attr-defined]
+    source = ParkedSource(supply, parked, threads)  # type: ignore[arg-type]
+    return Retries(parked, source, threads, desk, desk.reshape, desk), desk  # type: ignore[arg-type]
+
+
+def left_out(parked: ParkedStore, *sequences: int) -> None:
+    for sequence in sequences:
+        parked.park(CHAIN, Oversize(message(sequence), "message", 30, 10))
+        parked.mark_left_out(parked.name(CHAIN, sequence))
+
+
+async def test_what_nobody_asks_for_is_not_listed_again_and_again(tmp_path: Path, threads: Threads) -> None:
+    objects = Counting(tmp_path)
+    parked = ParkedStore(objects, Layout("p"), "FLEET", CREATED)
+    left_out(parked, 7, 8)
+    retries, desk = retries_of(parked, threads)
+    desk.pauses = Pauses({CHAIN: Pause("2026-01-01T00:00:00Z")})
+
+    for _ in range(3):
+        await retries.look()
+    assert objects.listings == 1
+    parked.ask(*parked.entries().values())
+    before = objects.listings
+    for _ in range(3):
+        await retries.look()
+    assert (objects.listings, desk.tried) == (before + 1, [])  # paused
+    desk.pauses = Pauses()
+    await retries.look()
+    assert (objects.listings, desk.tried) == (before + 1, [7, 8])
+    desk.now += EVERYTHING
+    await retries.look()
+    assert objects.listings == before + 2
+
+
+async def test_one_message_that_cannot_be_tried_keeps_no_other_waiting(
+    parked: ParkedStore, threads: Threads, caplog: pytest.LogCaptureFixture
+) -> None:
+    left_out(parked, 7, 8)
+    retries, desk = retries_of(parked, threads)
+    desk.failing = {7}
+    parked.ask(*parked.entries().values())
+
+    for _ in range(3):
+        await retries.look()
+
+    assert desk.tried == [7, 8, 7, 7]
+    told = [record for record in caplog.records if "parked message not tried" in record.getMessage()]
+    assert len(told) == 1
+
+
+async def test_messages_are_kept_under_the_name_of_the_stored_state(parked: ParkedStore) -> None:
+    """A server may report another creation time after a restart; an operator may have a chain begin anew."""
+    kept_as = ParkedAs("t9", ((CHAIN, 5),))
+
+    class Keeper:
+        async def load(self) -> Stored:
+            return Stored(TargetState(Checkpoint(9, "drifted", {}, parked=kept_as)), 3)
+
+    await ParkedKeeper(Keeper(), parked).load()  # type: ignore[arg-type]
+    left_out(parked, 4, 5)
+
+    assert [name.created for name in parked.entries()] == ["t9", "t9+1"]
+    parked.kept_as = ParkedAs("t9", ((CHAIN, 4), (CHAIN, 5)))
+    assert parked.entries() == {}  # carried again: what was parked before stands for nothing
+    assert not parked.may_be_delivered(parked.name(CHAIN, 5))

@@ -1,0 +1,420 @@
+"""What must not happen to a chain when its documents, its store or its state come late or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectInfo
+from common.segments.documents import ChainStore
+from common.segments.gaps import AcceptedGap
+from common.segments.layout import Layout
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.settings.start import StartSettings
+from ingress import metrics
+from ingress.chains import supply as supply_module
+from ingress.chains.starts import Starts
+from tests.faulty_store import FaultyStore, raising
+from tests.ingress_world import CHAIN, PREFIX, Archive, rows_of
+from tests.integration.test_chain_starts import moment
+from tests.integration.test_chain_turns import Centre
+from tests.support import soon
+
+PART = Chain("us-east", "NODES", 0, 1)
+LATER = CHAIN.next_incarnation()
+START = Layout(PREFIX).start_document("FLEET", "us-east", "NODES")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 100))
+    return archive
+
+
+def carried(centre: Centre, chain: Chain = CHAIN) -> int:
+    """Messages of the chain that were carried."""
+    return sum(count for each, count in centre.order if each == chain)
+
+
+# What is stored comes late
+
+
+async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: Archive) -> None:
+    archive.put(rows_of(1, 30, PART), chain=PART)
+    centre = Centre(archive, start_at_end=True)
+    async with centre.running(is_known=False):
+        for _ in range(5):
+            await centre.look()
+            centre.supply.wake(CHAIN)
+            await asyncio.sleep(0.02)
+        assert (centre.supply.ready(), centre.supply.positions, centre.threads.busy) == ((), {}, 0)
+
+        centre.stored = {CHAIN: 51}
+        centre.supply.reset(centre.stored)
+        # By itself: no poll has to come first.
+        await soon(lambda: centre.stored == {CHAIN: 101, PART: 31})
+
+    assert (carried(centre), carried(centre, PART)) == (50, 30)
+    assert archive.objects.get(START) is None
+
+
+async def test_a_start_is_resolved_by_what_is_stored_when_it_is_written(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, go_on = threading.Event(), threading.Event()
+
+    def slow(chain: Chain) -> int | None:
+        reads.set()
+        assert go_on.wait(10)
+        return None
+
+    monkeypatch.setattr(archive.documents, "read_floor", slow)
+    centre = Centre(archive, start_at_end=True)
+    async with centre.running():
+        await centre.look()
+        await soon(reads.is_set)
+        centre.stored = {CHAIN: 51}
+        centre.supply.reset(centre.stored)
+        go_on.set()
+        await centre.reaches({CHAIN: 101})
+    assert carried(centre) == 50
+    assert archive.objects.get(START) is None
+
+
+# One error of the store
+
+
+@pytest.mark.parametrize("error", [Unavailable("503"), Refused("no right"), ConfigError("region")])
+async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError
+) -> None:
+    centre = Centre(archive, start_sequence=90)
+    monkeypatch.setattr(centre.supply._attendant, "_look_at_stopped", 0.0)
+    giving_up = centre.supply._lookout.giving_up
+    real, asked = giving_up.arrived, []
+
+    def arrived(chain: Chain, position: int) -> Any:
+        asked.append(position)
+        if len(asked) == 1:
+            raise error
+        return real(chain, position)
+
+    monkeypatch.setattr(giving_up, "arrived", arrived)
+    async with centre.running():
+        await centre.look()
+        await soon(lambda: asked)
+        await centre.supply._attendant.attend()
+        await centre.reaches({CHAIN: 101})
+    assert len(asked) >= 2
+    assert carried(centre) == 11
+
+
+@pytest.mark.parametrize("clears", ["fail", "replan", "ends_at", "stop", "retry"])
+def test_whatever_clears_what_a_chain_leaves_out_makes_it_begin_anew(archive: Archive, clears: str) -> None:
+    lane = Centre(archive).supply.roster.add(CHAIN, {})
+    assert lane is not None
+    arguments: dict[str, tuple[Any, ...]] = {
+        "ends_at": (100,),
+        "stop": (Unavailable("x"), 1.0),
+        "retry": (1.0,),
+    }
+
+    lane.begins(1, 90)
+    getattr(lane, clears)(*arguments.get(clears, ()))
+    assert (lane.has_begun, lane.given_up) == (False, None)
+
+    lane.begins(1, 90)
+    lane.passes()
+    lane.end = None
+    getattr(lane, clears)(*arguments.get(clears, ()))
+    assert lane.has_begun
+
+
+async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive.put(rows_of(1, 9, PART), chain=PART)
+    archive.begin(LATER, previous={0: 100, 1: 9})
+    real, errors = archive.documents.read_stream, [Unavailable("archived"), Refused("no right")]
+
+    def read(chain: Chain) -> Any:
+        if chain.incarnation == 1 and errors:
+            raise errors[0]
+        return real(chain)
+
+    monkeypatch.setattr(archive.documents, "read_stream", read)
+    centre = Centre(archive)
+    async with centre.running():
+        await centre.reaches({CHAIN: 101, PART: 10})
+        await centre.look()
+        assert caplog.text.count("stream.json unread") == 1
+        errors.pop(0)
+        await centre.look()
+        await centre.look()
+        assert caplog.text.count("stream.json unread") == 2
+        assert "no right" in centre.supply.roster.get(LATER).waits_for
+        errors.clear()
+        archive.put(rows_of(1, 5, LATER), chain=LATER)
+        await centre.reaches({LATER: 6})
+
+
+@pytest.mark.parametrize(
+    "error", [Refused("key revoked", code="E-S3-KMS"), ConfigError("x", code="E-S3-REGION")]
+)
+async def test_what_the_store_refuses_about_one_chain_stops_that_chain_alone(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError
+) -> None:
+    archive.put(rows_of(1, 9, PART), chain=PART)
+    real = archive.store.list
+
+    def listed(chain: Chain, **limits: Any) -> Any:
+        if chain == PART:
+            raise error
+        return real(chain, **limits)
+
+    monkeypatch.setattr(archive.store, "list", listed)
+    centre = Centre(archive)
+    async with centre.running():
+        await centre.reaches({CHAIN: 101})
+        await soon(lambda: getattr(centre.supply.roster.get(PART).stopped, "code", "") == error.code)
+        archive.put(rows_of(101, 110))
+        await centre.reaches({CHAIN: 111})
+
+
+async def test_a_store_that_does_not_answer_is_told_once_for_a_chain(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def away(*_: Any, **__: Any) -> Any:
+        asked.append(1)
+        raise Unavailable("away")
+
+    monkeypatch.setattr(archive.store, "list", away)
+    centre = Centre(archive)
+    async with centre.running():
+
+        async def three() -> bool:
+            await centre.look()
+            return len(asked) >= 3
+
+        await soon(three, every=0.05)
+    assert caplog.text.count("store not readable") == 1
+
+
+# What is searched, and how often
+
+
+def test_a_moment_that_is_waited_for_is_searched_for_only_in_what_is_new(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "store")
+    for first in range(1, 101, 10):
+        archive.put(rows_of(first, first + 9))
+    objects, listed = FaultyStore(LocalObjects(archive.folder)), []
+
+    def noted(real: Any, *args: Any, **kwargs: Any) -> list[ObjectInfo]:
+        found = list(real(*args, **kwargs))
+        listed.extend(found)
+        return found
+
+    objects.on("list", noted)
+    layout = Layout(PREFIX)
+    store, documents = SegmentStore(objects, layout), ChainStore(objects, layout)  # type: ignore[arg-type]
+    starts = Starts("FLEET", store, documents, ManualClock())
+    settings = StartSettings.model_validate({"start_time": moment(115)})
+
+    def begins() -> int:
+        listed.clear()
+        return starts.resolve(CHAIN, settings, 1, None, {}).sequence
+
+    assert (begins(), len(listed)) == (0, 10)
+    archive.put(rows_of(101, 110))
+    assert (begins(), len(listed)) == (0, 1)
+    archive.put(rows_of(1, 120), level=1)
+    assert (begins(), len(listed)) == (115, 1)
+    assert (begins(), len(listed)) == (115, 12)
+
+
+async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    centre = Centre(archive, start_time=moment(105))
+    starts = centre.supply._lookout._starts
+    real, asked = starts.resolve, []
+
+    def resolve(*args: Any) -> Any:
+        found = real(*args)
+        asked.append(found.sequence)
+        if len(asked) == 1:
+            archive.put(rows_of(101, 110))
+            centre.supply.roster.archive(CHAIN, 110)
+        return found
+
+    monkeypatch.setattr(starts, "resolve", resolve)
+    async with centre.running():
+        await centre.reaches({CHAIN: 111})
+    assert asked[0] == 0
+    assert carried(centre) == 6
+
+
+async def test_a_last_segment_without_a_tail_is_found_after_it_was_compacted(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    centre = Centre(archive)
+    async with centre.running():
+        await centre.reaches({CHAIN: 101})
+        archive.put(rows_of(101, 110), level=1, tail=False)
+        monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.0)
+        monkeypatch.setattr(supply_module, "LOOK_EVERYWHERE", 0.0)
+        await centre.reaches({CHAIN: 111})
+
+
+async def test_nothing_is_lost_that_is_only_far_down_a_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = Archive(tmp_path / "other")
+    monkeypatch.setattr("ingress.chains.looking._searched", lambda *_: _[4])
+    archive.begin()
+    for sequence in range(11, 131):
+        archive.put(rows_of(sequence, sequence), tail=False)
+    archive.put(rows_of(1, 130))
+    centre, stops = Centre(archive, lost_segment_timeout="1s"), []
+    monkeypatch.setattr(centre.supply._attendant, "stop", lambda *stop: stops.append(stop))
+    async with centre.running():
+        await centre.reaches({CHAIN: 131})
+    assert (stops, carried(centre)) == ([], 130)
+
+
+async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_through_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = Archive(tmp_path / "other")
+    archive.begin()
+    for sequence in range(31, 151):
+        archive.put(rows_of(sequence, sequence), tail=False)
+    archive.put(rows_of(11, 150))
+    asked: list[SequenceRange] = []
+    real = supply_module.Lookout._halt.__globals__["survey"]
+    monkeypatch.setattr(
+        "ingress.chains.lookout.survey", lambda *args: [asked.append(args[2]), real(*args)][1]
+    )
+    centre = Centre(archive, lost_segment_timeout="1s")
+    monkeypatch.setattr(centre.supply._attendant, "_look_at_stopped", 0.0)
+    async with centre.running():
+
+        async def stopped() -> bool:
+            await centre.look()
+            lane = centre.supply.roster.get(CHAIN)
+            return lane is not None and lane.stopped is not None
+
+        await soon(stopped, every=0.05)
+        lane = centre.supply.roster.get(CHAIN)
+        assert "sequences 1..10 are lost" in lane.stopped.message
+        looked_at = lane.looked_at
+        await centre.supply._attendant.attend()
+        await soon(lambda: lane.looked_at > looked_at and not lane.is_busy)
+        assert len(asked) == 1
+
+
+# Gaps that were passed
+
+
+async def test_a_gap_is_counted_and_told_once_however_often_the_chain_is_made_anew(
+    archive: Archive, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive.put(rows_of(111, 120))
+    archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
+    counter = metrics.lost_sequences.labels("FLEET", "us-east", "NODES", "0")
+    before, centre = counter._value.get(), Centre(archive)
+    centre.stored = {CHAIN: 101}
+    async with centre.running():
+        await centre.reaches({CHAIN: 121})
+        centre.stored = {CHAIN: 101}
+        centre.supply.reset(centre.stored)  # the position was not stored, though the gap was written down
+        await centre.reaches({CHAIN: 121})
+    assert counter._value.get() - before == 10
+    assert caplog.text.count("gap passed") == 1
+
+
+async def test_a_passed_gap_without_a_sound_time_ends_nothing(
+    archive: Archive, caplog: pytest.LogCaptureFixture
+) -> None:
+    gap = AcceptedGap(SequenceRange(3, 4), "", "x", "2026-01-01T00:00:00Z")
+    key = archive.store.layout.gap(archive.store.layout.passed_prefix("FLEET", CHAIN), gap.range)
+    archive.objects.put(key, gap.to_json().replace(b"2026-01-01T00:00:00Z", b"yesterday"))
+    centre = Centre(archive)
+    centre.stored = {CHAIN: 50}
+    async with centre.running():
+        await centre.reaches({CHAIN: 101})
+    assert "gap ignored" in caplog.text
+
+
+def test_a_spoiled_gap_is_told_once_until_it_is_put_right(
+    archive: Archive, caplog: pytest.LogCaptureFixture
+) -> None:
+    gap = AcceptedGap(SequenceRange(101, 110))
+    key = archive.store.layout.gap(archive.store.layout.gaps_prefix(CHAIN), gap.range)
+    for told in (1, 2):
+        archive.objects.put(key, b"{")
+        for _ in range(3):
+            assert archive.documents.gaps(CHAIN) == []
+        assert caplog.text.count("gap ignored") == told
+        archive.objects.put(key, gap.to_json())
+        assert archive.documents.gaps(CHAIN) == [gap]
+
+
+async def test_decisions_that_cannot_be_read_are_told_once(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attendant = Centre(archive).supply._attendant
+
+    class Away:
+        read = staticmethod(raising(Unavailable("away")))
+
+    async def read() -> Any:
+        raise Unavailable("away")
+
+    decisions = Away()
+    decisions.read = read  # type: ignore[method-assign,assignment]
+    monkeypatch.setattr(attendant, "_decisions", decisions)
+    for _ in range(3):
+        await attendant.attend()
+    assert caplog.text.count("decisions not readable") == 1
+
+
+async def test_where_the_stores_clock_is_refused_what_was_there_has_not_arrived_behind(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = archive.put(rows_of(101, 110))
+    archive.put(rows_of(111, 120))
+    path = archive.folder / bad.key
+    path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
+    archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
+    centre = Centre(archive)
+    objects = FaultyStore(archive.objects).on("put", raising(Refused("no right")))
+    monkeypatch.setattr(centre.supply._lookout.giving_up._clock, "_objects", objects)
+    monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.1)
+    async with centre.running():
+        # Down to the second: what was there is older than that then.
+        await asyncio.sleep(1.1)
+        await centre.reaches({CHAIN: 121})
+        lane = centre.supply.roster.get(CHAIN)
+        looked_at = lane.looked_at
+        await centre.look()
+        await soon(lambda: lane.looked_at >= looked_at and not lane.is_busy)
+        for _ in range(5):
+            await centre.look()
+            await asyncio.sleep(0.1)
+    [gap] = archive.documents.passed_gaps("FLEET", CHAIN)
+    assert gap.at > "2000"
+    assert "arrived behind a gap" not in caplog.text
+    assert objects.calls["put"] >= 1

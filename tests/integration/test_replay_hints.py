@@ -1,0 +1,284 @@
+"""Every stop of a replay ends in a command: pasted through the real CLI, it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.jetstream.kv import KeyValue
+from common.jetstream.streams import stream_info
+from common.segments.documents import ChainDocument, StreamDocument
+from common.segments.segment import Ledger, Reason
+from common.sequences import SequenceRange
+from common.service import shutdown
+from infra.local.nats import NatsServer
+from ingress.replay import options
+from ingress.replay.options import Options
+from ingress.replay.pace import MessageRate
+from ingress.replay.receipt import receipt_key
+from tests.commands import Done, invoke
+from tests.ingress_world import CHAIN, client_of, count_in, rows_of
+from tests.replay_world import World
+
+pytestmark = pytest.mark.servers
+ROWS = 900
+
+
+@pytest.fixture
+async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
+    async with client_of(nats_server.url) as client:
+        yield World(tmp_path, nats_server.url, client)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run on loops of other threads, where signals cannot be caught, and do not look for long."""
+
+    @asynccontextmanager
+    async def unstopped() -> AsyncIterator[asyncio.Event]:
+        yield asyncio.Event()
+
+    monkeypatch.setattr(shutdown, "stop_on_signals", unstopped)
+    monkeypatch.setattr(options, "Options", partial(Options, look_spacing=0.05))
+
+
+# Commands
+
+
+async def replay(world: World, *more: str, **asked: Any) -> Done:
+    """The command, as an operator types it."""
+    words = shlex.split(world.replay(**asked).request.words())
+    return await invoke("replay", "-c", str(world.centre.write()), *words, *more)
+
+
+async def stopped(world: World, code: str, *more: str, exit_code: int = 1, **asked: Any) -> str:
+    done = await replay(world, *more, **asked)
+    assert (done.code, f"error[{code}]" in done.err) == (exit_code, True), done
+    return done.err
+
+
+def command(text: str, *wanted: str) -> list[str]:
+    """The arguments of the first `floe` command of a hint that has all of `wanted` in it."""
+    found = re.findall(r"floe ((?:replay|gap accept) [^;()\n]*?)(?= &&|;|\)|\n|$)", text)
+    return shlex.split(next(each for each in found if all(word in each for word in wanted)))
+
+
+async def paste(text: str, *wanted: str) -> None:
+    done = await invoke(*command(text, *wanted))
+    assert done.code == 0, (done, text)
+
+
+# States of the world
+
+
+async def half_way(world: World, **asked: Any) -> None:
+    """A replay of ROWS messages that was stopped within its intent."""
+    world.fill((1, ROWS))
+    await world.make()
+    work, stop = world.replay(Options(pace=MessageRate(400)), **asked), asyncio.Event()
+
+    async with work.connected() as client:
+        running = asyncio.create_task(work.run(client, stop))
+        async with asyncio.timeout(10):
+            while not await count_in(world.client, world.target):
+                await asyncio.sleep(0.01)
+        stop.set()
+        assert not (await running).finished
+
+
+async def foreign(world: World) -> None:
+    await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
+
+
+async def purge(world: World, text: str) -> None:
+    """What the `nats stream purge` of the hint does."""
+    assert f"nats stream purge {world.target} --force" in text
+    await world.client.api(f"STREAM.PURGE.{world.target}")
+
+
+async def update(world: World, **config: Any) -> None:
+    info = await stream_info(world.client, world.target)
+    assert info is not None
+    await world.client.api(f"STREAM.UPDATE.{world.target}", {**info.config, **config})
+
+
+async def not_empty(world: World) -> None:
+    world.fill((1, ROWS))
+    await world.make()
+    await foreign(world)
+    text = await stopped(world, "E-TARGET-NOT-EMPTY", "--rate", "90000/s")
+    assert "--rate=90000/s --append" in text
+    await paste(text, "--append")
+    await world.client.api(f"STREAM.PURGE.{world.target}", {"keep": ROWS})
+
+
+async def hole_given_up(world: World) -> None:
+    world.fill((1, 800), (811, 820), (831, ROWS))
+    await world.make()
+    text = await stopped(world, "E-REPLAY-HOLE")
+    await paste(text, "gap accept", "--first 801")
+    assert "801..810" not in await stopped(world, "E-REPLAY-HOLE")
+    await paste(text, "gap accept", "--first 821")
+    assert (await replay(world)).code == 0
+
+
+async def hole_skipped(world: World) -> None:
+    world.fill((1, 800), (811, 820), (831, ROWS))
+    await world.make()
+    await paste(await stopped(world, "E-REPLAY-HOLE"), "--skip-holes")
+
+
+async def lossy(world: World) -> None:
+    world.archive.begin()
+    world.archive.put(rows_of(1, ROWS), SequenceRange(1, 2 * ROWS), ledger=Ledger({Reason.SAMPLED_OUT: ROWS}))
+    await world.make()
+    await paste(await stopped(world, "E-REPLAY-LOSSY"), "--allow-lossy")
+
+
+async def shared(world: World) -> None:
+    await half_way(world)
+    await foreign(world)
+    text = await stopped(world, "E-TARGET-SHARED")
+    await purge(world, text)
+    await paste(text, "--again")
+
+
+async def gone(world: World) -> None:
+    await half_way(world)
+    await world.client.api(f"STREAM.DELETE.{world.target}")
+    await paste(await stopped(world, "E-TARGET-GONE"), "--again", "--create")
+
+
+async def missing(world: World) -> None:
+    world.fill((1, ROWS))
+    await paste(await stopped(world, "E-TARGET-MISSING", exit_code=78), "--create")
+
+
+async def source_named(world: World) -> None:
+    begin_at_source(world)
+    text = await stopped(
+        world, "E-REPLAY-SOURCE", "--create", exit_code=78, target="ELSE", prefix="", into_source=True
+    )
+    await paste(text, f"--target {world.target}", "--into-source", "--create")
+
+
+async def source_left_out(world: World) -> None:
+    begin_at_source(world)
+    await world.make()
+    world.archive.documents.create_stream(CHAIN.next_incarnation(), StreamDocument({"name": "ELSE"}, "t0"))
+    world.archive.begin(CHAIN.next_incarnation())
+    text = await stopped(world, "E-REPLAY-SOURCE", exit_code=78, prefix="", into_source=True)
+    assert "into-source" not in " ".join(command(text, f"--target {world.target}"))
+    await paste(text, f"--target {world.target}")
+
+
+def begin_at_source(world: World) -> None:
+    """The target is the stream that was frozen."""
+    document = StreamDocument({"name": world.target, "subjects": [f"{world.target}.>"]}, "t0")
+    world.archive.documents.create_stream(CHAIN, document)
+    world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
+    rows = rows_of(1, ROWS)
+    world.archive.put([replace(m, subject=f"{world.target}.a".encode()) for m in rows])
+
+
+async def other_finished(world: World) -> None:
+    await half_way(world)
+    await paste(await stopped(world, "E-REPLAY-OTHER", from_sequence=5), "replay")
+
+
+async def other_dropped(world: World) -> None:
+    await half_way(world, to_sequence=ROWS - 1)
+    text = await stopped(world, "E-REPLAY-OTHER")
+    await purge(world, text)
+    await paste(text, "--again")
+
+
+async def state_spoiled(world: World) -> None:
+    await half_way(world)
+    bucket = KeyValue(world.client, world.centre.state_bucket, ttl=None, replicas=1)
+    entry = await bucket.get(receipt_key(world.target))
+    assert entry is not None
+    await bucket.update(receipt_key(world.target), b'{"version":99}', entry.revision)
+    text = await stopped(world, "E-STATE-KV")
+    dry = await replay(world, "--dry-run")
+    assert (dry.code, "cannot be read" in dry.out) == (0, True)
+    await purge(world, text)
+    await paste(text, "--again")
+
+
+async def rows_lost(world: World) -> None:
+    """The open intent names more rows than what is left of its segment."""
+    await half_way(world)
+    (ref,) = world.archive.store.list(CHAIN)
+    world.archive.store.delete(ref)
+    rows = rows_of(1, ROWS)
+    world.archive.put(rows[: ROWS // 2], SequenceRange(1, ROWS), ledger=Ledger({Reason.DELETED: ROWS // 2}))
+    text = await stopped(world, "E-INTENT")
+    assert "--forget" not in text
+    await purge(world, text)
+    await paste(text, "--again")
+    assert await world.sequences() == list(range(1, ROWS // 2 + 1))
+    # The rest, so that all is there in the end.
+    world.archive.put(rows, level=1)
+    await paste(await stopped(world, "E-TARGET-NOT-EMPTY", from_sequence=ROWS // 2 + 1), "--append")
+
+
+async def subject_widened(world: World) -> None:
+    world.fill((1, ROWS))
+    await world.make(subjects=[f"{world.target}.nodes.1"])
+    text = await stopped(world, "E-SUBJECT")
+    await update(world, subjects=[f"{world.target}.>"])
+    await paste(text, f"--target {world.target} ")
+
+
+async def subject_elsewhere(world: World) -> None:
+    world.fill((1, ROWS))
+    await world.make(subjects=[f"{world.target}.nodes.1"])
+    await paste(await stopped(world, "E-SUBJECT"), "--create")
+    world.target += "_ALL"
+
+
+async def message_too_large(world: World) -> None:
+    world.archive.put([*rows_of(1, ROWS - 1), *rows_of(ROWS, ROWS, size=5000)])
+    await world.make(max_msg_size=2000)
+    text = await stopped(world, "E-MSG-TOO-LARGE")
+    assert f"stops at sequence {ROWS}" in text
+    assert f"nats stream edit {world.target} --max-msg-size=-1 --force" in text
+    await update(world, max_msg_size=-1)
+    await paste(text, "replay")
+
+
+@pytest.mark.parametrize(
+    "mend",
+    [
+        not_empty,
+        hole_given_up,
+        hole_skipped,
+        lossy,
+        shared,
+        gone,
+        missing,
+        source_named,
+        source_left_out,
+        other_finished,
+        other_dropped,
+        state_spoiled,
+        rows_lost,
+        subject_widened,
+        subject_elsewhere,
+        message_too_large,
+    ],
+)
+async def test_the_command_of_a_hint_goes_on(world: World, mend: Callable[[World], Awaitable[None]]) -> None:
+    await mend(world)
+    there = {message.sequence for message in world.archive.rows[CHAIN]}
+    assert await world.sequences() == sorted(there)

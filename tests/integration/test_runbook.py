@@ -1,0 +1,170 @@
+"""The commands of the runbook (docs/replay.md) as they stand there, against a world that lost something."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.streams import stream_info
+from common.segments.segment import Message
+from infra.local.nats import NatsServer
+from ingress import carrier
+from ingress.checkpoints import correcting
+from tests.commands import ROOT, Done, configuration, floe
+from tests.egress_bench import SITE, Bench, connected
+from tests.ingress_outcomes import closed_at, stop_of
+from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support import soon, unique
+
+pytestmark = pytest.mark.servers
+ASK = ("checkpoint", "set")  # commands that ask on a terminal: here nobody can be asked
+
+
+def commands(section: str) -> list[str]:
+    """The lines of the code blocks of a section, in order."""
+    page = (ROOT / "docs" / "replay.md").read_text()
+    text = re.search(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    assert text, section
+    blocks = re.findall(r"^( *)```\n(.*?)^ *```$", text[1], re.M | re.S)
+    return [line.strip() for _, block in blocks for line in block.splitlines()]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A section, and what stands for the names in it."""
+
+    section: str
+    names: dict[str, str]
+
+    async def run(self, wanted: str) -> Done:
+        """Run the one command that ends in `wanted`; nothing is changed but names."""
+        (line,) = [each for each in commands(self.section) if each.endswith(wanted)]
+        program, *words = [self.names.get(word, word) for word in shlex.split(line)]
+        assert program == "floe"
+        yes = ["--yes"] if tuple(words[:2]) == ASK and "--dry-run" not in words else []
+        done = await floe(*words, *yes)
+        assert done.code == 0, (line, done)
+        return done
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correcting, "STILL", 0.1)
+    monkeypatch.setattr(carrier, "IDLE_SPACING", 0.2)
+    monkeypatch.setattr(carrier, "ROUND_SPACING", 0.2)
+
+
+def recent(first: int, last: int) -> list[Message]:
+    """Rows of the last minutes."""
+    begin = int((time.time() - 600) * 1e9)
+    return [replace(m, timestamp_ns=begin + m.sequence * 1_000_000) for m in rows_of(first, last)]
+
+
+def page_of(section: str, centre: Centre) -> Page:
+    last = f"{centre.target}_LAST"
+    names = {"central.yaml": str(centre.write()), "FLEET": centre.target, "FLEET_LAST": last, "last": last}
+    return Page(section, names)
+
+
+async def test_the_target_of_the_centre_is_lost(tmp_path: Path, nats_url: str) -> None:
+    archive = Archive(tmp_path / "store")
+    archive.put(recent(1, 30))
+    centre = Centre(tmp_path, archive, nats_url)
+    page = page_of("The centre's target is lost", centre)
+    async with client_of(nats_url) as client, centre.running() as health:
+        await closed_at(client, centre, 30)
+        await page.run("--subject-prefix last --create")  # beside the living target
+        assert await count_in(client, f"{centre.target}_LAST") == 30
+
+        await client.api(f"STREAM.DELETE.{centre.target}")
+        archive.put(recent(31, 40))
+        assert (await stop_of(centre, health))["code"] == "E-TARGET-GONE"
+        await page.run("--forget")
+        check_exact(await centre.carried(client, 40), archive, centre.prefix)
+
+
+async def test_the_state_bucket_is_lost(tmp_path: Path, nats_url: str) -> None:
+    archive = Archive(tmp_path / "store")
+    archive.put(recent(1, 30))
+    centre = Centre(tmp_path, archive, nats_url)
+    page = page_of("The state bucket is lost", centre)
+    async with client_of(nats_url) as client:
+        async with centre.running():
+            await closed_at(client, centre, 30)
+        await client.api(f"STREAM.DELETE.KV_{centre.state_bucket}")
+        archive.put(recent(31, 40))
+        async with centre.running() as health:
+            assert (await stop_of(centre, health))["code"] == "E-TARGET-NOT-EMPTY"
+            shown = await page.run("--from-target --dry-run")
+            assert "31" in shown.out
+            assert await count_in(client, centre.target) == 30
+            await page.run("--from-target")
+            check_exact(await centre.carried(client, 40), archive, centre.prefix)
+
+
+@pytest.fixture
+async def bench(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_server.url)
+    yield Bench(nats_server.url, tmp_path, client)
+    await client.aclose()
+
+
+async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(bench: Bench) -> None:
+    name = unique("NODES")
+    feed: dict[str, Any] = {"stream": name}
+    centre = over(bench, name)
+    page = Page(
+        "The stream at a site is lost",
+        {
+            "site.yaml": str(configuration(bench, feed)),
+            "central.yaml": str(centre.write()),
+            "us-east": SITE,
+            "NODES": name,
+            "FLEET": centre.target,
+        },
+    )
+    await bench.make_stream(name)
+    await bench.publish(name, (b"%d" % n for n in range(300)))
+    running = bench.start(bench.settings(feed))
+    try:
+        async with centre.running() as health:
+            await centre.carried(bench.client, 300, 30)
+            await bench.client.api(f"STREAM.DELETE.{name}")
+            done = await page.run("--into-source --create")
+            count = int(re.findall(r"done: (\d+) messages", done.out)[0])
+
+            def halted() -> bool:
+                chains = centre.status(health).get("chains", {})
+                stop = chains.get(str(Chain(SITE, name, 1)), {})
+                return stop.get("code") == "E-INCARNATION" and bench.end(name, 1) == count
+
+            await soon(halted, 30)
+            page.names["N+1"] = str(count + 1)
+            await page.run("--sequence N+1")
+            await bench.publish(name, (b"new %d" % n for n in range(5)))
+            messages = await centre.carried(bench.client, 305, 30)
+    finally:
+        await running.drain()
+    assert count == 300
+    assert [m.message.payload for m in messages[300:]] == [b"new %d" % n for n in range(5)]
+    info = await stream_info(bench.client, centre.target)
+    assert info is not None
+    assert info.messages == 305
+
+
+def over(bench: Bench, feed: str) -> Centre:
+    """A centre over the bucket of the bench, that halts at new incarnations."""
+    target = unique("FLEET")
+    sources = [{"site": [SITE], "feed": [feed], "subject_prefix": target}]
+    archive = Archive(bench.root / "bucket")
+    return Centre(
+        bench.root, archive, str(bench.url), stream=target, sources=sources, on_new_incarnation="halt"
+    )

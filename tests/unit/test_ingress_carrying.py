@@ -1,0 +1,175 @@
+"""What a carrier and its runner do with a stop, with an operator's corrections, and with a defect."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock, SystemClock
+from common.errors import AnotherWriter, FloeError
+from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
+from common.service.monitor import Health
+from common.settings.ingress import TargetSettings
+from ingress.carrier import Carrier
+from ingress.checkpoints.intent import Checkpoint, CheckpointConflict, Piece, TargetState, open_intent
+from ingress.checkpoints.state import StateMoved, Stored
+from ingress.parts import Pace
+from ingress.publishing.publisher import Outcome
+from ingress.rows.blocks import Block, Rows
+from ingress.runner import Runner
+from ingress.verdicts.verdict import Settled
+
+CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
+
+
+def piece(first: int, last: int) -> Piece:
+    rows = SequenceRange(first, last)
+    return Piece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, len(rows))
+
+
+def state(sequence: int = 0, **positions: int) -> TargetState:
+    sites = {"us": CHAIN, "eu": OTHER}
+    return TargetState(Checkpoint(sequence, "t0", {sites[site]: at for site, at in positions.items()}))
+
+
+class World:
+    """Everything around a carrier: a target that takes all, a backlog without end, a state of its own.
+
+    `moves`: what somebody else stores, one at each look at the state.
+    """
+
+    steps_over, name = False, "fake"
+
+    def __init__(self, moves: list[TargetState] | None = None, first: int = 1) -> None:
+        self.stored, self.moves = Stored(state(us=1), 1), moves or []
+        self.next, self.published, self.stop_at = first, 0, 5
+        self.stop = asyncio.Event()
+        self.recall = self
+
+    def carrier(self) -> Carrier:
+        world: Any = self
+        return Carrier("T", world, world, world, world, ManualClock())
+
+    # State and target
+
+    async def first(self) -> tuple[Stored, None]:
+        return self.stored, None
+
+    async def save(self, after: TargetState, revision: int) -> Stored:
+        self.stored = Stored(after, revision + 1)
+        return self.stored
+
+    async def settle(self, known: Stored, _: Rows | None) -> Settled:
+        assert known.state is not None
+        return Settled(known.state.checkpoint.target_sequence, 0)
+
+    async def check_moved(self, known: Stored) -> None:
+        if self.moves:
+            raise StateMoved(Stored(self.moves.pop(0), known.revision + 1))
+
+    def check_lease(self) -> None: ...
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        self.published += 1
+        if self.published == self.stop_at:
+            self.stop.set()
+        return Outcome(rows.count)
+
+    # Rows
+
+    async def take(self, stop: asyncio.Event) -> Rows | None:
+        """As the real ones: nothing is waited for where rows are ready."""
+        assert self.published < 50, "it never stops"
+        self.next += 1
+        return Rows([Block(piece(self.next - 1, self.next - 1))])
+
+    def release(self, rows: Rows) -> None: ...
+    def closed(self, positions: Any) -> None: ...
+    def reset(self, positions: Any) -> None: ...
+
+
+async def test_a_stop_in_a_backlog_ends_behind_the_open_intent() -> None:
+    world = World()
+    await asyncio.wait_for(world.carrier().run(world.stop), 10)
+
+    assert world.published == 5
+    assert world.stored.state is not None
+    assert world.stored.state.intent is None
+    assert world.stored.state.checkpoint.positions == {CHAIN: 6}
+
+
+async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
+    with pytest.raises(CheckpointConflict) as error:
+        await World(first=7).carrier().run(asyncio.Event())
+    assert "floe status -c " in error.value.hint
+
+
+async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> None:
+    world = World(moves=[state(us=n) for n in (100, 200, 300, 400, 500)])
+    carrier = world.carrier()
+    await carrier._begin()
+    for _ in range(5):
+        await carrier._wait_for_quiet()
+    assert carrier.state.checkpoint.positions == {CHAIN: 500}
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [state(n, us=n + 1) for n in (1, 2, 3)],
+        [open_intent(state(us=1), [piece(1, n)]) for n in (1, 2, 3)],
+    ],
+)
+async def test_who_carries_on_and_on_is_another_writer(moves: list[TargetState]) -> None:
+    carrier = World(moves).carrier()
+    await carrier._begin()
+    with pytest.raises(AnotherWriter) as error:
+        await carrier._wait_for_quiet()
+    assert error.value.exit_code == 4
+    assert "floe checkpoint ls -c " in error.value.hint
+
+
+# A defect
+
+
+class Sharing:
+    """The sharing of the leases, as far as one runner sees it."""
+
+    def __init__(self) -> None:
+        self.retired: list[object] = []
+
+    def seat(self, key: str, told: Any) -> object:
+        self.told = told
+        return object()
+
+    async def retire(self, seat: object) -> None:
+        self.retired.append(seat)
+        self.told.standby("somebody")  # an answer that was on its way
+
+
+async def test_a_defect_ends_its_target_and_shows() -> None:
+    health, sharing = Health(SystemClock()), Sharing()
+    parts: Any = SimpleNamespace(health=health, clock=SystemClock(), sharing=sharing, pace=Pace())
+    settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
+    runner = Runner(parts, settings)
+
+    async def check() -> None:
+        raise KeyError("nobody foresaw this")
+
+    carriage: Any = SimpleNamespace(check=check)
+    runner._carriage = carriage
+    with pytest.raises(FloeError) as error:
+        await runner.run(asyncio.Event())
+
+    assert (error.value.code, error.value.exit_code) == ("E-UNEXPECTED", 1)
+    assert isinstance(error.value.__cause__, KeyError)
+    assert len(sharing.retired) == 1
+    shown = health.status()["parts"]["target T"]
+    assert shown["state"] == "stopped"
+    assert "nobody foresaw this" in shown["why"]
+    assert any("nobody foresaw this" in problem for problem in health.problems())
