@@ -132,6 +132,7 @@ class Carrier:
             self._settler.check_lease()
             # A foreign message is better found before an intent stands open that can never be finished.
             settled = await self._settler.settle(self._known, None)
+            metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
             await self._save(self._opened(rows, settled.base))
             metrics.intents.labels(self.target, "opened").inc()
             failpoint("ingress.after_intent")

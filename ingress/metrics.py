@@ -95,6 +95,12 @@ hand_overs = counter(
 take_overs = counter("ingress_take_overs", "Leases taken that another member was seen to hold.")
 
 
+def stepped_over(target: str, messages: int) -> None:
+    """Count messages of others in a shared target; an exclusive one has none."""
+    if messages > 0:
+        foreign_messages.labels(target).inc(messages)
+
+
 def closed(target: str, intent: Intent) -> None:
     """Count what an intent carried, now that it is closed."""
     intents.labels(target, "closed").inc()

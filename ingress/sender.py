@@ -49,7 +49,7 @@ class Sender:
                     settled = _at_least(outcome.stored, settled)
                 # What others stored meanwhile explains a refusal, and waiting would not help.
                 foreign = settled.base > before.base and outcome.unclear.err_code in WRONG_LAST_SEQUENCE
-                metrics.foreign_messages.labels(self.target).inc(max(0, settled.base - before.base))
+                metrics.stepped_over(self.target, settled.base - before.base)
                 slow = 0 if foreign or settled.stored > before.stored else slow + 1
                 await self._pause(slow, outcome.unclear)
         self.trouble = ""

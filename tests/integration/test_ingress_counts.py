@@ -1,0 +1,116 @@
+"""What ingress counts while chains stop, wait, are paused and parked: the figures that alerts stand on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.errors import Unavailable
+from common.jetstream.streams import create_stream
+from common.service.metrics import REGISTRY
+from tests.commands import floe
+from tests.ingress_world import CHAIN, Archive, Centre, client_of, count_in, rows_of
+from tests.segment_files import message
+from tests.support import soon
+
+pytestmark = pytest.mark.servers
+
+OTHER = Chain("eu-west", "NODES")
+
+
+def reading(name: str, target: str, **labels: str) -> float:
+    """The sample of `floe_ingress_{name}` for the target; 0 where there is none."""
+    return REGISTRY.get_sample_value(f"floe_ingress_{name}", {"target": target, **labels}) or 0.0
+
+
+def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
+    return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+def centre_of(folder: Path, archive: Archive, url: str, **target: Any) -> Centre:
+    return Centre(folder, archive, url, create=None, **target)
+
+
+async def test_stopped_and_paused_chains_and_what_was_stored_are_counted(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put([message(1), message(2, subject=b"elsewhere")])
+    archive.put(rows_of(1, 5, OTHER), chain=OTHER)
+    centre = centre_of(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client:
+        subjects = [f"{centre.target}.nodes.*"]
+        await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True})
+        async with centre.running():
+            await soon(lambda: reading("stopped_chains", centre.target) == 1)
+            await soon(lambda: of_chain("messages_total", centre.target, OTHER) == 5)
+            assert reading("paused_chains", centre.target) == 0
+            where = ("--target", centre.target, "--site", OTHER.site, "--feed", OTHER.feed)
+            done = await floe("chain", "pause", "-c", str(centre.write()), *where)
+            assert done.code == 0, done
+            await soon(lambda: reading("paused_chains", centre.target) == 1)
+
+            assert reading("publish_seconds_count", centre.target) >= 1
+            assert reading("intents_total", centre.target, result="closed") >= 1
+            assert reading("lease_held", centre.target) == 1
+        assert await count_in(client, centre.target) == 6
+
+
+async def test_parked_messages_are_counted_until_they_are_delivered(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put([message(1), message(2, b"x" * 5000), message(3)])
+    centre = centre_of(tmp_path, archive, nats_url, on_oversize="park")
+    async with client_of(nats_url) as client:
+        config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True, "max_msg_size": 4000}
+        await create_stream(client, {"name": centre.target, **config})
+        async with centre.running():
+            await soon(lambda: reading("parked_waiting", centre.target) == 1, 20)
+            assert of_chain("parked_messages_total", centre.target) == 1
+        assert await count_in(client, centre.target) == 2
+
+
+async def test_foreign_messages_of_a_shared_target_are_counted(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 5))
+    centre = centre_of(tmp_path, archive, nats_url, exclusive=False, delivery="at_least_once")
+    async with client_of(nats_url) as client:
+        config = {"subjects": [f"{centre.target}.>"], "allow_atomic": True}
+        await create_stream(client, {"name": centre.target, **config})
+        async with centre.running():
+            await centre.carried(client, 5)
+            for number in range(3):
+                await client.request(f"{centre.target}.nodes.{number}", b"not ours")
+            archive.put(rows_of(6, 9))
+            await centre.carried(client, 12)
+
+            await soon(lambda: reading("foreign_messages_total", centre.target) == 3)
+
+
+async def test_an_archive_that_cannot_be_read_is_counted(
+    tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive.put(rows_of(1, 5))
+    centre = Centre(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running():
+        await centre.carried(client, 5)
+        whole = archive.objects.list
+
+        def away(prefix: str, **where: Any) -> Any:
+            if "level=" in prefix:
+                raise Unavailable("the store is away")
+            return whole(prefix, **where)
+
+        monkeypatch.setattr(archive.objects, "list", away)
+        archive.put(rows_of(6, 9))
+        await soon(lambda: reading("store_errors_total", centre.target) >= 1)
+        monkeypatch.undo()
+        await centre.carried(client, 9)
