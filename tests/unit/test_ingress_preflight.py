@@ -218,6 +218,7 @@ def test_the_refusal_of_a_publisher_names_the_key_and_the_command(name: str) -> 
         choose("FLEET", name, offered((2, 15, 1), {}, frozenset()))
 
     assert "nats stream edit FLEET --allow-" in str(error.value.hint)
+    assert error.value.code == "E-PUBLISHER"
 
 
 def test_a_shared_target_gets_no_fast_batches() -> None:
