@@ -12,7 +12,6 @@ from bench.harness import Bench, Result
 from common.chain import Chain
 from common.clock import SystemClock
 from common.jetstream.streams import create_stream, stream_info
-from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.layout import Layout, SegmentName
 from common.segments.parquet import SegmentWriter, record_batch
@@ -25,27 +24,12 @@ from ingress.replay.options import Options
 from ingress.replay.progress import Teller
 from ingress.replay.request import Request
 from ingress.replay.service import Replay
+from tests.counting_store import CountingObjects
 
 CHAIN = Chain("bench", "BENCH")
 SEGMENTS, ROWS, PAYLOAD = 10_000, 50, 1000
 START = 1_700_000_000  # seconds; one message a second
 PARTS = 100  # of the archive, one of which is replayed
-
-
-class CountingObjects(LocalObjects):
-    """Counts the bytes of objects that are read."""
-
-    read = 0
-
-    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        data = super().get(key, first=first, length=length)
-        self.read += len(data or b"")
-        return data
-
-    def download(self, key: str, path: Path) -> bool:
-        done = super().download(key, path)
-        self.read += path.stat().st_size if done else 0
-        return done
 
 
 def fill(folder: Path) -> int:

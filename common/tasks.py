@@ -40,12 +40,15 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
 
 
 @asynccontextmanager
-async def either(*events: asyncio.Event) -> AsyncIterator[asyncio.Event]:
-    """An event of its own that is set as soon as one of `events` is, for the length of the block."""
+async def either(*events: asyncio.Event, seconds: float | None = None) -> AsyncIterator[asyncio.Event]:
+    """An event of its own that is set as soon as one of `events` is, for the length of the block.
+
+    `seconds`: it is set after that time at the latest.
+    """
     one = asyncio.Event()
 
     async def pass_on(event: asyncio.Event) -> None:
-        await event.wait()
+        await first_of(event.wait(), seconds=seconds)
         one.set()
 
     if any(event.is_set() for event in events):

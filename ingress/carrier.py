@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from common.clock import Clock, first_of
+from common.clock import Clock
 from common.errors import AnotherWriter, Unavailable
 from common.failpoints import failpoint
 from common.service.logs import get_logger
 from common.service.pasting import command
+from common.tasks import either
 from ingress import metrics
 from ingress.checkpoints.intent import (
     Checkpoint,
@@ -148,12 +149,8 @@ class Carrier:
         """
         # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
         while not stop.is_set():
-            leaving = asyncio.Event()
-            waiting = asyncio.create_task(_set_after(leaving, stop))
-            try:
+            async with either(stop, seconds=IDLE_SPACING) as leaving:
                 rows = await self._supply.take(leaving)
-            finally:
-                waiting.cancel()
             if rows is not None:
                 return rows
             if not stop.is_set():
@@ -256,8 +253,3 @@ def _was_carried(before: TargetState, after: TargetState) -> bool:
         after.checkpoint.target_sequence,
         after.intent,
     )
-
-
-async def _set_after(leaving: asyncio.Event, stop: asyncio.Event) -> None:
-    await first_of(stop.wait(), seconds=IDLE_SPACING)
-    leaving.set()

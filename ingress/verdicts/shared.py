@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from common.clock import Clock
 from ingress.checkpoints.intent import Intent, Piece, TargetState
 from ingress.checkpoints.state import Stored
-from ingress.ports import Looker, StateKeeper, Tenure
 from ingress.rows.blocks import Rows
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import LOOK_SPACING, LOOKS, Settler
+from ingress.verdicts.settler import LOOKS, Settler
 from ingress.verdicts.verdict import Finding, Origin, Reading, Settled, Unread, Verdict
 
 # Messages of the target that are read for one open intent: behind more than that, an instance that comes back
@@ -42,19 +40,8 @@ class SharedSettler(Settler):
     """Looks at one target that is not exclusive, and its stored state (`ingress.ports.Settling`)."""
 
     steps_over = True
-
-    def __init__(
-        self,
-        choices: Choices,
-        keeper: StateKeeper,
-        looker: Looker,
-        lease: Tenure,
-        clock: Clock,
-        look_spacing: float = LOOK_SPACING,
-    ) -> None:
-        super().__init__(choices, keeper, looker, lease, clock, look_spacing)
-        self._scan = _Scan(0, 0)
-        self._drifted: set[str] = set()
+    _scan = _Scan(0, 0)
+    _drifted: frozenset[str] = frozenset()
 
     async def settle(self, known: Stored, rows: Rows | None) -> Settled:
         """How many messages of the open intent are stored, and what stands between them and the end.
@@ -138,10 +125,11 @@ class SharedSettler(Settler):
             is_ours = isinstance(origin, Origin) and origin.sequence < checkpoint.positions.get(
                 origin.chain, 0
             )
-            self._drifted |= {reading.created} if is_ours else set()
+            if is_ours:
+                self._drifted |= {reading.created}
 
 
-def judge_shared(state: TargetState, reading: Reading | None, drifted: set[str]) -> Verdict:
+def judge_shared(state: TargetState, reading: Reading | None, drifted: AbstractSet[str]) -> Verdict:
     """STORED (with 0: how much is read elsewhere), or what speaks against going on.
 
     `drifted`: creation times that are known to be those of the same stream.

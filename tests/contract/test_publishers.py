@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 
 from common.jetstream.client import FloeClient, frame
-from ingress.publishing.choice import PUBLISHERS
 from ingress.publishing.publisher import Outcome
 from ingress.publishing.replies import Expected, Unclear, judge_ack
 from ingress.rows.prepare import PUBLISHER_LINES
-from tests.ingress_world import arrived, client_of
+from tests.ingress_world import arrived
 from tests.publisher_bench import check, check_row, last_of, new_stream, publisher, rows_for
 from tests.support import soon, unique
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2500, "atomic": 2500, "single": 60}
-
-
-@pytest.fixture(params=list(PUBLISHERS))
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def stream(client: FloeClient) -> str:
-    return await new_stream(client)
 
 
 async def test_rows_are_stored_in_order_with_their_provenance(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,6 @@ from tests.publisher_bench import carry, check, last_of, new_stream, publisher, 
 from tests.support import soon, unique
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def stream(client: FloeClient) -> str:
-    return await new_stream(client)
 
 
 # Fast batches

@@ -29,11 +29,6 @@ def cluster() -> Iterator[NatsCluster]:
         yield servers
 
 
-@pytest.fixture(params=list(PUBLISHERS))
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 async def client(cluster: NatsCluster) -> AsyncIterator[FloeClient]:
     async with client_of(*cluster.urls) as connected:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from common.jetstream.client import FloeClient
 from infra.local.nats import NatsServer
-from ingress.publishing.choice import PUBLISHERS
 from tests.ingress_world import client_of
 from tests.publisher_bench import carry, check, last_of, new_stream, publisher, quiet, rows_for
 from tests.support import soon
@@ -18,22 +16,6 @@ from tests.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2500, "atomic": 2500, "single": 60}
-
-
-@pytest.fixture(params=list(PUBLISHERS))
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as connected:
-        yield connected
-
-
-@pytest.fixture
-async def stream(client: FloeClient) -> str:
-    return await new_stream(client)
 
 
 async def test_answers_that_never_come_are_settled_by_reading(

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from common.chain import Chain
 from common.errors import DataError, Unavailable, UsageError
-from common.objects.local import LocalObjects
 from common.segments.documents import ChainStore
 from common.segments.faults import SegmentGone
 from common.segments.layout import Layout
@@ -25,6 +24,7 @@ from common.sequences import SequenceRange
 from floe import cli
 from infra.local.nats import NatsServer
 from tests.commands import floe
+from tests.counting_store import CountingObjects
 from tests.ingress_world import CHAIN, PREFIX, client_of
 from tests.replay_world import STEP_NS, World, refused
 from tests.segment_files import START_NS, message
@@ -193,22 +193,6 @@ async def test_what_vanishes_time_and_again_is_waited_for(
 
 
 # What is read for a part
-
-
-class CountingObjects(LocalObjects):
-    """Counts the bytes of objects that are read."""
-
-    read = 0
-
-    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
-        data = super().get(key, first=first, length=length)
-        self.read += len(data or b"")
-        return data
-
-    def download(self, key: str, path: Path) -> bool:
-        done = super().download(key, path)
-        self.read += path.stat().st_size if done else 0
-        return done
 
 
 @pytest.mark.servers

@@ -1,0 +1,28 @@
+"""What the contract of the publishers is tested with; a file with servers of its own has its own client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.jetstream.client import FloeClient
+from ingress.publishing.choice import PUBLISHERS
+from tests.ingress_world import client_of
+from tests.publisher_bench import new_stream
+
+
+@pytest.fixture(params=list(PUBLISHERS))
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    async with client_of(nats_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+async def stream(client: FloeClient) -> str:
+    return await new_stream(client)
