@@ -6,6 +6,7 @@ BIN         := $(VENV)/bin
 INSTALLED   := $(VENV)/installed
 NATS_2_10   := $(VENV)/nats-2.10
 ONLY        ?=
+STALE       ?=
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
@@ -37,10 +38,10 @@ demo: java $(INSTALLED)  ## two sites, a bucket and a centre on this machine; ki
 	@$(BIN)/python -m floe demo
 
 test: java $(INSTALLED)  ## every test, with real servers on loopback (at most 20 minutes on 2 cores)
-	@$(BIN)/python -m pytest -m "not soak" -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -m "not soak" -n 4 --dist loadfile --no-loadscope-reorder
 
-soak: java $(INSTALLED)  ## the fault runs at full length; writes docs/evidence/soak.json
-	@$(BIN)/python -m tests.soak $(if $(ONLY),--only $(ONLY))
+soak: java $(INSTALLED)  ## the fault runs at full length; ONLY=a,b runs these, STALE=1 those with changes since; writes docs/evidence/soak.json
+	@$(BIN)/python -m tests.soak $(if $(ONLY),--only "$(ONLY)") $(if $(STALE),--stale)
 
 check: $(INSTALLED)  ## style, types and the direction of imports
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .

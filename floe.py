@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +109,10 @@ def main() -> None:
     """The entry point of the command."""
     _refuse_foreign_common()
     from common.service.endings import end_with
+    from common.service.lean import without_pandas
 
+    if not _uses_spark(sys.argv[1:]):
+        without_pandas()
     code = 0
     try:
         with end_with():
@@ -116,6 +120,11 @@ def main() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     _leave(code)
+
+
+def _uses_spark(words: Sequence[str]) -> bool:
+    """Whether a command line may start Spark; every other command would import its pandas for nothing."""
+    return words[:1] == ["demo"] or (words[:1] == ["compact"] and "local" not in words)
 
 
 def _refuse_foreign_common() -> None:

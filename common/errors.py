@@ -9,6 +9,7 @@ FloeError
 ├── OutcomeUnknown       75  neither done nor not done: settled by reading, never by guessing
 ├── AnotherWriter         4  somebody else writes where only this program may
 ├── Stopped               1  a verdict that needs an operator; names the choices
+├── Unforeseen            1  a defect, or no memory: what it ended begins again (`common/tasks.py`)
 └── DataError             3  the data is not what it must be
     ├── SegmentCorrupt    3
     └── CoverageGap       3
@@ -21,7 +22,8 @@ class FloeError(Exception):
     """Something Floe explains in one line.
 
     `message` is lower case without a full stop and says both sides ("expected 1, found 2"); `hint` is what to
-    do next, or empty; `code` is the stable name of the cause, such as `E-SEG-CORRUPT`.
+    do next, or empty: a sentence, then commands to paste, each on a line of its own; `code` is the stable
+    name of the cause, such as `E-SEG-CORRUPT`.
     """
 
     exit_code = 1
@@ -37,9 +39,15 @@ class FloeError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
     def line(self) -> str:
-        """The one line printed to stderr, control characters escaped so that data cannot forge lines."""
-        text = f"error[{self.code}]: {self}"
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        """What is printed to stderr: one line, then what stands on further lines of the hint.
+
+        Control characters are escaped, so that data cannot forge lines.
+        """
+        message, hint = f"error[{self.code}]: {self.message}", self.hint.split("\n")
+        first = f"{message}; {hint[0]}" if hint[0] else message
+        return "\n".join(
+            "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) for text in (first, *hint[1:])
+        )
 
 
 class ConfigError(FloeError):
@@ -103,6 +111,27 @@ class Stopped(FloeError):
     """A verdict that stops a chain until an operator decides; the hint is the command to paste."""
 
     default_code = "E-STOPPED"
+
+
+class Unforeseen(FloeError):
+    """An error that nobody foresaw: a defect, or memory that ran out."""
+
+    default_code = "E-UNEXPECTED"
+
+    @classmethod
+    def of(cls, error: BaseException, where: str = "") -> Unforeseen:
+        """What `error` is told as; that of a group by the first one in it. `where`: what it ended."""
+        while isinstance(error, BaseExceptionGroup):
+            # Of errors side by side the one that nobody foresaw says most.
+            error = min(error.exceptions, key=lambda each: isinstance(each, FloeError))
+        if isinstance(error, Unforeseen):
+            return error
+        known = cls(
+            f"{where}: {type(error).__name__}: {error}" if where else f"{type(error).__name__}: {error}",
+            hint="this is a bug, or memory ran out: keep the log; what it ended begins again by itself",
+        )
+        known.__cause__ = error
+        return known
 
 
 class DataError(FloeError):

@@ -21,7 +21,7 @@ class Promise(Enum):
     I4 = "nothing is acknowledged, closed or deleted before what replaces it is durable and read back"
     I5 = "no row of a superseded segment is missing from the cover, and none appears twice"
     I6 = "a message comes back as it was, byte for byte"
-    I7 = "rows and ledger together account for every sequence of a coverage"
+    I7 = "rows and ledger together account for every sequence of a coverage, and what is gone is named"
     I8 = "sampling is a pure fold over the log: same settings, same messages, same choices"
     I9 = "a second, a paused and a late instance waste work only"
 
@@ -71,3 +71,8 @@ def first_difference(
 def rows_balance(footer: Footer) -> bool:
     """I7: whether the rows and the ledger of `footer` sum to its coverage."""
     return footer.is_balanced()
+
+
+def unread_is_named(footer: Footer) -> bool:
+    """I7: whether `footer` says where the sequences are that it counts as gone, and inside its coverage."""
+    return footer.is_unread_named()

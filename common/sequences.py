@@ -7,6 +7,7 @@ A *sequence* is a JetStream stream sequence, 1 .. 2^63-1. *Coverage* is not rows
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -101,6 +102,45 @@ def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[Sequen
     if position <= within.last:
         found.append(SequenceRange(position, within.last))
     return found
+
+
+class Covered:
+    """Which sequences the ranges that were added account for. What is kept grows with the holes between them,
+    not with their number.
+    """
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []  # of stretches without a hole, ascending
+        self._lasts: list[int] = []
+
+    @property
+    def end(self) -> int:
+        """The greatest sequence; 0 if there is none."""
+        return self._lasts[-1] if self._lasts else 0
+
+    def __contains__(self, sequence: object) -> bool:
+        if not isinstance(sequence, int):
+            return False
+        index = bisect_right(self._firsts, sequence) - 1
+        return index >= 0 and sequence <= self._lasts[index]
+
+    def add(self, coverage: SequenceRange) -> None:
+        """Account for `coverage` too."""
+        first, last = coverage.first, coverage.last
+        begin = bisect_left(self._lasts, first - 1)  # of those that it touches
+        behind = bisect_right(self._firsts, last + 1)
+        if begin < behind:
+            first, last = min(first, self._firsts[begin]), max(last, self._lasts[behind - 1])
+        self._firsts[begin:behind] = [first]
+        self._lasts[begin:behind] = [last]
+
+    def stretches(self) -> list[SequenceRange]:
+        """What is accounted for, ascending, with holes between."""
+        return [*map(SequenceRange, self._firsts, self._lasts)]
+
+    def holes(self, within: SequenceRange) -> list[SequenceRange]:
+        """As the function `holes`."""
+        return holes(self.stretches(), within)
 
 
 def preference(segment: Covering) -> tuple[int, int, str]:

@@ -1,17 +1,196 @@
-"""Ending tasks for certain."""
+"""Ending tasks for certain, and what becomes of errors that nobody awaits.
+
+One rule for all that the event loop or a connection calls, and for every task in the background: an error
+ends its owner (a session, a target, a monitor), loudly, and the owner begins again after a pause that grows.
+Only what has no owner ends the service: `to_its_end` raises it as E-UNEXPECTED. What a transport reports is
+handled where connections are made again, and ends nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from common.clock import first_of
+from common.clock import Clock, first_of
+from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
+from common.service.logs import get_logger
+from common.service.metrics import counter
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 AGAIN = 0.5  # seconds until a task that goes on is cancelled once more
+FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds until what was ended by an error begins again
+MAX_TRACE = 4000  # characters: the end of a traceback says where
+GOOD_WHILE = 60.0  # seconds that it ran before its end counts as the first
+
+#: Takes an error on behalf of its owner.
+Tell = Callable[[Exception], None]
+
+log = get_logger("common.tasks")
+
+#: The parts that an error may end; `service`: it had no owner.
+PARTS = (
+    "alive",
+    "decisions",
+    "discovery",
+    "events",
+    "expiry",
+    "feed",
+    "heartbeats",
+    "lease",
+    "monitor",
+    "service",
+    "sharing",
+    "target",
+    "unmatched",
+    "walk",
+    "worker",
+)
+unexpected = counter(
+    "unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=PARTS
+)
+for _part in PARTS:
+    unexpected.labels(_part)
+
+
+def told(error: BaseException, part: str, where: str = "", **context: object) -> Unforeseen:
+    """Log and count an error that ended `part` (of `PARTS`); what it is told as."""
+    unexpected.labels(part).inc()
+    known = Unforeseen.of(error, where)
+    # Not by exc_info: the log keeps tracebacks for what is no FloeError, and the cause is what counts.
+    cause = known.__cause__ or error
+    trace = "".join(traceback.format_exception(cause))
+    log.error(
+        "unforeseen",
+        action="unforeseen",
+        part=part,
+        code=known.code,
+        error=known.message,
+        traceback=trace[-MAX_TRACE:],
+        **context,
+    )
+    return known
+
+
+def orphaned(error: BaseException) -> None:
+    """An error without an owner: it ends the service (`to_its_end`). To be called on the event loop."""
+    context = {"message": "an error without an owner", "exception": error}
+    asyncio.get_running_loop().call_exception_handler(context)
+
+
+def guarded(callback: Callable[P, None], tell: Tell) -> Callable[P, None]:
+    """`callback`, for others to call: what it raises is its owner's, who is told, and not theirs."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            callback(*args, **kwargs)
+        except Exception as error:
+            tell(error)
+
+    return call
+
+
+def watched(work: Coroutine[Any, Any, None], tell: Tell, *, name: str) -> asyncio.Task[None]:
+    """Run `work` as a task that its owner does not await: its error is told as soon as there is one."""
+
+    def on_end(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            tell(error)
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(on_end)
+    return task
+
+
+class Trouble:
+    """What a callback could not do, kept until its owner, who waits for something else too, raises it.
+
+    `told`: an event that its owner waits for anyway, set with the first error; by default one of its own.
+    """
+
+    def __init__(self, told: asyncio.Event | None = None) -> None:
+        self.told = told or asyncio.Event()
+        self._error: Exception | None = None
+
+    def tell(self, error: Exception) -> None:
+        """The first error counts."""
+        self._error = self._error or error
+        self.told.set()
+
+    def check(self) -> None:
+        """Raises what was told."""
+        if self._error is not None:
+            raise self._error
+
+    async def wait(self) -> None:
+        """Wait for ever, or until something is told: then it is raised."""
+        await self.told.wait()
+        self.check()
+
+
+async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
+    """Run `work` to its end; after an error that nobody foresaw it begins again, after a pause that grows.
+
+    Raises what is a FloeError and no `Unforeseen`: that was foreseen, and is the caller's to deal with.
+    """
+    pause = FIRST_PAUSE
+    while True:
+        began = clock.monotonic()
+        try:
+            await work()
+            return
+        except Exception as error:
+            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
+                raise
+            if clock.monotonic() - began >= GOOD_WHILE:
+                pause = FIRST_PAUSE
+            told(error, part, part, pause=pause)
+        await clock.sleep(pause)
+        pause = min(LAST_PAUSE, pause * 2)
+
+
+async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
+    """Run what a process is there for; an error without an owner cancels it. Raises that as Unforeseen."""
+    loop = asyncio.get_running_loop()
+    orphan: asyncio.Future[BaseException] = loop.create_future()
+
+    def keep(error: BaseException) -> None:
+        if not orphan.done():
+            told(error, "service")
+            orphan.set_result(error)
+
+    def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None or _is_of_transport(error, context):
+            log.warning("event loop", action="loop", reason=context.get("message"), error=str(error or ""))
+        else:
+            # A task that nobody awaited is found by the garbage collection, in whatever thread that runs.
+            loop.call_soon_threadsafe(keep, error)
+
+    former = loop.get_exception_handler()
+    loop.set_exception_handler(handle)
+    task = asyncio.create_task(main, name="main")
+    waits: list[asyncio.Future[Any]] = [task, orphan]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end(task)
+        loop.set_exception_handler(former)
+    if orphan.done():
+        raise Unforeseen.of(orphan.result())
+    return task.result()
+
+
+def _is_of_transport(error: BaseException, context: dict[str, Any]) -> bool:
+    """Whether it is about a connection, which is made again by whoever needs it."""
+    return "transport" in context or isinstance(
+        error, ConnectionError | TimeoutError | Unavailable | OutcomeUnknown
+    )
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from common.service.cli import (
 )
 
 if TYPE_CHECKING:
+    from common.segments.foreign import Foreign
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--verify", type=click.Choice(["spark", "merge"]), help="How to prove that no row was lost.")
 @click.option("--master", metavar="URL", help="Spark's master, such as local[2] or spark://host:7077.")
 @click.option("--dry-run", is_flag=True, help="List what would be read and deleted, and do nothing.")
+@click.option("--strict", is_flag=True, help="Exit 3 also for what an earlier run has told.")
 @json_option
 @config_option
 @run_command
@@ -49,11 +51,13 @@ def compact(
     verify: str | None,
     master: str | None,
     dry_run: bool,
+    strict: bool,
     as_json: bool,
 ) -> int:
     """Merge small segments into larger ones, prove it, and delete what was merged after a grace.
 
-    Without Java: --engine local.
+    Without Java: --engine local. What is wrong with data is told once: exit 3 while it is new, then only
+    with --strict.
 
     \b
     Examples:
@@ -66,10 +70,11 @@ def compact(
     selection = Selection(site or settings.site or None, feed, partition, level)
     store = open_store(settings)
     try:
+        if (site, feed, partition) != (None, None, None):
+            _check_names(settings, selection)
         with _compaction(settings, store) as compaction:
-            return (
-                _preview(compaction, selection, as_json) if dry_run else _run(compaction, selection, as_json)
-            )
+            act = _preview if dry_run else _run
+            return act(compaction, selection, as_json, strict)
     finally:
         store.close()
 
@@ -83,26 +88,41 @@ def compact(
 def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     """Look for holes, damaged segments and levels that disagree; of all chains or of WHAT.
 
-    Exit 3 where anything is not as it must be.
+    Exit 3 where anything is not as it must be. Keys that are none of Floe's are counted and named, and are no
+    difference.
 
     Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
     from common.segments.archive import select_chains
+    from common.segments.foreign import look_for_foreign
+    from common.segments.naming import configured
     from compaction import report
     from compaction.verify import verify_chain
 
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
-    found = [verify_chain(store, chains, chain, deep=deep) for chain in select_chains(chains, what)]
+    selected = select_chains(chains, what, configured(settings))
+    found = [verify_chain(store, chains, chain, deep=deep) for chain in selected]
+    places = [place for chain in selected for place in store.layout.places(chain)] if what else []
+    foreign = look_for_foreign(store.objects, store.layout, places)
     store.close()
     if as_json:
-        print_json([report.verify_json(chain) for chain in found])
+        print_json([report.verify_json(chain) for chain in found] + report.foreign_json(foreign))
     else:
         table([report.verify_row(chain) for chain in found], report.VERIFY_COLUMNS)
+        _show_foreign(foreign)
     problems = [(chain.chain, problem) for chain in found for problem in chain.problems]
     for chain, problem in problems:
-        click.echo(DataError(f"{chain}: {problem.kind}: {problem.text}", code="E-VERIFY").line(), err=True)
+        text = f"{chain}: {problem.kind}: {problem.text}"
+        click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
     return DataError.exit_code if problems else 0
+
+
+def _show_foreign(foreign: Foreign) -> None:
+    """Name what is none of Floe's, and the commands that put it away."""
+    for line in foreign.lines():
+        click.echo(line, err=True)
+    _offer(foreign.keys)
 
 
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
@@ -113,6 +133,16 @@ def _overridden(settings: Settings, engine: str | None, verify: str | None, mast
     spark = compaction.spark.model_copy(update={"master": master or compaction.spark.master})
     changes = {"engine": engine, "verify": verify, "spark": spark}
     return settings.model_copy(update={"compaction": compaction.model_copy(update=changes)})
+
+
+def _check_names(settings: Settings, selection: Selection) -> None:
+    """Raises UsageError for a site, feed or partition that is not there."""
+    from common.segments.archive import among
+    from common.segments.naming import chosen, configured
+
+    site, feed, partition = selection.site, selection.feed, selection.partition
+    feeds = configured(settings)
+    among(open_chains(settings), site, feed, lambda known: chosen(known, feeds, site, feed, None, partition))
 
 
 @contextmanager
@@ -133,9 +163,8 @@ def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]
         yield Compaction(store, chosen.levels, grace, runner, prover)
 
 
-def _run(compaction: Compaction, selection: Selection, as_json: bool) -> int:
+def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
     from compaction import report
-    from compaction.failures import exit_code
 
     done = compaction.run(selection)
     if as_json:
@@ -144,13 +173,11 @@ def _run(compaction: Compaction, selection: Selection, as_json: bool) -> int:
         table(rows, report.COLUMNS)
     else:
         click.echo("nothing to do")
-    _print_failures(done.failures)
-    return exit_code(done.failures)
+    return _ending(done.failures, [] if strict else done.told)
 
 
-def _preview(compaction: Compaction, selection: Selection, as_json: bool) -> int:
+def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict: bool) -> int:
     from compaction import report
-    from compaction.failures import exit_code
 
     surveys = compaction.preview(selection)
     problems = [problem for survey in surveys for problem in survey.problems]
@@ -160,10 +187,25 @@ def _preview(compaction: Compaction, selection: Selection, as_json: bool) -> int
         table(rows, report.PREVIEW_COLUMNS)
     else:
         click.echo("nothing to do")
-    _print_failures(problems)
-    return exit_code(problems)
+    return _ending(problems, [] if strict else compaction.told(problems))
 
 
-def _print_failures(failures: list[Failure]) -> None:
-    for failure in failures:
+def _ending(failures: list[Failure], told: list[Failure]) -> int:
+    """The exit code, once each of `failures` was said that is not among `told`, with the ways out."""
+    from compaction.failures import exit_code
+
+    new = [failure for failure in failures if failure not in told]
+    for failure in new:
         click.echo(failure.line, err=True)
+        _offer(failure.suspects)
+    if told:
+        click.echo(f"problems that were told before: {len(told)}; --strict says them again", err=True)
+    return exit_code(new)
+
+
+def _offer(keys: Sequence[str]) -> None:
+    """The commands that put objects away, one a line."""
+    from common.segments.quarantine import quarantine_command
+
+    for key in keys:
+        click.echo(quarantine_command(key), err=True)

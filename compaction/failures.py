@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from common.chain import Chain
 from common.errors import FloeError, SegmentCorrupt
-from common.segments.faults import SegmentGone
+from common.segments.faults import Forked, SegmentGone
 from common.segments.segment import SegmentRef
 
 # Whichever of these failed, the first of them is what the operator has to hear.
@@ -35,8 +36,9 @@ def naming(segment: SegmentRef) -> Iterator[None]:
 class Failure:
     """One piece of work that ended with an error. `what`: the piece, for people.
 
-    `damaged`: the keys of segments that turned out to be unreadable. `is_stale`: a segment was deleted since
-    the listing, so that a new listing may do.
+    `damaged`: the keys of segments that turned out to be unreadable. `is_stale`: what there is has changed
+    since the listing, so that a new one may do. `code`: of its error. `suspects`: the keys of objects that an
+    operator may put away. `chain`: the one it is about, where it is about one.
     """
 
     what: str
@@ -44,11 +46,18 @@ class Failure:
     exit_code: int
     damaged: frozenset[str] = frozenset()
     is_stale: bool = False
+    code: str = ""
+    suspects: tuple[str, ...] = ()
+    chain: Chain | None = None
 
     @classmethod
-    def of(cls, what: str, error: FloeError) -> Failure:
-        damaged = frozenset({error.key}) if isinstance(error, UnreadableInput) else frozenset()
-        return cls(what, error.line(), error.exit_code, damaged, isinstance(error, SegmentGone))
+    def of(cls, what: str, error: FloeError, chain: Chain | None = None) -> Failure:
+        damaged = (error.key,) if isinstance(error, UnreadableInput) else ()
+        suspects = error.keys if isinstance(error, Forked) else damaged
+        is_stale = isinstance(error, SegmentGone)
+        return cls(
+            what, error.line(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain
+        )
 
 
 def exit_code(failures: Iterable[Failure]) -> int:

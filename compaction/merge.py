@@ -12,6 +12,7 @@ from common.failpoints import failpoint
 from common.segments.parquet import SegmentReader, SegmentWriter, SpooledSegment
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
 from compaction.ahead import ahead
 from compaction.ledgers import Tally, merged_footer
 from compaction.plan import Output
@@ -24,12 +25,16 @@ SPOOL_MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """An output that is in the store and read back. `raw_bytes`: of its rows, before compression."""
+    """An output that is in the store and read back, `ref`. `inputs`: how many it was made of, `size` their
+    stored bytes. `raw_bytes`: of its rows, before compression. `late`: how many rows came with an input that
+    another had not read, and between which sequences; None: none did."""
 
-    output: Output
     ref: SegmentRef
+    inputs: int
+    size: int
     rows: int
     raw_bytes: int
+    late: tuple[int, SequenceRange] | None = None
 
 
 def merge(store: SegmentStore, output: Output) -> Merged:
@@ -41,7 +46,7 @@ def merge(store: SegmentStore, output: Output) -> Merged:
     """
     # The crash order: a spool file is nobody's; what is put is a complete, contained segment that readers may
     # already use; only a later step, with its own proof, writes a tombstone.
-    spooled = _spool(store, output)
+    spooled, late = _spool(store, output)
     try:
         failpoint("compaction.put")
         ref = store.put(spooled)
@@ -49,7 +54,7 @@ def merge(store: SegmentStore, output: Output) -> Merged:
         spooled.path.unlink(missing_ok=True)
     failpoint("compaction.read_back")
     check_read_back(store, ref, spooled.footer)
-    return Merged(output, ref, spooled.footer.rows, spooled.footer.raw_bytes)
+    return Merged(ref, len(output.inputs), output.size, spooled.footer.rows, spooled.footer.raw_bytes, late)
 
 
 def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> None:
@@ -62,17 +67,25 @@ def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> Non
         raise SegmentCorrupt(f"segment {ref.key}: expected {footer.rows} rows, read back {rows}")
 
 
-def _spool(store: SegmentStore, output: Output) -> SpooledSegment:
+def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[int, SequenceRange] | None]:
     path = store.new_spool()
     _check_space(shutil.disk_usage(path.parent).free, output)
-    writer = SegmentWriter(path, level=output.level, compression_level=COMPRESSION_LEVEL)
+    writer = SegmentWriter(
+        path,
+        level=output.level,
+        compression_level=COMPRESSION_LEVEL,
+        subject_statistics=store.subject_statistics,
+    )
     with _aborted_on_error(writer):
-        return _write(store, output, writer)
+        footers: dict[str, Footer] = {}
+        tally = Tally(output, footers)
+        spooled = _write(store, output, writer, footers, tally)
+    return spooled, tally.late
 
 
-def _write(store: SegmentStore, output: Output, writer: SegmentWriter) -> SpooledSegment:
-    footers: dict[str, Footer] = {}
-    tally = Tally(output)
+def _write(
+    store: SegmentStore, output: Output, writer: SegmentWriter, footers: dict[str, Footer], tally: Tally
+) -> SpooledSegment:
 
     def opened(segment: SegmentRef) -> SegmentReader:
         failpoint("compaction.open")

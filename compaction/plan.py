@@ -3,20 +3,24 @@
 Per level, on stored bytes: segments that overlap stay together; runs of adjacent segments, all older than
 `min_age`, are cut before they pass `max_size` or `max_count`; what is left at a run's end is merged when it
 reaches `min_size`, or holds `min_count` and its oldest is older than `max_wait`, so that a quiet chain is
-compacted too. An output never spans a hole.
+compacted too. An output never spans a hole. What came late with rows of its own is no matter of policy: it is
+united with what contains it (`unite`). A chain is planned window by window (`common.segments.table`); where
+these are cut makes no difference, because a group that is open at the end of one goes on in the next.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.chain import Chain
+from common.segments.layout import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
-from compaction.supersede import outstanding
+from compaction.supersede import Supersession, outstanding
 
 
 class Policy(Protocol):
@@ -68,7 +72,7 @@ class Output:
     def log_context(self) -> dict[str, object]:
         return {
             **self.chain.log_context(),
-            "level": self.level,
+            "segment_level": self.level,  # `level` is the level of a log line
             "first": self.coverage.first,
             "last": self.coverage.last,
             "inputs": len(self.inputs),
@@ -84,16 +88,62 @@ def plan(
     `now`: seconds since 1970 UTC by the store's clock. `damaged`: keys of segments that cannot be read; they
     are left out as if they were not there, and the runs end beside them.
     """
-    sound = [s for s in segments if s.key not in damaged]
-    ready = [b for b in _blocks(outstanding(sound, policy.from_)) if now - b.newest >= policy.min_age]
-    outputs = []
-    for run in _runs(ready):
-        *closed, last = _cut(run, policy)
-        due = [g for g in closed if g.count > 1 or g.reaches_minimum(policy)]
-        if last.reaches_minimum(policy) or last.has_waited(policy, now):
-            due.append(last)
-        outputs += [Output(policy.to, tuple(group.segments)) for group in due]
-    return outputs
+    planner = Planner(policy, now)
+    return [*planner.add([s for s in segments if s.key not in damaged]), *planner.end()]
+
+
+class Planner:
+    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock."""
+
+    def __init__(self, policy: Policy, now: float) -> None:
+        self._policy, self._now = policy, now
+        self._group = _Group()
+        self._reach = 0  # where the run ends so far
+
+    @property
+    def open(self) -> Sequence[SegmentRef]:
+        """Segments of the group that is not closed yet: a later window may bring an output of them."""
+        return self._group.segments
+
+    def add(self, window: Sequence[SegmentRef]) -> list[Output]:
+        """The outputs that are sure once the segments of the next window are known, those of all its levels;
+        ascending.
+        """
+        outputs: list[Output] = []
+        for block in _blocks(outstanding(window, self._policy.from_)):
+            if self._now - block.newest < self._policy.min_age:
+                continue
+            if block.coverage.first != self._reach + 1:
+                outputs += self.end()
+            elif self._group.segments and not self._group.has_room(block, self._policy):
+                outputs += self._close(self._group.count > 1 or self._group.reaches_minimum(self._policy))
+            self._group.add(block)
+            self._reach = block.coverage.last
+        return outputs
+
+    def end(self) -> list[Output]:
+        """The output of the group that is open at the end of a run, if it is due."""
+        group, policy = self._group, self._policy
+        return self._close(group.reaches_minimum(policy) or group.has_waited(policy, self._now))
+
+    def _close(self, is_due: bool) -> list[Output]:
+        closed, self._group = self._group, _Group()
+        return [Output(self._policy.to, tuple(closed.segments))] if is_due and closed.segments else []
+
+
+def unite(late: Iterable[Supersession]) -> list[Output]:
+    """The merges that bring `late`, segments found contained in others and with rows of their own, into one
+    segment with those others, of the next higher level; what overlaps goes together.
+
+    Above level 9 there is none: what only level 9 contains stays as it is.
+    """
+    by_chain: defaultdict[Chain, dict[str, SegmentRef]] = defaultdict(dict)
+    for supersession in late:
+        for segment in (*supersession.superseded, *supersession.superseding):
+            by_chain[segment.chain][segment.key] = segment
+    blocks = [block for _, found in sorted(by_chain.items()) for block in _blocks(found.values())]
+    outputs = [Output(1 + max(s.level for s in block.segments), block.segments) for block in blocks]
+    return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +186,7 @@ class _Group:
         return self.size >= policy.min_size or 1 < self.count >= policy.max_count
 
     def has_waited(self, policy: Policy, now: float) -> bool:
-        enough = self.count >= max(policy.min_count, 2)
+        enough = self.count >= max(policy.min_count, 2)  # so of an empty one no age is asked
         return enough and now - min(s.modified for s in self.segments) > policy.max_wait
 
 
@@ -154,24 +204,3 @@ def _blocks(segments: Iterable[SegmentRef]) -> Iterator[_Block]:
         members, coverage = [segment], segment.coverage
     if coverage is not None:
         yield _Block(tuple(members), coverage)
-
-
-def _runs(blocks: Iterable[_Block]) -> list[list[_Block]]:
-    """The blocks cut wherever one does not begin exactly where the one before ends."""
-    runs: list[list[_Block]] = []
-    for block in blocks:
-        if runs and block.coverage.follows(runs[-1][-1].coverage):
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return runs
-
-
-def _cut(run: list[_Block], policy: Policy) -> list[_Group]:
-    """One run as groups, each closed before it would pass a maximum; the last is still open."""
-    groups = [_Group()]
-    for block in run:
-        if groups[-1].segments and not groups[-1].has_room(block, policy):
-            groups.append(_Group())
-        groups[-1].add(block)
-    return groups

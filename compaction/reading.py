@@ -11,6 +11,7 @@ from common.errors import DataError, SegmentCorrupt
 from common.segments.parquet import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
+from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, cover, holes
 
 
@@ -19,8 +20,9 @@ def read_stretch(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of `stretch` in order: `columns` of the segment schema, or all.
 
-    Where its segment is gone or cannot be read, the rest is read through the cover of what else is there.
-    Raises the segment's own error (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
+    With what others have of what its segment did not read (`common.segments.unread`). Where the segment is
+    gone or cannot be read, the rest is read through the cover of what else is there. Raises the segment's own
+    error (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
     """
     wanted = [name for name in SCHEMA.names if columns is None or name in columns]
     for batch in _Reading(store, stretch).batches([*{"sequence", *wanted}]):
@@ -48,8 +50,8 @@ class _Reading:
             stretch = self._pending.pop(0)
             position = stretch.rows.first
             try:
-                with self._store.open(stretch.segment, rows=stretch.rows) as reader:
-                    for batch in reader.batches(rows=stretch.rows, columns=columns):
+                with open_stretch(self._store, stretch, avoided=self._avoided) as reader:
+                    for batch in reader.batches(columns=columns):
                         yield batch
                         position = batch.column("sequence")[-1].as_py() + 1
             except (SegmentGone, SegmentCorrupt) as error:

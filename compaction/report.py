@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from common.chain import Chain
+from common.segments.foreign import Foreign
+from common.segments.layout import SegmentName
 from common.segments.segment import SegmentRef
 from common.segments.snapshots import SnapshotRef
 from compaction.merge import Merged
@@ -28,7 +30,7 @@ def report_json(report: Report) -> dict[str, Any]:
     return {
         "merged": [
             {
-                **_output_json(m.output),
+                **_output_json(m.ref.segment, m.inputs, m.size),
                 "key": m.ref.key,
                 "size": m.ref.size,
                 "rows": m.rows,
@@ -40,7 +42,13 @@ def report_json(report: Report) -> dict[str, Any]:
         "deleted": [_segment_json(s) for s in report.deleted],
         "pruned": [_segment_json(s) for s in report.pruned],
         "failures": [
-            {"what": f.what, "error": f.line, "exit_code": f.exit_code, "damaged": sorted(f.damaged)}
+            {
+                "what": f.what,
+                "error": f.line,
+                "exit_code": f.exit_code,
+                "damaged": sorted(f.damaged),
+                "is_new": f not in report.told,
+            }
             for f in report.failures
         ],
     }
@@ -66,7 +74,7 @@ def preview_json(surveys: Iterable[Survey]) -> dict[str, Any]:
     surveys = list(surveys)
     return {
         "outputs": [
-            {**_output_json(o), "inputs": [_segment_json(s) for s in o.inputs]}
+            {**_output_json(o, len(o.inputs), o.size), "inputs": [_segment_json(s) for s in o.inputs]}
             for survey in surveys
             for o in survey.outputs
         ],
@@ -98,30 +106,31 @@ def verify_json(report: ChainReport) -> dict[str, Any]:
         "size": report.size,
         "overlapping": report.overlapping,
         "accepted": [{"first": hole.first, "last": hole.last} for hole in report.accepted],
-        "problems": [{"kind": p.kind, "text": p.text} for p in report.problems],
+        "problems": [{"kind": p.kind, "text": p.text, "hint": p.hint} for p in report.problems],
     }
 
 
+def foreign_json(foreign: Foreign) -> list[dict[str, Any]]:
+    """One entry beside those of the chains where there are keys that are none of Floe's."""
+    nobody: dict[str, Any] = dict.fromkeys(("site", "feed", "incarnation", "partition"))
+    counts = {"foreign": foreign.count, "keys": foreign.keys, "problems": []}
+    return [{**nobody, **counts}] if foreign.count else []
+
+
 def _merged_row(merged: Merged) -> list[object]:
-    output = merged.output
-    return [
-        "merged",
-        output.chain,
-        output.level,
-        output.coverage,
-        len(output.inputs),
-        output.size,
-        merged.ref.size,
-    ]
+    ref = merged.ref
+    return ["merged", ref.chain, ref.level, ref.coverage, merged.inputs, merged.size, ref.size]
 
 
 def _deleted_rows(action: str, segments: Iterable[SegmentRef]) -> list[list[object]]:
-    groups: defaultdict[tuple[Chain, int], list[SegmentRef]] = defaultdict(list)
+    counts: Counter[tuple[Chain, int]] = Counter()
+    sizes: Counter[tuple[Chain, int]] = Counter()
     for segment in segments:
-        groups[segment.chain, segment.level].append(segment)
+        counts[segment.chain, segment.level] += 1
+        sizes[segment.chain, segment.level] += segment.size
     return [
-        [action, chain, level, None, len(group), sum(s.size for s in group), None]
-        for (chain, level), group in sorted(groups.items())
+        [action, chain, level, None, count, sizes[chain, level], None]
+        for (chain, level), count in sorted(counts.items())
     ]
 
 
@@ -136,14 +145,14 @@ def _pruned_rows(snapshots: Iterable[SnapshotRef]) -> list[list[object]]:
     ]
 
 
-def _output_json(output: Output) -> dict[str, Any]:
+def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str, Any]:
     return {
-        **_chain_json(output.chain),
-        "level": output.level,
-        "first": output.coverage.first,
-        "last": output.coverage.last,
-        "input_count": len(output.inputs),
-        "input_bytes": output.size,
+        **_chain_json(made.chain),
+        "level": made.level,
+        "first": made.coverage.first,
+        "last": made.coverage.last,
+        "input_count": inputs,
+        "input_bytes": size,
     }
 
 

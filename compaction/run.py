@@ -6,12 +6,17 @@ Every step may be repeated, doubled or cut off; what a run finds half done it ta
     proved, no tombstone   as above: the proof is made again
     tombstoned             deleted once the grace is over, if what replaces them is intact
     deleted in part        the rest is deleted; the tombstone goes when a later run sees nothing of it listed
+
+A chain may have a million segments. One listing of it is kept as a table; references are made window by
+window, and a round works in batches, so that no more of them are held at once than one batch needs.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -19,23 +24,28 @@ from typing import TypeVar
 from common.chain import Chain
 from common.errors import DataError, FloeError, Refused
 from common.failpoints import failpoint
+from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
+from common.segments.gaps import carry_late
 from common.segments.segment import SegmentRef
 from common.segments.snapshots import SnapshotRef
 from common.segments.store import SegmentStore
+from common.segments.table import WINDOW, SegmentTable
 from common.service.logs import get_logger
 from compaction.failures import Failure
 from compaction.merge import Merged
-from compaction.plan import Output, Policy, plan
+from compaction.plan import Output, Planner, Policy, unite
+from compaction.reported import Reported
 from compaction.snapshots import Pruning
 from compaction.supersede import Supersession, contained, made_by
-from compaction.tombstones import Tombstones, condemned, deletable, done, valid
+from compaction.tombstones import TombstoneIndex, Tombstones
 from compaction.work import Prover, Runner, merge_one
 
 log = get_logger("compaction.run")
 
 LISTINGS_AT_ONCE = 8
 SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
+BATCH = 30_000  # segments that are read in one batch of merges and proofs at least, where there are as many
 ROUNDS = 3  # of planning again because of segments that were damaged or gone
 
 T = TypeVar("T")
@@ -54,29 +64,52 @@ class Selection:
 
 @dataclass(slots=True)
 class Report:
-    """What a run did."""
+    """What a run did. `told`: those of `failures` that an earlier run has told."""
 
     merged: list[Merged] = field(default_factory=list)
     tombstones: list[str] = field(default_factory=list)
-    deleted: list[SegmentRef] = field(default_factory=list)
+    deleted: SegmentTable = field(default_factory=SegmentTable)
     pruned: list[SnapshotRef] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    told: list[Failure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What is to be done in one chain. `going`, `outdated`: what may be deleted now."""
+    """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some
+    of `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be
+    deleted now, which only a preview works out.
+    """
 
     chain: Chain
-    outputs: tuple[Output, ...]
-    leftovers: tuple[Supersession, ...]
-    going: tuple[SegmentRef, ...]
-    problems: tuple[Failure, ...]
+    outputs: tuple[Output, ...] = ()
+    leftovers: tuple[Supersession, ...] = ()
+    going: tuple[SegmentRef, ...] = ()
+    problems: tuple[Failure, ...] = ()
     outdated: tuple[SnapshotRef, ...] = ()
+    in_use: frozenset[str] = frozenset()
+
+    @property
+    def segments(self) -> int:
+        """How many a run has to read, or thereabouts."""
+        return sum(len(o.inputs) for o in self.outputs) + sum(len(s.superseded) for s in self.leftovers)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What one chain's listings showed. `problems`: with objects among the tombstones."""
+
+    chain: Chain
+    segments: SegmentTable
+    tombstones: TombstoneIndex
+    problems: tuple[Failure, ...]
 
 
 class Compaction:
-    """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted."""
+    """Compacts the chains of one store by `policies`. `grace`: seconds; None: nothing is deleted.
+
+    `window`, `batch`: how many segments are looked at together, and read in one batch, at least.
+    """
 
     def __init__(
         self,
@@ -85,29 +118,49 @@ class Compaction:
         grace: float | None,
         runner: Runner,
         prover: Prover,
+        *,
+        window: int = WINDOW,
+        batch: int = BATCH,
     ) -> None:
-        self._store = store
+        self._store, self._window, self._batch = store, window, batch
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
+        self._reported = Reported(store.objects, store.layout)
         self._policies, self._grace = policies, grace
         self._pruning = Pruning(store, grace) if grace is not None else None
         self._runner, self._prover = runner, prover
 
     def preview(self, selection: Selection) -> list[Survey]:
-        """What a run would begin with. It writes nothing but the object that tells the store's time."""
+        """What a run would begin with, chain by chain; all of it at once in memory.
+
+        It writes nothing but the object that tells the store's time.
+        """
         try:
             now = self._tombstones.now()
         except Refused:
             now = 0.0  # a credential that may only read: the youngest object of each chain is its time
         chains = self._selected(selection)
-        surveys = self._surveys(chains, selection, now, frozenset())
-        return _at_once(lambda survey: self._with_outdated(survey, now), surveys)
+        return _at_once(lambda chain: self._foretold(chain, selection, now), chains)
 
-    def _with_outdated(self, survey: Survey, now: float) -> Survey:
-        if self._pruning is None:
-            return survey
-        due = self._pruning.due(survey.chain, now)
-        return replace(survey, outdated=tuple(due.refs), problems=(*survey.problems, *due.failures))
+    def _foretold(self, chain: Chain, selection: Selection, now: float) -> Survey:
+        listed = self._listed(chain)
+        surveys = list(self._survey(listed, selection, now, frozenset()))
+        whole = Survey(
+            chain,
+            tuple(output for survey in surveys for output in survey.outputs),
+            tuple(leftover for survey in surveys for leftover in survey.leftovers),
+            problems=listed.problems,
+        )
+        if self._grace is None or self._pruning is None:
+            return whole
+        going = listed.tombstones.deletable(now or listed.segments.newest, self._grace)
+        due = self._pruning.due(chain, now)
+        return replace(
+            whole,
+            going=tuple(segment for each in going for segment in each.superseded),
+            outdated=tuple(due.refs),
+            problems=(*whole.problems, *due.failures),
+        )
 
     def run(self, selection: Selection) -> Report:
         """Do all that is due. Raises what the store raises when it cannot even be listed."""
@@ -121,6 +174,8 @@ class Compaction:
                 self._work(chains, selection, damaged | found, report)
             self._prune(chains, report)
         report.failures = list(dict.fromkeys(report.failures))
+        # A run over one level does not meet what is wrong with others.
+        self._remember(chains if selection.level is None else [], report)
         failpoint("compaction.done")
         return report
 
@@ -129,8 +184,9 @@ class Compaction:
     ) -> frozenset[str]:
         """Plan, merge, prove and tombstone; again where segments were gone or damaged. All damaged ones."""
         for round_number in range(1, ROUNDS + 1):
-            surveys = self._surveys(chains, selection, self._tombstones.now(), damaged)
-            failures = self._merge_and_prove(surveys, report)
+            now, failures = self._tombstones.now(), []
+            for surveys in self._batches(chains, selection, now, damaged):
+                failures += self._merge_and_prove(surveys, report)
             report.failures += [f for f in failures if not f.is_stale or round_number == ROUNDS]
             found = frozenset(key for failure in failures for key in failure.damaged)
             if not any(f.is_stale for f in failures) and found <= damaged:
@@ -139,57 +195,144 @@ class Compaction:
             log.info("planning again", action="plan_again", failures=len(failures), damaged=len(damaged))
         return damaged
 
+    def told(self, failures: Iterable[Failure]) -> list[Failure]:
+        """Those of `failures` that an earlier run has told."""
+        return self._reported.told(failures)
+
+    def _remember(self, chains: Sequence[Chain], report: Report) -> None:
+        """Tell what was told before from what is new; without that memory all of it is new."""
+        try:
+            report.told = self._reported.told(report.failures)
+            self._reported.remember(chains, report.failures)
+        except FloeError as error:
+            report.failures.append(Failure.of("memory of what was told", error))
+
     # Deciding
 
     def _selected(self, selection: Selection) -> list[Chain]:
         chains = self._chains.chains(selection.site, selection.feed)
         return [c for c in chains if selection.partition in (None, c.partition)]
 
-    def _surveys(
+    def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]
-    ) -> list[Survey]:
-        policies = [p for p in self._policies if selection.level in (None, p.from_)]
-        return _at_once(lambda chain: self._survey(chain, policies, now, damaged), chains)
+    ) -> Iterator[list[Survey]]:
+        """What is to be done in all chains, some of it at a time: enough for many executors."""
+        batch: list[Survey] = []
+        count = 0
+        for listed in _ahead(self._listed, chains):
+            for survey in self._survey(listed, selection, now, damaged):
+                batch.append(survey)
+                count += survey.segments
+                if count >= self._batch:
+                    yield batch
+                    batch.clear()  # before the next is gathered: the caller still has the list
+                    count = 0
+        yield batch
+
+    def _listed(self, chain: Chain) -> Listed:
+        segments = self._store.table(chain)
+        index, problems = self._index(chain, segments, self._tombstones.names(chain))
+        failpoint("compaction.list")
+        return Listed(chain, segments, index, tuple(problems))
+
+    def _index(
+        self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]
+    ) -> tuple[TombstoneIndex, list[Failure]]:
+        """What the tombstones say of `segments`, and what objects beside them are none; one at a time."""
+        index, problems = TombstoneIndex(segments), []
+        for info in names:
+            try:
+                stone = self._tombstones.read(chain, info)
+            except DataError as error:
+                problems.append(_unsound(chain, info.key, error))
+            else:
+                if stone is not None:
+                    index.add(stone)
+        return index, problems
 
     def _survey(
-        self, chain: Chain, policies: Sequence[Policy], now: float, damaged: frozenset[str]
-    ) -> Survey:
-        segments = self._store.list(chain)
-        standing, problems = self._tombstones.list(chain)
-        failpoint("compaction.list")
-        now = now or max((s.modified for s in segments), default=0.0)
-        buried = condemned(valid(segments, standing))
-        sound = [s for s in segments if s.key not in damaged]
-        outputs = [o for policy in policies for o in plan(sound, policy, now)]
-        going = deletable(segments, standing, now, self._grace) if self._grace is not None else []
-        failpoint("compaction.plan")
-        return Survey(
-            chain,
-            tuple(outputs),
-            tuple(contained([s for s in sound if s.key not in buried])),
-            tuple(s for _, may_go in going for s in may_go),
-            tuple(Failure.of(f"tombstones of {chain}", problem) for problem in problems),
-        )
+        self, listed: Listed, selection: Selection, now: float, damaged: frozenset[str]
+    ) -> Iterator[Survey]:
+        """What is to be done in one chain, window by window; pure."""
+        chain, segments, buried = listed.chain, listed.segments, listed.tombstones.buried()
+        policies = [p for p in self._policies if selection.level in (None, p.from_)]
+        planners = [Planner(policy, now or segments.newest) for policy in policies]
+        held: list[list[Supersession]] = []
+        merged: set[str] = set()  # inputs of the merges so far, of those by which something held is contained
+        for window in segments.windows(self._window):
+            refs = [(place, segments[place]) for places in window for place in places]
+            sound = [(place, ref) for place, ref in refs if ref.key not in damaged]
+            outputs = [o for planner in planners for o in planner.add([ref for _, ref in sound])]
+            held.append(contained([ref for place, ref in sound if not buried[place]]))
+            # What is contained in an input of a merge waits for that merge: see `_unite`. So it is held back,
+            # with all of its window, while a group is open that a later window may make an output of.
+            open_ = {ref.key for planner in planners for ref in planner.open}
+            ready = [found for found in held if not _is_in(open_, found)]
+            held = [found for found in held if _is_in(open_, found)]
+            in_use = frozenset(merged)
+            # The same window may have had a merge too, which is over when the rest of it is taken up.
+            merged.update(s.key for output in outputs for s in output.inputs)
+            merged &= {above.key for found in held for s in found for above in s.superseding}
+            failpoint("compaction.plan")
+            yield Survey(chain, tuple(outputs), tuple(s for found in ready for s in found), in_use=in_use)
+        outputs = [output for planner in planners for output in planner.end()]
+        left = tuple(s for found in held for s in found)
+        yield Survey(chain, tuple(outputs), left, problems=listed.problems, in_use=frozenset(merged))
 
     # Doing
 
-    def _merge_and_prove(self, surveys: Iterable[Survey], report: Report) -> list[Failure]:
-        surveys = list(surveys)
-        failures = [problem for survey in surveys for problem in survey.problems]
-        outputs = sorted((o for s in surveys for o in s.outputs), key=lambda o: o.size, reverse=True)
-        if outputs:
-            total = sum(output.size for output in outputs)
-            log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
-        results = self._runner.map(merge_one, outputs) if outputs else []
+    def _merge_and_prove(self, surveys: Sequence[Survey], report: Report) -> list[Failure]:
+        outputs = [output for survey in surveys for output in survey.outputs]
+        supersessions, failures = self._merge(outputs, report)
+        supersessions += [leftover for survey in surveys for leftover in survey.leftovers]
+        refused = self._prove(supersessions, report)
+        late = [(s, f) for s, f in refused if _is_late(s, f)]
+        failures += [f for s, f in refused if not _is_late(s, f)]
+        in_use = {s.key for output in outputs for s in output.inputs}.union(*(s.in_use for s in surveys))
+        return [
+            *(problem for survey in surveys for problem in survey.problems),
+            *failures,
+            *self._unite(late, in_use, report),
+        ]
+
+    def _unite(
+        self, late: Sequence[tuple[Supersession, Failure]], in_use: AbstractSet[str], report: Report
+    ) -> list[Failure]:
+        """Merge late segments that have rows of their own with what contains them, and prove it.
+
+        `in_use`: keys of inputs of this round's merges. What is contained in one of these waits for the next
+        round: two outputs of one level that both hold it could hide each other's rows.
+        """
+        ready = [s for s, _ in late if in_use.isdisjoint(above.key for above in s.superseding)]
+        outputs = unite(ready)
+        taken = {s.key for output in outputs for s in output.inputs}
+        left = [
+            failure if supersession in ready else replace(failure, is_stale=True)
+            for supersession, failure in late
+            if supersession.superseded[0].key not in taken
+        ]
+        supersessions, failures = self._merge(outputs, report)
+        return left + failures + [failure for _, failure in self._prove(supersessions, report)]
+
+    def _merge(self, outputs: Sequence[Output], report: Report) -> tuple[list[Supersession], list[Failure]]:
+        """Make `outputs`, the largest first: what each of them supersedes, and what failed."""
+        if not outputs:
+            return [], []
+        total = sum(output.size for output in outputs)
+        log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
+        outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
+        results = self._runner.map(merge_one, outputs)
         merged = [result for result in results if isinstance(result, Merged)]
         report.merged += merged
-        failures += [result for result in results if isinstance(result, Failure)]
-        supersessions = [made_by(m.ref, m.output.inputs) for m in merged]
-        supersessions += [leftover for survey in surveys for leftover in survey.leftovers]
-        return failures + list(self._prove(supersessions, report))
+        failures = [result for result in results if isinstance(result, Failure)]
+        failures += [failure for m in merged if (failure := _came_late(m))]
+        both = zip(results, outputs, strict=True)
+        return [made_by(m.ref, output.inputs) for m, output in both if isinstance(m, Merged)], failures
 
-    def _prove(self, supersessions: list[Supersession], report: Report) -> Iterator[Failure]:
+    def _prove(self, supersessions: list[Supersession], report: Report) -> list[tuple[Supersession, Failure]]:
+        """Prove them and write tombstones for those that hold; the others, with the reason."""
         failpoint("compaction.verify")
+        refused = []
         while supersessions:
             verdicts = self._prover.prove(supersessions)
             doubtful: list[Supersession] = []
@@ -202,8 +345,9 @@ class Compaction:
                 elif _may_hold_in_part(supersession, failure):
                     doubtful += supersession.parts(-(-len(supersession.superseded) // 2))
                 else:
-                    yield failure
+                    refused.append((supersession, failure))
             supersessions = doubtful
+        return refused
 
     def _delete(self, chains: Sequence[Chain], grace: float, report: Report) -> frozenset[str]:
         """Delete what may go; the keys of replacing segments that are damaged."""
@@ -211,28 +355,27 @@ class Compaction:
         failpoint("compaction.grace")
         failures: list[Failure] = []
         for deleted, problems in _at_once(lambda chain: self._delete_in(chain, now, grace), chains):
-            report.deleted += deleted
+            report.deleted.absorb(deleted)
             failures += problems
         report.failures += failures
         return frozenset(key for failure in failures for key in failure.damaged)
 
-    def _delete_in(self, chain: Chain, now: float, grace: float) -> tuple[list[SegmentRef], list[Failure]]:
-        standing, _problems = self._tombstones.list(chain)
-        if not standing:
-            return [], []
-        segments = self._store.list(chain)
-        deleted: list[SegmentRef] = []
+    def _delete_in(self, chain: Chain, now: float, grace: float) -> tuple[SegmentTable, list[Failure]]:
+        names, deleted = self._tombstones.names(chain), SegmentTable()
+        if not names:
+            return deleted, []
+        index, _problems = self._index(chain, self._store.table(chain), names)
         failures: list[Failure] = []
-        for stone, going in deletable(segments, standing, now, grace):
-            damaged = [s for s in stone.tombstone.superseding if not self._store.is_intact(s)]
+        for stone in index.deletable(now, grace):
+            damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
-            for segment in () if damaged else going:
+            for segment in () if damaged else stone.superseded:
                 failpoint("compaction.delete_some")
                 failure = _attempt(f"delete of {segment.key}", partial(self._store.delete, segment))
                 failures += [failure] if failure else []
-                deleted += [] if failure else [segment]
-        for stone in done(segments, standing):
-            self._tombstones.delete(stone)
+                deleted.extend([] if failure else [segment])
+        for key in index.done():
+            self._tombstones.delete(key)
         if deleted:
             log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
         return deleted, failures
@@ -253,10 +396,52 @@ def _at_once(work: Callable[[U], T], items: Sequence[U]) -> list[T]:
         return list(pool.map(work, items))
 
 
+def _ahead(work: Callable[[U], T], items: Iterable[U]) -> Iterator[T]:
+    """As `_at_once`, where no more results are kept than are worked on at once."""
+    with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
+        running: deque[Future[T]] = deque()
+        for item in items:
+            running.append(pool.submit(work, item))
+            if len(running) >= LISTINGS_AT_ONCE:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def _is_in(keys: AbstractSet[str], supersessions: Iterable[Supersession]) -> bool:
+    """Whether any of `supersessions` is by a segment among `keys`."""
+    return any(above.key in keys for s in supersessions for above in s.superseding)
+
+
 def _may_hold_in_part(supersession: Supersession, failure: Failure) -> bool:
     """Whether one late segment may be keeping others, found contained along with it, from being proved."""
     is_about_data = failure.exit_code == DataError.exit_code and not failure.damaged and not failure.is_stale
     return is_about_data and not supersession.exact and len(supersession.superseded) > 1
+
+
+def _came_late(merged: Merged) -> Failure | None:
+    """What is to be told of rows that another segment had not read: a target may have passed them by then."""
+    if merged.late is None:
+        return None
+    chain, (count, rows) = merged.ref.chain, merged.late
+    error = DataError(
+        f"{count} rows of {rows} came with a segment that was put later than one that had not read them; "
+        "they are united now; a target whose position was behind them when they came does not hold them",
+        hint=carry_late(chain, rows),
+        code="E-LATE-ROWS",
+    )
+    return Failure.of(f"merge of {merged.ref.coverage} of {chain}", error, chain)
+
+
+def _is_late(supersession: Supersession, failure: Failure) -> bool:
+    """Whether it is one segment with a row that what contains it has not: it arrived behind the merge."""
+    is_one = not supersession.exact and len(supersession.superseded) == 1
+    return is_one and failure.code == "E-ROWS-MISSING"
+
+
+def _unsound(chain: Chain, key: str, error: FloeError) -> Failure:
+    """An object among the tombstones of `chain` that is none."""
+    return replace(Failure.of(f"tombstones of {chain}", error, chain), suspects=(key,))
 
 
 def _attempt(what: str, action: Callable[[], None]) -> Failure | None:
@@ -273,5 +458,5 @@ def _not_intact(segment: SegmentRef) -> Failure:
         hint="nothing that it replaces was deleted; those are merged again",
         code="E-READ-BACK",
     )
-    failure = Failure.of(f"deletion in {segment.chain}", error)
+    failure = Failure.of(f"deletion in {segment.chain}", error, segment.chain)
     return replace(failure, damaged=frozenset({segment.key}))

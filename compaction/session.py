@@ -32,6 +32,8 @@ DEFAULTS = {
     # What is shuffled is two numbers of each row, and only where segments overlap.
     "spark.sql.shuffle.partitions": "8",
 }
+_AUTHENTICATE = "spark.authenticate"
+_SECRETS = ("spark.authenticate.secret", "spark.authenticate.secret.file")
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 _LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
@@ -85,7 +87,27 @@ def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
     java = conf.get(_JAVA_OPTIONS, "")
     if "log4j" not in java:
         java = f"{java} {_LOG_CONFIGURATION}".strip()
-    return DEFAULTS | own | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
+    return DEFAULTS | own | authentication(master, conf) | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
+
+
+def authentication(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+    """Authentication between driver and executors, where there can be: the store's secrets travel there.
+
+    YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    """
+    makes_secret = master == "yarn" or master.startswith("k8s:")
+    return {_AUTHENTICATE: "true"} if makes_secret or any(name in conf for name in _SECRETS) else {}
+
+
+def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
+    """Say so where executors on other hosts are spoken to without authentication."""
+    if not master.startswith("local") and str(conf.get(_AUTHENTICATE, "false")).lower() != "true":
+        log.warning(
+            "spark without authentication: the store's secrets travel to executors that anybody may pose as; "
+            "set compaction.spark.conf.spark.authenticate.secret to that of the cluster",
+            action="spark_open",
+            master=master,
+        )
 
 
 def with_retries(master: str) -> str:
@@ -106,6 +128,7 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
             code="E-SPARK",
         ) from error
     _set_environment(master, conf)
+    warn_of_open(master, spark_conf(master, conf))
     try:
         builder = SparkSession.builder.appName("floe compaction").master(with_retries(master))
         return builder.config(map=spark_conf(master, conf)).getOrCreate()

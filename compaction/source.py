@@ -129,15 +129,14 @@ class _Reader(DataSourceReader):
 
     def _covers(self) -> list[Stretch[SegmentRef]]:
         objects, store = _open_store(self._options)
-        rows, wanted = self._options.rows, self._options.chain
-        site, feed = (str(wanted[n]) if n in wanted else None for n in ("site", "feed"))
-        chains = ChainStore(objects, store.layout).chains(site=site, feed=feed)
+        rows = self._options.rows
+        chains = self._options.selected(ChainStore(objects, store.layout))
 
         def stretches(chain: Chain) -> list[Stretch[SegmentRef]]:
             return cover(store.list(chain, position=rows.first), rows.first, rows.last)
 
         with ThreadPoolExecutor(_LISTINGS_AT_ONCE) as pool:
-            found = pool.map(stretches, [chain for chain in chains if self._options.selects(chain)])
+            found = pool.map(stretches, chains)
             return [stretch for chain_stretches in found for stretch in chain_stretches]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -11,6 +11,9 @@ from pydantic import ValidationError
 
 from common.chain import Chain
 from common.errors import UsageError
+from common.segments.archive import among
+from common.segments.documents import ChainStore
+from common.segments.naming import Pair, chosen, configured
 from common.segments.parquet import SCHEMA
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.store import StoreSettings
@@ -44,7 +47,7 @@ class ReadOptions:
 
     `chain`: the parts of a chain that are given; each missing one is a column. `rows`: of every chain.
     `columns`: None for all. `segments`: keys and rows (None: all) to read as they are instead of the cover,
-    None usually.
+    None usually. `feeds`: of the configuration, if there is one, of which nothing need be archived.
     """
 
     store: StoreSettings
@@ -54,10 +57,13 @@ class ReadOptions:
     columns: tuple[str, ...] | None
     headers_parsed: bool
     segments: tuple[tuple[str, SequenceRange | None], ...] | None = None
+    feeds: frozenset[Pair] = frozenset()
 
-    def selects(self, chain: Chain) -> bool:
-        """Whether `chain` is one of those to read."""
-        return all(getattr(chain, name) == value for name, value in self.chain.items())
+    def selected(self, chains: ChainStore) -> list[Chain]:
+        """The chains to read. Raises UsageError where there are none of the names given."""
+        site, feed = (str(self.chain[n]) if n in self.chain else None for n in ("site", "feed"))
+        numbers = [int(self.chain[n]) if n in self.chain else None for n in ("incarnation", "partition")]
+        return among(chains, site, feed, lambda known: chosen(known, self.feeds, site, feed, *numbers))
 
     def schema(self) -> pa.Schema:
         """The columns of the result: the parts of the chain not given, a segment's, others."""
@@ -75,7 +81,7 @@ def parse_options(options: Mapping[str, str]) -> ReadOptions:
     given = {name.lower(): value for name, value in options.items()}
     if unknown := sorted(given.keys() - _OPTIONS):
         raise UsageError(f"option {unknown[0]}: expected one of {', '.join(sorted(_OPTIONS))}")
-    store, spool_dir = _store(given)
+    store, spool_dir, feeds = _store(given)
     parsed = ReadOptions(
         store=store,
         spool_dir=spool_dir,
@@ -84,6 +90,7 @@ def parse_options(options: Mapping[str, str]) -> ReadOptions:
         columns=_columns(given),
         headers_parsed=_flag(given, "headers_parsed"),
         segments=_segments(given),
+        feeds=feeds,
     )
     if parsed.columns is not None and (missing := set(parsed.columns) - set(parsed.schema().names)):
         raise UsageError(f"option columns: no column {sorted(missing)[0]!r}")
@@ -95,7 +102,7 @@ def has_pushdown(options: Mapping[str, str]) -> bool:
     return _flag({name.lower(): value for name, value in options.items()}, "pushdown")
 
 
-def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str]:
+def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair]]:
     fields = {name: given[name] for name in _STORE_OPTIONS & given.keys()}
     if path := given.get("config"):
         if fields:
@@ -103,9 +110,9 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str]:
         from common.service.config import load
 
         settings = load(path)
-        return settings.store, settings.spool_dir
+        return settings.store, settings.spool_dir, configured(settings)
     try:
-        return StoreSettings.model_validate(fields), ""
+        return StoreSettings.model_validate(fields), "", frozenset()
     except ValidationError as error:
         # pydantic's text is told without what was found: it may be a secret.
         raise UsageError(f"options of the store: {_problems(error)}", hint="or give option config") from None

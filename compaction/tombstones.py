@@ -13,15 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
-from common.errors import DataError, FloeError, OutcomeUnknown
-from common.objects.port import ObjectStore
+from common.errors import DataError, OutcomeUnknown
+from common.objects.port import ObjectInfo, ObjectStore
 from common.segments.layout import Layout
 from common.segments.segment import SegmentRef
+from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
 from compaction.supersede import Supersession, may_supersede
 
@@ -83,12 +85,14 @@ class Tombstone:
     def from_json(cls, raw: bytes, layout: Layout, chain: Chain) -> Tombstone:
         """Raises ValueError, naming what is wrong, unless `raw` is one of `chain` that keeps the rules."""
         document = json.loads(raw)
-        if not isinstance(document, dict) or document.keys() != _FIELDS:
+        if not isinstance(document, dict) or not document.keys() >= {"format_version"}:
             raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
         if document["format_version"] != FORMAT_VERSION:
             raise ValueError(
                 f"format_version: expected {FORMAT_VERSION}, found {document['format_version']!r:.40}"
             )
+        if not document.keys() >= _FIELDS:  # others are a newer version's
+            raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
         tombstone = cls(
             _refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain)
         )
@@ -109,49 +113,100 @@ class Standing:
     written: float
 
 
-def condemned(standing: Iterable[Standing]) -> set[str]:
-    """The keys of all superseded segments: none of them may supersede another."""
-    return {s.key for stone in standing for s in stone.tombstone.superseded}
+@dataclass(frozen=True, slots=True)
+class Buried:
+    """A tombstone as far as it concerns what is listed; 8 bytes for each segment, by its place there.
 
-
-def valid(segments: Iterable[SegmentRef], standing: Sequence[Standing]) -> list[Standing]:
-    """Those whose superseding segments are all listed, with the same length, and not condemned themselves."""
-    sizes, gone = {s.key: s.size for s in segments}, condemned(standing)
-    return [
-        stone
-        for stone in standing
-        if all(sizes.get(s.key) == s.size and s.key not in gone for s in stone.tombstone.superseding)
-    ]
-
-
-def deletable(
-    segments: Sequence[SegmentRef], standing: Sequence[Standing], now: float, grace: float
-) -> list[tuple[Standing, tuple[SegmentRef, ...]]]:
-    """What may be deleted of one chain's `segments`, by tombstone; the caller still checks what stays.
-
-    `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches the
-    chain's greatest end stays, and so does one whose length is not what the tombstone says.
+    `superseded`: those of them that are listed; `changed`: among these, with another length than it says.
+    `superseding`: None where one is not listed with the length that it says.
     """
-    listed = {s.key: s for s in segments}
-    greatest = max((s.coverage.last for s in segments), default=0)
-    found = []
-    for stone in valid(segments, standing):
-        going = [listed[s.key] for s in stone.tombstone.superseded if _is_listed(s, listed)]
-        may_go = tuple(s for s in going if s.coverage.last < greatest)
-        # Without a grace no clock is asked: a store may round the times of objects.
-        if may_go and (not grace or now - stone.written >= grace):
-            found.append((stone, may_go))
-    return found
+
+    key: str
+    written: float
+    superseded: array[int]
+    changed: frozenset[int]
+    superseding: array[int] | None
 
 
-def done(segments: Iterable[SegmentRef], standing: Iterable[Standing]) -> list[Standing]:
-    """The tombstones whose superseded segments are all gone from the listing."""
-    listed = {s.key for s in segments}
-    return [t for t in standing if not any(s.key in listed for s in t.tombstone.superseded)]
+@dataclass(frozen=True, slots=True)
+class Deletable:
+    """What may be deleted by the tombstone at `key`, while `superseding` are intact."""
+
+    key: str
+    superseding: tuple[SegmentRef, ...]
+    superseded: tuple[SegmentRef, ...]
 
 
-def _is_listed(segment: SegmentRef, listed: dict[str, SegmentRef]) -> bool:
-    return segment.key in listed and listed[segment.key].size == segment.size
+class TombstoneIndex:
+    """What the tombstones of one chain say of its listed segments. Pure; `add` all before asking anything."""
+
+    def __init__(self, listed: SegmentTable, standing: Iterable[Standing] = ()) -> None:
+        self._listed = listed
+        self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
+        self._stones: list[Buried] = []
+        for stone in standing:
+            self.add(stone)
+
+    def add(self, stone: Standing) -> None:
+        """Take a tombstone; what it names and is not listed is forgotten."""
+        superseded, changed = array("q"), set()
+        for segment in stone.tombstone.superseded:
+            place = self._listed.place(segment)
+            if place is not None:
+                superseded.append(place)
+                self._condemned[place] = 1
+                if self._listed.size_of(place) != segment.size:
+                    changed.add(place)
+        superseding = self._places(stone.tombstone.superseding)
+        self._stones.append(Buried(stone.key, stone.written, superseded, frozenset(changed), superseding))
+
+    def _places(self, segments: Iterable[SegmentRef]) -> array[int] | None:
+        found = array("q")
+        for segment in segments:
+            place = self._listed.place(segment)
+            if place is None or self._listed.size_of(place) != segment.size:
+                return None
+            found.append(place)
+        return found
+
+    def valid(self) -> list[Buried]:
+        """Those whose superseding segments are all listed, with the same length, and not condemned."""
+        return [
+            stone
+            for stone in self._stones
+            if stone.superseding is not None and not any(self._condemned[each] for each in stone.superseding)
+        ]
+
+    def buried(self) -> bytearray:
+        """1 at the place of each segment that a valid tombstone supersedes, 0 at all others."""
+        found = bytearray(len(self._listed))
+        for stone in self.valid():
+            for place in stone.superseded:
+                found[place] = 1
+        return found
+
+    def deletable(self, now: float, grace: float) -> Iterator[Deletable]:
+        """What may be deleted, by tombstone; the caller still checks what stays.
+
+        `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches
+        the chain's greatest end stays, and so does one whose length is not what the tombstone says.
+        """
+        greatest = self._listed.end
+        for stone in self.valid():
+            # Without a grace no clock is asked: a store may round the times of objects.
+            if grace and now - stone.written < grace:
+                continue
+            same = (place for place in stone.superseded if place not in stone.changed)
+            may_go = tuple(self._listed[each] for each in same if self._listed.end_of(each) < greatest)
+            if may_go:
+                yield Deletable(stone.key, self._refs(stone.superseding), may_go)
+
+    def _refs(self, places: Iterable[int] | None) -> tuple[SegmentRef, ...]:
+        return tuple(self._listed[place] for place in places or ())
+
+    def done(self) -> list[str]:
+        """The keys of the tombstones whose superseded segments are all gone from the listing."""
+        return [stone.key for stone in self._stones if not stone.superseded]
 
 
 class Tombstones:
@@ -160,19 +215,19 @@ class Tombstones:
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
         self._objects, self._layout = objects, layout
 
-    def list(self, chain: Chain) -> tuple[list[Standing], list[FloeError]]:
-        """The chain's sound tombstones by range, and a DataError (E-STATE-JSON) for each other object."""
-        standing: list[Standing] = []
-        problems: list[FloeError] = []
-        for info in self._objects.list(self._layout.tombstones_prefix(chain)):
-            try:
-                tombstone = self._read(chain, info.key, info.size)
-            except (ValueError, RecursionError) as error:
-                problems.append(_unsound(info.key, error))
-            else:
-                if tombstone:
-                    standing.append(Standing(tombstone, info.key, info.modified))
-        return standing, problems
+    def names(self, chain: Chain) -> list[ObjectInfo]:
+        """The objects where the chain's tombstones stand, by range."""
+        return self._objects.list(self._layout.tombstones_prefix(chain))
+
+    def read(self, chain: Chain, info: ObjectInfo) -> Standing | None:
+        """One of `names`; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) for what is not
+        a sound tombstone.
+        """
+        try:
+            tombstone = self._read(chain, info.key, info.size)
+        except (ValueError, RecursionError) as error:
+            raise _unsound(info.key, error) from error
+        return None if tombstone is None else Standing(tombstone, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
         """Write it down, read it back, and return its key; an equal one that is there already keeps its age.
@@ -189,9 +244,9 @@ class Tombstones:
                 raise OutcomeUnknown(f"tombstone {key}: what was read back is not what was written")
         return key
 
-    def delete(self, stone: Standing) -> None:
+    def delete(self, key: str) -> None:
         """Remove one whose work is done."""
-        self._objects.delete(stone.key)
+        self._objects.delete(key)
 
     def now(self) -> float:
         """Seconds since 1970 UTC by the store's clock, taken from an object written for it."""
@@ -220,7 +275,7 @@ class Tombstones:
 def _unsound(key: str, error: Exception) -> DataError:
     return DataError(
         f"tombstone {key}: {error}",
-        hint="nothing is deleted by it; look who wrote it, then delete that object",
+        hint="nothing is deleted by it; look who wrote it, then put it away",
         code="E-STATE-JSON",
     )
 
@@ -244,7 +299,7 @@ def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
 
 
 def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
-    if not isinstance(entry, dict) or entry.keys() != {"level", "name", "size"}:
+    if not isinstance(entry, dict) or not entry.keys() >= {"level", "name", "size"}:
         raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
     level, name, size = entry["level"], entry["name"], entry["size"]
     if type(level) is not int or type(name) is not str or type(size) is not int:

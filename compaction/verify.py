@@ -4,6 +4,9 @@ Shallow: every segment's length and checksum, its footer (which balances, I7, an
 coverage from where the chain begins to where its tail says it ends, and the row counts of levels that cover
 the same. Deep: every row of every segment is read, in order and within its coverage, and compared with
 every other segment that has the same sequence.
+
+A chain may have a million segments. One listing of it is kept as a table, and looked at window by window
+(`common.segments.table`); what must be known of all of it is added up.
 """
 
 from __future__ import annotations
@@ -16,25 +19,37 @@ from typing import TypeVar
 
 from common.chain import Chain
 from common.errors import DataError
+from common.objects.port import HiddenObject, Versioned
+from common.segments.behind import behind, ways_on
 from common.segments.documents import ChainStore
-from common.segments.segment import Footer, SegmentRef
+from common.segments.faults import Forked
+from common.segments.gaps import carry_late, way_out, way_out_filled
+from common.segments.quarantine import quarantine_command
+from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
-from common.sequences import SequenceRange, holes
+from common.segments.table import WINDOW, SegmentTable
+from common.segments.unread import StretchReader, open_stretch
+from common.sequences import Covered, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
 from compaction.supersede import Supersession, contained
 from compaction.union import union
 
 REQUESTS_AT_ONCE = 8
+SHOWN = 5  # hidden segments of one hole
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is not as it must be. `kind`: hole, damaged, rows, fork, document."""
+    """One thing that is wrong. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
+
+    `hint`: what to do.
+    """
 
     kind: str
     text: str
+    hint: str = ""
 
 
 @dataclass(slots=True)
@@ -52,24 +67,56 @@ class ChainReport:
     problems: list[Problem] = field(default_factory=list)
 
 
-def verify_chain(store: SegmentStore, chains: ChainStore, chain: Chain, *, deep: bool = False) -> ChainReport:
+class _Sound:
+    """What is known of all segments that are what they should be. `behind`: those that reach behind the end
+    of the incarnation, `end`.
+    """
+
+    def __init__(self, end: int | None) -> None:
+        self.end = end
+        self.covered = Covered()
+        self.behind = SegmentTable()
+
+    def add(self, segments: Sequence[SegmentRef], report: ChainReport) -> None:
+        """Account for the segments of a window, and count them in `report`."""
+        for segment in sorted(segments, key=lambda s: s.coverage):
+            self.covered.add(segment.coverage)
+            report.segments[segment.level] = report.segments.get(segment.level, 0) + 1
+            report.size += segment.size
+            if self.end is not None and segment.coverage.last > self.end:
+                self.behind.extend([segment])
+        report.overlapping += _overlapping(segments)
+
+
+def verify_chain(
+    store: SegmentStore, chains: ChainStore, chain: Chain, *, deep: bool = False, window: int = WINDOW
+) -> ChainReport:
     """Look at one chain. Raises what the store raises; what is wrong with the data is in the report.
 
-    Segments that are deleted meanwhile are passed over, where others account for them.
+    Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
+    looked at together at least.
     """
     report = ChainReport(chain)
     # Before the listing: what is written meanwhile can only make the coverage reach further.
     bounds = _documents(chains, report)
-    segments = store.list(chain)
-    footers = _sound(store, segments, report, deep=deep)
-    sound = [s for s in segments if s.key in footers]
-    report.segments = _by_level(sound)
-    report.size = sum(s.size for s in sound)
-    report.overlapping = _overlapping(sound)
-    _check_coverage(sound, bounds, [gap.range for gap in chains.gaps(chain)], report)
-    _check_levels(sound, footers, report)
-    if deep:
-        _check_rows(store, sound, report)
+    end = _reading(report, lambda: chains.read_end(chain))
+    table = store.table(chain)
+    accepted = [gap.range for gap in chains.gaps(chain)]
+    sound, found = _Sound(end), ChainReport(chain)
+    for places in table.windows(window):
+        segments = [table[place] for each in places for place in each]
+        footers = _sound(store, segments, report, deep=deep)
+        segments = [s for s in segments if s.key in footers]
+        sound.add(segments, report)
+        _check_unread(store, segments, footers, accepted, found)
+        _check_levels(segments, footers, found)
+        if deep:
+            _check_rows(store, segments, found)
+    report.segments = dict(sorted(report.segments.items()))
+    _check_coverage(store, sound, bounds, accepted, report)
+    _check_end(sound, accepted, report)
+    report.accepted += found.accepted
+    report.problems += found.problems
     return report
 
 
@@ -110,7 +157,7 @@ def _check_shallow(store: SegmentStore, segment: SegmentRef) -> Footer | Problem
             raise DataError(f"segment {segment.key}: expected the bytes that its name promises, found others")
         return footer
 
-    return _checked(check)
+    return _checked(segment, check)
 
 
 def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | None:
@@ -120,42 +167,120 @@ def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | 
                 pass  # the reader checks order, range, counts and page checksums as it goes
             return reader.footer
 
-    return _checked(check)
+    return _checked(segment, check)
 
 
-def _checked(check: Callable[[], Footer]) -> Footer | Problem | None:
+def _checked(segment: SegmentRef, check: Callable[[], Footer]) -> Footer | Problem | None:
     """None for a segment that is gone: whether its coverage is missed is judged by the others."""
     try:
         return check()
     except SegmentGone:
         return None
     except DataError as error:
-        return Problem("damaged", error.message)
-
-
-def _by_level(segments: Sequence[SegmentRef]) -> dict[int, int]:
-    return {level: sum(s.level == level for s in segments) for level in sorted({s.level for s in segments})}
+        away = quarantine_command(segment.key)
+        return Problem("damaged", error.message, f"put a good copy back, or put it away:\n{away}")
 
 
 def _check_coverage(
-    segments: Sequence[SegmentRef],
+    store: SegmentStore,
+    sound: _Sound,
     bounds: tuple[int | None, int | None],
     accepted: Sequence[SequenceRange],
     report: ChainReport,
 ) -> None:
     first, tail = bounds
-    ranges = [s.coverage for s in segments]
-    last = max([r.last for r in ranges] + [tail or 0])
-    first = first or min((r.first for r in ranges), default=1)
-    if ranges:
-        report.coverage = SequenceRange(min(r.first for r in ranges), max(r.last for r in ranges))
+    stretches = sound.covered.stretches()
+    last = max(sound.covered.end, tail or 0) if sound.end is None else sound.end
+    first = first or (stretches[0].first if stretches else 1)
+    if stretches:
+        report.coverage = SequenceRange(stretches[0].first, stretches[-1].last)
     if last < first:
         return
-    for hole in holes(ranges, SequenceRange(first, last)):
+    for hole in holes(stretches, SequenceRange(first, last)):
         left = holes(accepted, hole)
         report.accepted += holes(left, hole)
         text = "sequences {} are in no segment that can be read"
-        report.problems += [Problem("hole", text.format(part)) for part in left]
+        report.problems += [
+            Problem("hole", text.format(part), _brought_back(store, report.chain, part)) for part in left
+        ]
+
+
+def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
+    """What to do about a hole; first, where a versioned bucket still has the segment, remove the marker."""
+    hidden = deleted_segments(store, chain, hole)
+    found = "".join(
+        f"a delete marker hides {each.key}, of which version {each.version} exists: "
+        f"remove the marker, version {each.marker}, to have it back; "
+        for each in hidden[:SHOWN]
+    )
+    return found + way_out(chain, hole)
+
+
+def deleted_segments(store: SegmentStore, chain: Chain, hole: SequenceRange) -> list[HiddenObject]:
+    """Segments of the lowest level that cover some of `hole` and are behind a delete marker."""
+    if not isinstance(store.objects, Versioned):
+        return []
+    layout = store.layout
+    after = layout.start_after(chain, 0, hole.first)
+    hidden = store.objects.hidden(layout.segments_prefix(chain, 0), start_after=after)
+    named = [(each, layout.parse_segment(each.key)) for each in hidden]
+    return [each for each, name in named if name is not None and name.coverage.overlaps(hole)]
+
+
+def _check_end(sound: _Sound, accepted: Sequence[SequenceRange], report: ChainReport) -> None:
+    """What lies behind the end of the incarnation, which nobody delivers; holes there are no fault."""
+    for rows in behind(sound.covered.stretches(), sound.end, accepted):
+        count = sum(s.coverage.overlaps(rows) for s in sound.behind)
+        segments_text = f"{count} segment{'' if count == 1 else 's'}"
+        text = f"sequences {rows}, in {segments_text}, lie behind the end of the incarnation, {sound.end}: "
+        text += "nobody delivers them"
+        report.problems.append(Problem("behind", text, ways_on(report.chain, rows)))
+
+
+def _check_unread(
+    store: SegmentStore,
+    segments: Sequence[SegmentRef],
+    footers: dict[str, Footer],
+    accepted: Sequence[SequenceRange],
+    report: ChainReport,
+) -> None:
+    """What others have of what a segment of the cover did not read, and what of a filled hole nobody has."""
+    for stretch in cover(segments, 1):
+        if footers[stretch.segment.key].unread is None:
+            continue
+        try:
+            with open_stretch(store, stretch, refs=segments) as reader:
+                report.problems += _late(reader, stretch.segment, report.chain)
+                report.problems += _gone(reader, accepted, report)
+        except SegmentGone:
+            continue
+        except Forked as error:
+            report.problems.append(Problem("fork", error.message, error.hint))
+
+
+def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[Problem]:
+    found: dict[str, list[int]] = {}  # first, last and number of the rows that a segment has
+    for part in reader.parts(reader.unread, ("sequence",)) if reader.others else ():
+        if part.segment.key != segment.key:
+            first, last = (part.batch.column("sequence")[n].as_py() for n in (0, -1))
+            before = found.get(part.segment.key, [first, last, 0])
+            found[part.segment.key] = [before[0], last, before[2] + part.batch.num_rows]
+    for key, (first, last, count) in found.items():
+        rows = SequenceRange(first, last)
+        text = f"{key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
+        text += "was behind them when it came does not hold them; the next `floe compact` unites the two"
+        yield Problem("late", text, carry_late(chain, rows))
+
+
+def _gone(reader: StretchReader, accepted: Sequence[SequenceRange], report: ChainReport) -> Iterator[Problem]:
+    if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
+        return
+    left = holes(accepted, reader.unread)
+    report.accepted += holes(left, reader.unread)
+    for rows in left:
+        if missing := reader.still_missing(rows):
+            text = f"{missing} of {rows} were gone from the source when the hole there was filled"
+            yield Problem("gone", text, way_out_filled(report.chain, rows))
 
 
 def _check_levels(segments: Sequence[SegmentRef], footers: dict[str, Footer], report: ChainReport) -> None:
@@ -186,7 +311,8 @@ def _check_rows(store: SegmentStore, segments: Sequence[SegmentRef], report: Cha
             for _batch in union(block, store.open):
                 pass  # equal sequences of different segments are compared as they are united
         except DataError as error:
-            report.problems.append(Problem("fork", error.message))
+            away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
+            report.problems.append(Problem("fork", error.message, f"{error.hint}:\n{away}" if away else ""))
     for supersession in contained(segments):
         report.problems += _missing_rows(store, supersession)
 
@@ -201,7 +327,8 @@ def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[P
             if len(part.superseded) > 1:
                 yield from _missing_rows(store, part)
             elif error.code != "E-FORK":  # those were named above
-                yield Problem("rows", error.message)
+                late = "the next `floe compact` merges it with what contains it"
+                yield Problem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")
 
 
 def _blocks(segments: Sequence[SegmentRef]) -> Iterator[list[SegmentRef]]:

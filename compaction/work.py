@@ -70,7 +70,9 @@ def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
     try:
         merged = merge(store, output)
     except FloeError as error:
-        return Failure.of(f"merge of {output.coverage} of {output.chain} to level {output.level}", error)
+        return Failure.of(
+            f"merge of {output.coverage} of {output.chain} to level {output.level}", error, output.chain
+        )
     log.info("segment merged", action="segment_merged", **output.log_context(), rows=merged.rows)
     return merged
 
@@ -89,7 +91,7 @@ def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) 
     first, last = supersession.superseded[0], supersession.superseding[-1]
     count = len(supersession.superseded)
     failure = Failure.of(
-        f"proof of {first.chain}: {count} segments by {last.name} of level {last.level}", error
+        f"proof of {first.chain}: {count} segments by {last.name} of level {last.level}", error, first.chain
     )
     if not isinstance(error, SegmentCorrupt):
         return failure

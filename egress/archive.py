@@ -6,20 +6,23 @@ The listing says what is archived; the mark is there to catch a listing that sho
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from common.chain import Chain
-from common.errors import DataError, Stopped, Unavailable
+from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.documents import ChainStore
+from common.segments.faults import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
-from common.sequences import extends
+from common.sequences import SequenceRange, extends
 from common.service.logs import get_logger
 from common.service.threads import Threads
-from egress.position import end_of
+from egress.listing import FIRST_PAGE, View, at, newest, reaching, uncovered, whole
 from egress.resolve.hints import believe_listing
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from egress.parts import Parts
 
 log = get_logger("egress.archive")
+
+NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
 
 
 class Marks:
@@ -54,6 +59,12 @@ class Marks:
         """The mark; None if there is none. Raises DataError for a value that is none."""
         entry = await self._state.get(self.key(chain))
         return None if entry is None else self._parse(chain, entry.value)
+
+    async def begin(self, chain: Chain) -> int:
+        """Have a mark at 0 unless there is one; where it is then. Raises as `get`."""
+        if await self._state.create(self.key(chain), self.value(0).encode()) is not None:
+            return 0
+        return await self.get(chain) or 0
 
     async def set(self, chain: Chain, end: int) -> None:
         """Have the mark at `end`, whatever it was."""
@@ -83,7 +94,14 @@ class Marks:
 
 
 class Archive:
-    """What is archived of one chain, and the steps by which more is."""
+    """What is archived of one chain, and the steps by which more is. It keeps no list of segments.
+
+    `end`: the last sequence covered, 0 if none is. `holes`: those below it that are known, ascending; what
+    lies before the high-water mark only a walk tells. `newest`: the segments that reach furthest, the newest
+    first, all from some sequence on; empty only where nothing is archived. `damaged`: segments that reach
+    beyond the mark and are not what their names promise, by key, and why. They count for nothing: what they
+    claim to cover is read again.
+    """
 
     def __init__(
         self,
@@ -95,7 +113,13 @@ class Archive:
         threads: Threads,
     ) -> None:
         self.chain, self.first = chain, first
-        self.refs: list[SegmentRef] = []
+        self.end = 0
+        self.holes: tuple[SequenceRange, ...] = ()
+        self.newest: Sequence[SegmentRef] = ()
+        self.damaged: dict[str, str] = {}
+        self._looked_back = False
+        self._near: deque[tuple[int, Sequence[SegmentRef]]] = deque(maxlen=2)  # sequences asked for
+        self._sound: set[str] = set()  # keys of segments that were put here, or looked into
         self._mark: int | None = None
         self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
 
@@ -106,27 +130,122 @@ class Archive:
         first = max(current.document.first, floor or 0)
         return cls(current.chain, first, parts.store, parts.chains, marks, threads)
 
-    @property
-    def end(self) -> int:
-        """The last sequence covered; 0 if none is."""
-        return end_of(ref.coverage for ref in self.refs)
-
     async def load(self) -> None:
-        """List the chain. Raises Unavailable, E-LISTING, where the listing shows less than was put."""
-        self.refs = await self._threads.run(self._store.list, self.chain)
-        self._mark = await self._marks.get(self.chain)
-        if self._mark is not None and self._mark >= self.first and self.end < self._mark:
+        """List the chain from the mark on; all of it where there is none.
+
+        Raises Unavailable, E-LISTING, where the listing does not show what was put.
+        """
+        self._mark = mark = await self._marks.get(self.chain)
+        if mark is None:
+            await self.survey()
+            return
+        since = max(mark, self.first)
+        view = await self._look(lambda: reaching(self._store, self.chain, since, self.damaged.keys()), mark)
+        self._take(view, since)
+        if mark >= self.first and mark not in view.covered:
             raise Unavailable(
-                f"listing of {self.chain}: expected to reach the high-water mark {self._mark}, "
-                f"found its end at {self.end}",
-                hint="asked again until it does; if the objects are lost, " + believe_listing(self.chain),
+                f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, "
+                "found none",
+                hint="asked again until it shows one; if the objects are lost, "
+                + believe_listing(self.chain),
                 code="E-LISTING",
             )
+
+    async def survey(self) -> None:
+        """List all of the chain, and believe it whatever the mark says."""
+        view = await self._look(lambda: whole(self._store, self.chain, self.damaged.keys()), None)
+        self._take(view, self.first)
+
+    def _take(self, view: View, since: int) -> None:
+        self.end, self.newest, self._looked_back = view.covered.end, view.newest, False
+        within = [SequenceRange(since, self.end)] if self.end >= since else []
+        self.holes = tuple(hole for each in within for hole in view.covered.holes(each))
+
+    async def _look(self, listing: Callable[[], View], mark: int | None) -> View:
+        """What the listing shows without segments that are damaged."""
+        while True:
+            view = await self._threads.run(listing)
+            if await self._threads.run(self._all_sound, view, mark):
+                return view
+
+    def _all_sound(self, view: View, mark: int | None) -> bool:
+        """Whether the segments beyond the mark are what their names promise.
+
+        Without a mark the end is what counts: it is that of the first sound one, from the top down.
+        """
+        are_sound = True
+        for ref in view.newest:
+            if ref.coverage.last <= (mark or 0):
+                break
+            is_sound = self._is_sound(ref)
+            are_sound &= is_sound
+            if is_sound and mark is None:
+                break
+        return are_sound
+
+    def _is_sound(self, ref: SegmentRef) -> bool:
+        """Whether the footer says what the name says."""
+        if ref.key not in self._sound and ref.key not in self.damaged:
+            try:
+                self._store.footer(ref)
+            except SegmentGone as error:
+                raise Unavailable(f"{error.message}: deleted since it was listed") from error
+            except SegmentCorrupt as error:
+                if error.code != NEWER:
+                    self.damaged[ref.key] = error.message
+                    return False
+            self._sound.add(ref.key)
+        return ref.key in self._sound
+
+    # Looking further
+
+    async def look_back(self, least: int) -> Sequence[SegmentRef]:
+        """The newest segments, a hundred of them or all that reach `least`, the newest first."""
+        if not self._looked_back and self.newest and self.end >= least:
+            width = len(self.newest[0].coverage) * FIRST_PAGE
+            within = SequenceRange(max(least, 1), self.end)
+            found = await self._threads.run(
+                newest, self._store, self.chain, within, width, self.damaged.keys()
+            )
+            self.newest = found or self.newest
+            self._looked_back = True
+        return self.newest
+
+    async def at(self, sequence: int) -> Sequence[SegmentRef]:
+        """Segments near `sequence`, with one that contains it if there is any."""
+        sequence = max(sequence, self.first)
+        if sequence > self.end:
+            return ()
+        for asked, known in ((0, self.newest), *self._near):
+            if asked == sequence or any(extends(ref.coverage, sequence) for ref in known):
+                return known
+        found = await self._threads.run(at, self._store, self.chain, sequence, self.damaged.keys())
+        self._near.append((sequence, found))
+        return found
+
+    async def begin_at_floor(self) -> None:
+        """Begin where retention has left the chain since."""
+        floor = await self._threads.run(self._chains.read_floor, self.chain)
+        self.first = max(self.first, floor or 0)
+
+    async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
+        """The parts of `within` that no segment covers, as listed now."""
+        return await self._threads.run(uncovered, self._store, self.chain, within, self.damaged.keys())
+
+    def pages(self) -> Iterator[list[SegmentRef]]:
+        """All of the chain, page by page. Blocking."""
+        for page in self._store.walk(self.chain):
+            yield [ref for ref in page if ref.key not in self.damaged]
+
+    def refs(self, position: int = 1) -> list[SegmentRef]:
+        """All segments that reach `position`, for whoever needs every one of them at once. Blocking."""
+        found = self._store.list(self.chain, position=position)
+        return [ref for ref in found if ref.key not in self.damaged]
 
     def is_hollow(self, source_first: int) -> bool:
         """Whether an empty listing may hide what was archived: no mark says that nothing was, and the source
         no longer holds everything from the chain's beginning on."""
-        return not self.refs and self._mark is None and source_first > self.first
+        return not self.end and self._mark is None and source_first > self.first
 
     def hollow(self, source_first: int) -> Stopped:
         """The error where it may."""
@@ -143,13 +262,20 @@ class Archive:
         if self._mark is None or self._mark < end:
             await self._marks.raise_to(self.chain, end)
             self._mark = end
-        if self.refs and await self._threads.run(self._chains.read_tail, self.chain) != self.end:
+        if self.end and await self._threads.run(self._chains.read_tail, self.chain) != self.end:
             await self._threads.run(self._chains.write_tail, self.chain, self.end)
 
     async def is_covered(self, sequence: int) -> bool:
-        """Whether a segment that egress wrote covers `sequence`, by a listing from there."""
-        refs = await self._threads.run(self._store.list, self.chain, position=sequence, level=0)
-        return any(extends(ref.coverage, sequence) for ref in refs)
+        """Whether a sound segment that egress wrote covers `sequence`, by a listing from there."""
+        return await self._threads.run(self._is_covered, sequence)
+
+    def _is_covered(self, sequence: int) -> bool:
+        refs = self._store.list(self.chain, position=sequence, level=0, limit=FIRST_PAGE)
+        return any(extends(ref.coverage, sequence) and self._is_sound(ref) for ref in refs)
+
+    async def is_closed(self) -> bool:
+        """Whether the next incarnation exists: nobody delivers what is put into this one any more."""
+        return await self._threads.run(self._chains.is_followed, self.chain)
 
     # The order in which a segment is put: the object, read back; then the tail, by which readers notice it;
     # then the mark, which says that the listing must show it. A crash in between leaves a tail or a mark
@@ -159,7 +285,11 @@ class Archive:
         """Put the segment and read it back. May be called again after any error."""
         failpoint("egress.before_put")
         ref = await self._threads.run(self._store.put, spooled)
-        self.refs.append(ref)
+        self._sound.add(ref.key)
+        if ref.coverage.last > self.end:  # not one that fills a hole: there are others between
+            self.newest = [ref, *self.newest[: FIRST_PAGE - 1]]
+            self.end = ref.coverage.last
+        self.damaged.pop(ref.key, None)  # put again, it is what its name promises
         failpoint("egress.after_put")
         return ref
 

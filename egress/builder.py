@@ -1,14 +1,16 @@
 """The open segment of one chain: takes what the reader hands over, and says when it closes.
 
 Synchronous, and called for every batch of messages: it only moves lists. What it emits, in order, is pieces
-(rows and coverage, for the encoder) and, after the last piece of a segment, why the segment closed.
+(rows and coverage, for the encoder) and, after the last piece of a segment, why the segment closed. An error
+in the middle of a batch leaves it torn: it emits nothing any more, and what it holds is read again.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -106,6 +108,7 @@ class Builder:
         self._max_age = closing.max_age if hurry is None else min(hurry, closing.max_age)
         self._sampled = sampled
         self._end = first - 1
+        self._is_torn = False
         self.closed = 0
         self.last: Message | None = None
         self._begin_segment()
@@ -135,6 +138,19 @@ class Builder:
 
         Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
         """
+        with self._changing():
+            self._sifted(sifted)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """For steps that may fail halfway, where memory runs out: rows without their coverage, or twice."""
+        if self._is_torn:
+            raise RuntimeError("builder: expected nothing more after an error")
+        self._is_torn = True
+        yield
+        self._is_torn = False
+
+    def _sifted(self, sifted: Sifted) -> None:
         while len(sifted) and not self.is_done:
             size = raw_size(sifted.kept)
             count, why = self._fitting(sifted, size)
@@ -146,27 +162,29 @@ class Builder:
             if why is Close.HOLE and self._until is not None:
                 self._end = self._until
             if why is not None:
-                self.close(why)
+                self._close(why)
             sifted = sifted.part(count, len(sifted))
 
     def passed(self, sequence: int) -> None:
         """The consumer has passed `sequence` and delivered all that it had up to there."""
         if sequence <= self._end or self.is_done:
             return
-        self._open()
-        self._end = sequence if self._until is None else min(sequence, self._until)
-        if self._end == self._until:
-            self.close(Close.HOLE)
+        with self._changing():
+            self._open()
+            self._end = sequence if self._until is None else min(sequence, self._until)
+            if self._end == self._until:
+                self._close(Close.HOLE)
 
     def tick(self) -> None:
         """Close the segment if it is old enough; to be called every now and then."""
-        if self._opened is None:
+        if self._opened is None or self._is_torn:
             return
         now = self._clock.monotonic()
         if now - self._opened >= self._max_age:
             self.close(Close.AGE)
         elif now - self._piece_opened >= GAP_AGE and self._end - self._piece_first >= len(self._examined):
-            self._emit_piece()
+            with self._changing():
+                self._emit_piece()
 
     @property
     def due_in(self) -> float:
@@ -176,7 +194,12 @@ class Builder:
         return max(0.0, self._opened + self._max_age - self._clock.monotonic())
 
     def close(self, why: Close) -> None:
-        """Close the segment; nothing where it covers nothing."""
+        """Close the segment; nothing where it covers nothing, or is torn."""
+        if not self._is_torn:
+            with self._changing():
+                self._close(why)
+
+    def _close(self, why: Close) -> None:
         if not self.is_open:
             return
         self._emit_piece()

@@ -1,8 +1,8 @@
 """The egress service: one task for each partition of a feed, under its lease; readiness, drain.
 
 A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
-what is unreachable is tried again, and an instance without the lease stands by. Only errors that nobody
-foresaw end it.
+what is unreachable is tried again, an instance without the lease stands by, and an error that nobody foresaw
+ends the session, which begins again after a pause that grows (`common/tasks.py`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock, first_of, wait_for
-from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable
+from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
 from common.sharing.sharing import Sharing
-from common.tasks import end
+from common.tasks import GOOD_WHILE, end, orphaned, watched
 from egress import metrics
 from egress.backoff import Backoff
 from egress.parts import Parts, Pools
@@ -54,8 +54,8 @@ class Feed:
         self._parts, self._reexamine = parts, reexamine
         self._chain = part.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
-        self._pools = Pools(Threads(f"egress-{name}", 3), Threads(f"encode-{name}", 1))
-        self._report = FeedReport(self._chain, part.stream, health)
+        self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
+        self.report = self._report = FeedReport(self._chain, part.stream, health, parts.clock)
         self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
         self._seat = sharing.seat(lease_key(self._chain), self._report)
         self._worker = Worker(part, parts, self._pools, self._report)
@@ -77,8 +77,8 @@ class Feed:
         self._report.working()
         halt = asyncio.Event()
         sides = [
-            asyncio.create_task(lease.keep(), name=f"lease {self._chain}"),
-            asyncio.create_task(self._halt(halt, lease, stop), name=f"halt {self._chain}"),
+            watched(lease.keep(), orphaned, name=f"lease {self._chain}"),
+            watched(self._halt(halt, lease, stop), orphaned, name=f"halt {self._chain}"),
         ]
         try:
             while lease.is_usable() and not (stop.is_set() or lease.give_back.is_set()):
@@ -98,6 +98,7 @@ class Feed:
         halt.set()
 
     async def _work(self, lease: Lease, halt: asyncio.Event) -> None:
+        began = self._parts.clock.monotonic()
         try:
             await self._worker.run(lease, halt)
             self._backoff.reset()
@@ -107,9 +108,15 @@ class Feed:
         except (Unavailable, OutcomeUnknown) as error:
             self._report.waits(error)
             await self._pause(lease, halt, self._backoff.next())
-        except FloeError as error:
-            self._report.stopped(error)
-            await self._pause(lease, halt, self._reexamine)
+        except Exception as error:
+            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
+                self._report.stopped(error)
+                await self._pause(lease, halt, self._reexamine)
+                return
+            if self._parts.clock.monotonic() - began >= GOOD_WHILE:
+                self._backoff.reset()
+            self._report.fails(error)
+            await self._pause(lease, halt, self._backoff.next())
 
     async def _pause(self, lease: Lease, halt: asyncio.Event, seconds: float) -> None:
         """Wait, unless there is a reason to leave."""
@@ -136,10 +143,12 @@ async def run_feeds(
         asyncio.create_task(_deadline(stop, parts.clock, shutdown_timeout), name="deadline"),
         asyncio.create_task(_beat(parts, health), name="beat"),
     }
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in pending:
-        task.cancel()
-    await asyncio.wait(tasks, timeout=ABANDON)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=ABANDON)
     for task in done:
         task.result()
     return any(task.get_name() == "feeds" for task in done)

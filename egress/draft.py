@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from common.segments.segment import Footer, Ledger, Message, Tip
 from common.sequences import SequenceRange
 from egress.builder import MESSAGE_OVERHEAD, PIECE_BYTES, Piece
 from egress.columns import empty, extend
-from egress.ledger import attribute
+from egress.ledger import attribute, unread
 from egress.sampling.settings import Sampling
 
 # Rows of one batch at least: where nearly everything is left out, a piece holds a few, and a batch of those
@@ -27,7 +27,7 @@ class Draft:
     """One level-0 segment of `chain`.
 
     `new_spool`: makes an empty file for it. `writer`: who writes, for the footer. `sampling`: by what its
-    pieces were sampled, None for a whole copy.
+    pieces were sampled, None for a whole copy. `subject_statistics`: as `SegmentWriter` has it.
     """
 
     def __init__(
@@ -39,11 +39,18 @@ class Draft:
         compression_level: int,
         filtered: bool,
         sampling: Sampling | None = None,
+        subject_statistics: bool = True,
     ) -> None:
         self._chain, self._writer, self._filtered, self._sampling = chain, writer, filtered, sampling
-        self._file = SegmentWriter(new_spool(), level=0, compression_level=compression_level)
+        self._file = SegmentWriter(
+            new_spool(),
+            level=0,
+            compression_level=compression_level,
+            subject_statistics=subject_statistics,
+        )
         self._coverage: SequenceRange | None = None
         self._ledger = Ledger()
+        self._unread: SequenceRange | None = None
         self._last: Message | None = None
         self._few = empty(sampled=sampling is not None)
         self._few_bytes = 0
@@ -54,12 +61,18 @@ class Draft:
         written = self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES
         return min(written, ROW_GROUP_BYTES_LEVEL_0) + self._few_bytes
 
-    def add(self, piece: Piece, source_first: int) -> None:
-        """Append the piece, which follows the one before. Raises Unavailable where the disk is full."""
+    def add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
+        """Append the piece, which follows the one before. Raises Unavailable where the disk is full.
+
+        `source_first`, `from_hole`: as in `attribute`.
+        """
         self._add_rows(piece.rows, piece.size)
         first = self._coverage.first if self._coverage else piece.coverage.first
         self._coverage = SequenceRange(first, piece.coverage.last)
-        self._ledger = self._ledger.plus(attribute(piece, source_first, filtered=self._filtered))
+        ledger = attribute(piece, source_first, filtered=self._filtered, from_hole=from_hole)
+        self._ledger = self._ledger.plus(ledger)
+        if (gone := unread(piece, source_first, from_hole)) is not None:
+            self._unread = SequenceRange((self._unread or gone).first, gone.last)
         self._last = piece.last or self._last
         _let_go()
 
@@ -109,6 +122,7 @@ class Draft:
             writer=self._writer,
             sampling=self._sampling.to_json() if self._sampling else None,
             sampling_digest=self._sampling.digest if self._sampling else "",
+            unread=self._unread,
         )
 
     def abort(self) -> None:

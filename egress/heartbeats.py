@@ -20,7 +20,7 @@ from common.jetstream.requests import ApiError, api_error
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.settings.heartbeats import HeartbeatSettings, HeartbeatSubjectSettings
-from common.tasks import end
+from common.tasks import Trouble, again, end
 from egress import metrics
 
 log = get_logger("egress.heartbeats")
@@ -57,26 +57,34 @@ class Heartbeats:
         self._is_leader = False
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Publish while this member leads, stand by while another does, until `stop` is set."""
-        hearing = await self._hear()
+        """Publish while this member leads, stand by while another does, until `stop` is set.
+
+        After an error that nobody foresaw it begins again.
+        """
+        await again("heartbeats", lambda: self._take_part(stop), self._clock)
+
+    async def _take_part(self, stop: asyncio.Event) -> None:
+        trouble = Trouble()
+        hearing = await self._hear(trouble)
         try:
             while not stop.is_set():
+                trouble.check()
                 self._show()
                 self._released.clear()
                 lease = await self._elect()
                 if lease is None:
                     pause = self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
-                    await first_of(stop.wait(), self._released.wait(), seconds=pause)
+                    await first_of(stop.wait(), self._released.wait(), trouble.told.wait(), seconds=pause)
                 else:
-                    await self._lead(lease, stop)
+                    await self._lead(lease, stop, trouble)
         finally:
             if hearing is not None:
                 await hearing.unsubscribe()
 
-    async def _hear(self) -> RawSubscription | None:
+    async def _hear(self, trouble: Trouble) -> RawSubscription | None:
         """Hear of a leader that steps down; without the right to it the lease is asked for now and then."""
         try:
-            return await self._leases.listen(self._key, self._on_write)
+            return await self._leases.listen(self._key, self._on_write, trouble.tell)
         except FloeError as error:
             log.info("a leader's end is not heard", action="heartbeats_deaf", error=str(error))
             return None
@@ -93,18 +101,20 @@ class Heartbeats:
             log.debug("no election", action="heartbeats_election", error=str(error))
             return None
 
-    async def _lead(self, lease: Lease, stop: asyncio.Event) -> None:
+    async def _lead(self, lease: Lease, stop: asyncio.Event, trouble: Trouble) -> None:
         self._is_leader = True
         self._show()
         log.info("publishing heartbeats", action="heartbeats_leader", subjects=len(self._settings.subjects))
-        async with asyncio.TaskGroup() as tasks:
-            sides = [tasks.create_task(lease.keep(), name="lease of heartbeats")]
-            sides += [tasks.create_task(self._beat(each, lease)) for each in self._settings.subjects]
-            await first_of(stop.wait(), lease.lost.wait())
-            await end(*sides)
-        self._is_leader = False
-        self._show()
-        await lease.release()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sides = [tasks.create_task(lease.keep(), name="lease of heartbeats")]
+                sides += [tasks.create_task(self._beat(each, lease)) for each in self._settings.subjects]
+                await first_of(stop.wait(), lease.lost.wait(), trouble.told.wait())
+                await end(*sides)
+        finally:
+            self._is_leader = False
+            self._show()
+            await lease.release()
 
     # One subject
 

@@ -24,19 +24,37 @@ class Held:
     received: Tip | None
 
     async def put(self, lease: Lease) -> None:
-        """Put them into the history that they came from; each goes as it is put. Raises LeaseLost."""
+        """Put them into the history that they came from; each goes as it is put. Raises LeaseLost.
+
+        Into one that has ended meanwhile nothing is put: nobody would deliver it.
+        """
         while self.sealed:
             require(lease, self.archive)
+            if await self.archive.is_closed():
+                await self.drop()
+                return
             await self._put_one(self.sealed[0])
             self.sealed.popleft().path.unlink(missing_ok=True)
 
     async def _put_one(self, spooled: SpooledSegment) -> None:
-        if await self.archive.is_covered(spooled.footer.coverage.first):
+        coverage = spooled.footer.coverage
+        # Another instance may have put a beginning of it alone, and there is no other copy of the rest.
+        if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
             return
         ref = await self.archive.put(spooled)
         await self.archive.write_tail()
         await self.archive.raise_mark()
         log.info("held segment put", action="held_put", **ref.log_context())
+
+    async def drop(self) -> None:
+        """Throw them away, though they are not read again; says what is archived nowhere."""
+        for spooled in self.sealed:
+            missing = await self.archive.uncovered(spooled.footer.coverage)
+            if missing and (rows := spooled.footer.rows):
+                ranges, chain = ", ".join(map(str, missing)), self.archive.chain
+                context = {"ranges": ranges, "rows": rows, **chain.log_context()}
+                log.error("held rows dropped", action="held_dropped", **context)
+        self.discard()
 
     def discard(self) -> None:
         """Throw them away: they are read again."""

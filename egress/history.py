@@ -1,8 +1,10 @@
 """The incarnations of a feed: which one is current, how the first and the next come to be.
 
-A new incarnation is a `stream.json` and a `chain.json` for each partition, all put only if absent; what is
-there counts. `stream.json` says of every partition what its `chain.json` will say, so that all hosts begin
-alike, and a crash between the two leaves what the next start completes.
+A new incarnation is a high-water mark at 0 for each partition, a `stream.json`, and a `chain.json` for each
+partition, in that order, all put only if absent; what is there counts. `stream.json` says of every partition
+what its `chain.json` will say, so that all hosts begin alike, and a crash between the two leaves what the
+next start completes. The marks come first because the source may let go of the beginning as soon as
+`stream.json` has fixed it: a mark tells an archive into which nothing was put from one that was lost.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from common.objects.port import ObjectStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from egress.archive import Marks
 from egress.partitions.closing import Closing
-from egress.resolve.hints import repartition, resolve
+from egress.resolve.hints import believe_listing, repartition, resolve
 from egress.slices import Slice, slices
 
 log = get_logger("egress.history")
@@ -62,10 +65,17 @@ class History:
     """The incarnations of one partition of a feed."""
 
     def __init__(
-        self, part: Slice, chains: ChainStore, objects: ObjectStore, threads: Threads, clock: Clock
+        self,
+        part: Slice,
+        chains: ChainStore,
+        objects: ObjectStore,
+        marks: Marks,
+        threads: Threads,
+        clock: Clock,
     ) -> None:
         self._part, self._feed = part, part.chain
-        self._chains, self._objects, self._threads, self._clock = chains, objects, threads, clock
+        self._chains, self._objects, self._marks = chains, objects, marks
+        self._threads, self._clock = threads, clock
 
     async def load(self) -> Incarnation | None:
         """The newest incarnation; None for a new feed. Raises Stopped where it is cut otherwise."""
@@ -134,38 +144,86 @@ class History:
     # Beginning
 
     async def begin(self, info: StreamInfo, first: int) -> Incarnation:
-        """Make incarnation 0000 begin at `first`, or load what another instance has made of it."""
-        return await self._threads.run(self._begin, info, first)
+        """Make incarnation 0000 begin at `first`, or load what another instance has made of it.
 
-    def _begin(self, info: StreamInfo, first: int) -> Incarnation:
+        Raises Stopped where its archive was lost.
+        """
         document = StreamDocument(info.config, info.created, None, configured(self._part, first))
-        found = self._chains.create_stream(self._feed, document)
-        failpoint("egress.after_stream_document")
+        found = await self._create_stream(self._feed, document)
+        return await self._threads.run(self._begun, found, document)
+
+    def _begun(self, found: StreamDocument, document: StreamDocument) -> Incarnation:
         if not found.chains:  # of the first version, which resolved where it begins only afterwards
             return self._create_chain(self._feed, found, document.chains[self._feed.partition])
         return self._loaded(self._feed)
 
+    async def _create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
+        """Have the marks of all partitions, then `stream.json`; what that is now."""
+        await self._begin_marks(chain, len(document.chains))
+        failpoint("egress.before_stream_document")
+        found = await self._threads.run(self._chains.create_stream, chain, document)
+        failpoint("egress.after_stream_document")
+        return found
+
+    async def _begin_marks(self, chain: Chain, count: int) -> None:
+        """Say of the partitions of an incarnation that does not exist yet that nothing was put.
+
+        Where a document is there already, a missing mark was lost: it says nothing. Raises Stopped where a
+        mark says that something was put: what others make and put meanwhile shows in `stream.json`, which
+        came before.
+        """
+        if await self._threads.run(self._exists, chain):
+            return
+        parts = [replace(chain, partition=number) for number in range(count)]
+        ends = [(await self._marks.begin(part), part) for part in parts]
+        put = next(((end, part) for end, part in ends if end), None)
+        if put is not None and not await self._threads.run(self._exists, chain):
+            raise self._lost(put[1], put[0])
+
+    def _exists(self, chain: Chain) -> bool:
+        """Whether there is any document of the chain's incarnation."""
+        if self._chains.read_stream(chain) is not None:
+            return True
+        listed = self._chains.chains(chain.site, chain.feed)
+        return any(each.incarnation == chain.incarnation for each in listed)
+
+    async def lost(self, chain: Chain) -> Stopped | None:
+        """The error where something was put into a chain of whose incarnation no document is there any more.
+
+        Raises DataError for a mark that is none.
+        """
+        end = await self._marks.get(chain)
+        if not end or await self._threads.run(self._exists, chain):
+            return None
+        return self._lost(chain, end)
+
+    def _lost(self, chain: Chain, end: int) -> Stopped:
+        layout = self._chains.layout
+        return Stopped(
+            f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} "
+            "nor a chain.json",
+            hint="restore the objects of the archive; if they are given up, so that it begins anew, "
+            + believe_listing(chain),
+            code="E-EMPTY-ARCHIVE",
+        )
+
     async def mint(self, current: Incarnation, closing: Closing) -> Incarnation:
         """Make the incarnation behind `current`, which `closing` has closed, or load it.
 
-        Raises Stopped where it exists for another stream.
+        Raises Stopped where it exists for another stream, or was lost.
         """
-        return await self._threads.run(self._mint, current, closing)
-
-    def _mint(self, current: Incarnation, closing: Closing) -> Incarnation:
         stream, chain = closing.next, current.chain.next_incarnation()
         if stream is None:
             raise ValueError(f"{current.chain}: not closed")
         previous = {number: end.end for number, end in closing.ends.items()}
         cut = [replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
         document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
-        self.open_next(chain, document)
-        return self._loaded(chain)
+        await self.open_next(chain, document)
+        return await self._threads.run(self._loaded, chain)
 
-    def open_next(self, chain: Chain, document: StreamDocument) -> None:
+    async def open_next(self, chain: Chain, document: StreamDocument) -> None:
         """Put `stream.json` of `chain`'s incarnation. Raises Stopped where there is one of another stream."""
-        found = self._chains.create_stream(chain, document)
-        failpoint("egress.after_stream_document")
+        found = await self._create_stream(chain, document)
         if (found.created, found.previous) == (document.created, document.previous):
             return
         if found.created == document.created:

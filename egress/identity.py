@@ -4,7 +4,7 @@
 |---|---|
 | a held tip is equal, the source reaches the archive's end | SAME |
 | a held tip is equal, but the source ends earlier, or a newer held tip differs | ROLLED_BACK |
-| nothing of the current history matches, but an older incarnation does | FORKED |
+| nothing of the current history matches, but an older incarnation does, or its `created` | FORKED |
 | tips held, none equal, `created` differs | RECREATED |
 | the source ends earlier, `created` differs, no tip equal | RECREATED |
 | nothing archived yet | SAME if `created` is equal, else RECREATED |
@@ -68,7 +68,7 @@ class Evidence:
     `source`: None if there is no such stream. `created`: as `stream.json` has it. `end`: the last sequence
     that the archive covers, 0 if it covers none. `tips`: of the archive, newest first. `received`: the last
     message received and not yet archived, if any. `older`: the incarnation before this one of which a held
-    tip is equal.
+    tip is equal, or which was made for a stream with this very `created`.
     """
 
     source: Source | None
@@ -114,7 +114,7 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.received is not None and evidence.received.held is Held.EQUAL:
         return _judge_received(evidence, source, evidence.received.tip)
     if evidence.older is not None:
-        why = f"messages of incarnation {evidence.older:04d} are there again"
+        why = f"incarnation {evidence.older:04d} is there again"
         return Verdict(Kind.FORKED, f"{why}: two sources under one name, or an old disk")
     if not evidence.end:
         return _judge_unused(evidence, source)

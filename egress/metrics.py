@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from common.segments.segment import Reason
 from common.service.metrics import counter, gauge, histogram
+from common.sharing.scope import HAND_OVERS
+from egress.advisories.event import Event
+from egress.builder import Close
+from egress.doubt import REASONS
+
+# Of `egress.advisories.tally.Result`, and of `egress.sampling.choose`, which import this
+ADVISORY_RESULTS = ("stored", "duplicate", "published", "unknown", "failed", "stale", "dropped")
+REBUILDS = ("settings", "damaged", "source")
 
 CHAIN = ("site", "feed", "partition")
 
@@ -10,8 +19,12 @@ messages = counter("egress_messages", "Messages archived.", CHAIN)
 raw_bytes = counter("egress_raw_bytes", "Bytes of subjects, headers and payloads archived.", CHAIN)
 stored_bytes = counter("egress_stored_bytes", "Bytes of segments put.", CHAIN)
 segments = counter("egress_segments", "Segments put.", CHAIN)
-closed = counter("egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"))
-left_out = counter("egress_left_out", "Sequences archived without a message, by why.", (*CHAIN, "reason"))
+closed = counter(
+    "egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"), reason=Close
+)
+left_out = counter(
+    "egress_left_out", "Sequences archived without a message, by why.", (*CHAIN, "reason"), reason=Reason
+)
 put_seconds = histogram("egress_put_seconds", "Time to put one segment, tail and mark.", CHAIN)
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
 end_sequence = gauge("egress_end_sequence", "The last sequence archived.", CHAIN)
@@ -22,7 +35,12 @@ source_sequence = gauge(
 source_timestamp = gauge(
     "egress_source_timestamp_seconds", "Time of the stream's last message, when it was last asked.", CHAIN
 )
-doubts = counter("egress_doubts", "Readers that were given up, by why.", (*CHAIN, "reason"))
+source_asked = gauge(
+    "egress_source_last_success_timestamp_seconds",
+    "When the stream was last asked and answered, since 1970: how old what is known of it is.",
+    CHAIN,
+)
+doubts = counter("egress_doubts", "Readers that were given up, by why.", (*CHAIN, "reason"), reason=REASONS)
 unverified = gauge(
     "egress_unverified", "1 while no archived message is left in the stream to compare.", CHAIN
 )
@@ -34,21 +52,47 @@ waiting = gauge("egress_waiting", "1 while NATS or the object store cannot be re
 lost = gauge(
     "egress_lost_sequences", "Sequences under existing coverage that neither archive nor stream hold.", CHAIN
 )
+damaged = gauge(
+    "egress_damaged_segments",
+    "Segments at the end of the archive that are not what their names promise: left out, and read again.",
+    CHAIN,
+)
 lease_held = gauge(
     "egress_lease_held", "1 while this process works on the chain, 0 while it stands by.", CHAIN
 )
 memory_used = gauge("egress_memory_bytes", "Bytes between the wire and the object store.")
 memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
 
-# Sharing
-
 SITE = ("site",)
+
+# Who can be reached, and the sign of life (`egress.alive`)
+
+store_reachable = gauge("egress_store_reachable", "1 while the object store answers what it is asked.")
+store_answered = gauge(
+    "egress_store_last_success_timestamp_seconds", "When the object store last answered, since 1970."
+)
+nats_reachable = gauge("egress_nats_reachable", "1 while all connections to NATS stand.")
+nats_answered = gauge(
+    "egress_nats_last_success_timestamp_seconds",
+    "When all connections to NATS last stood, since 1970; the present while they do.",
+)
+alive_put = gauge(
+    "egress_alive_last_success_timestamp_seconds",
+    "When this process last put its sign of life into the store, since 1970.",
+    SITE,
+)
+alive_errors = counter("egress_alive_errors", "Signs of life that the store did not take.", SITE)
+
+# Sharing
 
 members = gauge("egress_members", "Members that share the site's leases, when they were last counted.", SITE)
 share = gauge("egress_share", "The most leases that this process holds as its fair share.", SITE)
 leases_held = gauge("egress_leases_held", "Leases that this process holds.", SITE)
 hand_overs = counter(
-    "egress_hand_overs", "Leases given up: drained, surplus to the fair share, or lost.", (*SITE, "reason")
+    "egress_hand_overs",
+    "Leases given up: drained, surplus to the fair share, or lost.",
+    (*SITE, "reason"),
+    reason=HAND_OVERS,
 )
 take_overs = counter("egress_take_overs", "Leases taken that another member was seen to hold.", SITE)
 
@@ -60,25 +104,45 @@ heartbeat_errors = counter(
     "egress_heartbeat_errors", "Heartbeats that no stream is known to have stored.", SITE
 )
 heartbeat_seconds = histogram("egress_heartbeat_seconds", "Time until a heartbeat was stored.", SITE)
-advisories = counter("egress_advisories", "Advisories, by what became of them.", (*CHAIN, "event", "result"))
+advisories = counter(
+    "egress_advisories",
+    "Advisories, by what became of them.",
+    (*CHAIN, "event", "result"),
+    kind="advisories",
+    event=Event,
+    result=ADVISORY_RESULTS,
+)
 advisories_failing = gauge("egress_advisories_failing", "1 while advisories cannot be stored.", CHAIN)
 advisories_waiting = gauge("egress_advisories_waiting", "Advisories found and not stored yet.", CHAIN)
 sampler_rebuilt = counter(
-    "egress_sampler_rebuilt", "Samplers built again from the archive, by why.", (*CHAIN, "reason")
+    "egress_sampler_rebuilt",
+    "Samplers built again from the archive, by why.",
+    (*CHAIN, "reason"),
+    kind="sampled",
+    reason=REBUILDS,
 )
 
 # Sampling
 
 tracked_values = gauge("egress_tracked_values", "Values that the sampler knows.", CHAIN)
 sample_keys_missing = counter(
-    "egress_sample_keys_missing", "Messages without a value to sample by; they pass.", CHAIN
+    "egress_sample_keys_missing",
+    "Messages without a value to sample by; they pass.",
+    CHAIN,
+    kind="sampled",
 )
-forced_copies = counter("egress_forced_copies", "Messages that the force field let pass.", CHAIN)
+forced_copies = counter(
+    "egress_forced_copies", "Messages that the force field let pass.", CHAIN, kind="sampled"
+)
 snapshots = counter(
-    "egress_snapshots", "Snapshots of the sampler, by what became of them.", (*CHAIN, "result")
+    "egress_snapshots",
+    "Snapshots of the sampler, by what became of them.",
+    (*CHAIN, "result"),
+    kind="sampled",
+    result=("written", "failed"),
 )
 snapshot_seconds = histogram(
-    "egress_snapshot_seconds", "Time to encode and put one snapshot, beside the data.", CHAIN
+    "egress_snapshot_seconds", "Time to encode and put one snapshot, beside the data.", CHAIN, kind="sampled"
 )
 unmatched = gauge(
     "egress_unmatched_messages",

@@ -12,6 +12,7 @@ from common.errors import UsageError
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
+from common.jetstream.streams import most_replicas
 from common.objects.open import open_objects
 from common.service.monitor import Health
 from common.service.threads import Threads
@@ -54,10 +55,9 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[Opened]:
     pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
     egress = settings.egress
     try:
-        state = await KeyValue.open(client, egress.state_bucket, replicas=egress.kv_replicas or 1)
-        bucket = await KeyValue.open(
-            client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=egress.kv_replicas or 1
-        )
+        replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
+        state = KeyValue.optional(client, egress.state_bucket, replicas=replicas)
+        bucket = KeyValue.optional(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
         parts = Parts(
             client=client,
             connect=connected,
@@ -83,6 +83,7 @@ def feed_named(settings: Settings, name: str) -> FeedSettings:
     """The feed of that name. Raises UsageError."""
     found = next((feed for feed in settings.egress.feeds if feed.name == name), None)
     if found is None:
-        known = ", ".join(feed.name for feed in settings.egress.feeds) or "none"
-        raise UsageError(f"feed {name}: expected one of {known}")
+        known = ", ".join(feed.name for feed in settings.egress.feeds)
+        where = f"expected one of {known}" if known else "the configuration has no feed; name the site's file"
+        raise UsageError(f"feed {name}: {where}")
     return found

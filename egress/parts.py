@@ -41,7 +41,7 @@ class Pace:
     `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment.
     `advance`: between two looks at which values have fallen silent; `idle`: between two questions whether
     nothing comes because there is nothing. `stalled`: without progress while messages wait, until a chain
-    counts as stalled.
+    counts as stalled. `alive`: between two signs of life.
     """
 
     tick: float = 0.5
@@ -50,6 +50,10 @@ class Pace:
     advance: float = 1.0
     idle: float = 5.0
     stalled: float = 60.0
+    walk: float = 6 * 3600.0
+    walk_again: float = 60.0
+    page: float = 0.1
+    alive: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,9 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot. `encoder`: one thread, so
-    that pieces stay in order and only one heap keeps what encoding has freed."""
+    """The threads of one feed. `io`: one puts, one looks, one writes a snapshot, one walks. `encoder`: one
+    thread, so that pieces stay in order and only one heap keeps what encoding has freed.
+    """
 
     io: Threads
     encoder: Threads

@@ -1,11 +1,11 @@
-"""Where reading goes on: pure, from the coverage that the archive has and what the source still holds."""
+"""Where reading goes on: pure, from what is known of the archive and what the source still holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.sequences import SequenceRange, holes
+from common.sequences import SequenceRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,21 @@ class Position:
         return self.until is not None and not self.is_end
 
 
-def end_of(coverages: Iterable[SequenceRange]) -> int:
-    """The greatest sequence covered; 0 if none is."""
-    return max((coverage.last for coverage in coverages), default=0)
-
-
-def position(first: int, coverages: Iterable[SequenceRange], source_first: int) -> Position:
+def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
     """The first sequence from `first` (where the chain begins) that is not covered and can still be covered.
 
-    A hole below existing coverage is read again as far as the source holds it, from `source_first` on; what
-    is before that stays a hole.
+    `end`: where coverage ends, 0 where there is none. `gaps`: the holes below it that are known, ascending.
+    A hole is read again as far as the source holds it, from `source_first` on; what is before stays a hole.
     """
-    ranges = list(coverages)
-    end = end_of(ranges)
     if end < first:
         return Position(first)
-    gaps = holes(ranges, SequenceRange(first, end))
+    within = [each for gap in gaps if (each := gap.intersection(SequenceRange(first, end)))]
     lost = tuple(
-        SequenceRange(gap.first, min(gap.last, source_first - 1)) for gap in gaps if gap.first < source_first
+        SequenceRange(gap.first, min(gap.last, source_first - 1))
+        for gap in within
+        if gap.first < source_first
     )
-    held = next((gap for gap in gaps if gap.last >= source_first), None)
+    held = next((gap for gap in within if gap.last >= source_first), None)
     if held is None:
         return Position(end + 1, None, lost)
     return Position(max(held.first, source_first), held.last, lost)

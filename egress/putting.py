@@ -15,6 +15,7 @@ from common.segments.segment import SegmentRef
 from common.service.logs import get_logger
 from egress.archive import Archive
 from egress.backoff import Backoff
+from egress.doubt import DoubtError
 from egress.reader import Reader
 from egress.report import FeedReport
 
@@ -70,6 +71,8 @@ class Putter:
         await self._reader.check()
         if await self._archive.is_covered(spooled.footer.coverage.first):
             raise RetakeError("another instance has covered it")
+        if await self._archive.is_closed():
+            raise closed(self._archive)
         require(self._lease, self._archive)
         return await self._archive.put(spooled)
 
@@ -88,6 +91,11 @@ class Putter:
                 self._backoff.reset()
                 self._report.works()
                 return result
+
+
+def closed(archive: Archive) -> DoubtError:
+    """Why nothing is put any more: somebody began the next incarnation, of this source or of another one."""
+    return DoubtError("closed", f"{archive.chain}: the next incarnation exists")
 
 
 def require(lease: Lease, archive: Archive) -> None:

@@ -7,7 +7,7 @@ event loop.
 
 Whatever is not certain ends the reader with a doubt: a gap in the consumer's numbers, a consumer that is
 gone, no heartbeat, a reconnect. Its owner then asks whether the stream is still the same, and makes a new
-reader.
+reader. An error while messages are handed over ends it too: what did not arrive counts as not received.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from contextlib import suppress
 from typing import Protocol
 
 from common.clock import Clock
-from common.errors import FloeError, Unavailable
+from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.client import FloeClient, RawSubscription, frame
 from common.jetstream.streams import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.segments.rows import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from common.tasks import end
+from common.tasks import end, told, watched
 from egress import columns as lists
 from egress.acknowledging import Acknowledging
 from egress.budget import Account
@@ -65,8 +65,8 @@ class Reader:
     `part`: whose messages. `retention`: of the stream; where it keeps messages until they are acknowledged,
     what comes before `first` is not handed over: what is `archived` is acknowledged at once, the rest is left
     alone. `account`: charged for what is kept until then.
-    `has_room`: asked before each pull request, with its bytes. `on_doubt` is called at most once, and nothing
-    is handed to `target` afterwards.
+    `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
+    DoubtError, or with what handing over raised; nothing is handed to `target` afterwards.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reader:
         client: FloeClient,
         created: str,
         target: Target,
-        on_doubt: Callable[[DoubtError], None],
+        on_end: Callable[[Exception], None],
         *,
         first: int,
         clock: Clock,
@@ -87,7 +87,7 @@ class Reader:
         pulling: Pulling | None = None,
     ) -> None:
         self._client, self._stream, self._created = client, part.stream, created
-        self._target, self._on_doubt, self._has_room = target, on_doubt, has_room
+        self._target, self._on_end, self._has_room = target, on_end, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, clock
         self._pulling = pulling or Pulling()
         begin = archived[0].first if archived else first
@@ -129,8 +129,8 @@ class Reader:
         self._is_open = True
         if self._wanted.is_durable:
             self._acks = self._acknowledging(self._taken)
-            self._catching_up = asyncio.create_task(self._catch_up(self._acks), name="acknowledge")
-        self._subscription = await self._client.subscribe_raw(inbox, self._sink)
+            self._catching_up = watched(self._catch_up(self._acks), self._fail, name="acknowledge")
+        self._subscription = await self._client.subscribe_raw(inbox, self._sink, self._fail)
         self._heard = self._clock.monotonic()
         self.pull()
 
@@ -216,7 +216,7 @@ class Reader:
             raise DoubtError("reconnect", "the connection was lost meanwhile")
 
     async def stop(self) -> None:
-        """Hand over what has arrived, then take nothing more."""
+        """Hand over what has arrived, then take nothing more. What handing over raises goes to `on_end`."""
         self._flush()
         self._is_open = False
         if self._subscription is not None:
@@ -297,6 +297,17 @@ class Reader:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        """Raises nothing: the event loop would only log it, and others would go on behind it."""
+        try:
+            self._take()
+        except Exception as error:
+            self._fail(error)
+
+    def _take(self) -> None:
+        """Hand over what has arrived.
+
+        Only what is there counts as received: numbers move on, and acknowledgements are prepared, behind it.
+        """
         self._scheduled = False
         replies, subjects, payloads, headers = self._replies, self._subjects, self._payloads, self._headers
         self._forget()
@@ -311,9 +322,15 @@ class Reader:
         if acks.sequences[0] <= self._last:
             self._doubt("redelivered", f"sequence {acks.sequences[0]} came again, behind {self._last}")
             return
-        if self._acks is not None:
-            self._acks.delivered(replies[0], acks.sequences[: acks.contiguous])
-        self._hand_over(acks, subjects, headers, payloads)
+        if acks.contiguous:
+            self._hand_over(acks, subjects, headers, payloads)
+            if self._acks is not None:
+                self._acks.delivered(replies[0], acks.sequences[: acks.contiguous])
+            self._received(acks, payloads)
+        if acks.contiguous < len(replies):
+            self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
+        else:
+            self.pull()
 
     def _forget(self) -> None:
         self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
@@ -321,27 +338,26 @@ class Reader:
     def _hand_over(
         self, acks: Acks, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]
     ) -> None:
+        columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
+        if acks.contiguous < len(subjects):
+            columns = lists.part(columns, 0, acks.contiguous)
+        if columns.sequences[0] < self._first:
+            columns = self._from_first(columns)
+        if columns.sequences:
+            self._target.messages(columns)
+
+    def _received(self, acks: Acks, payloads: list[bytes]) -> None:
+        """These were handed over; those below `first` may be acknowledged."""
         count = acks.contiguous
-        if count:
-            columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
-            if count < len(subjects):
-                columns = lists.part(columns, 0, count)
-            self._next += count
-            self._owed = max(0, self._owed - count)
-            self._received_bytes += sum(map(len, columns.payloads))
-            self._misses, self._last = 0, columns.sequences[-1]
-            if columns.sequences[0] < self._first:
-                columns = self._from_first(columns)
-            if columns.sequences:
-                self._target.messages(columns)
-        if count < len(subjects):
-            self._doubt("gap", f"consumer sequence {self._next} expected, a later one found")
-        else:
-            self.pull()
+        self._next += count
+        self._owed = max(0, self._owed - count)
+        self._received_bytes += sum(map(len, payloads[:count]))
+        self._misses, self._last = 0, acks.sequences[count - 1]
+        if acks.sequences[0] < self._first:
+            self._behind_first.set()
 
     def _from_first(self, columns: Columns) -> Columns:
         """Without what is delivered once more: it was archived, and its acknowledgement lost."""
-        self._behind_first.set()
         return lists.part(columns, bisect_left(columns.sequences, self._first), len(columns.sequences))
 
     def _on_status(self, headers: bytes | None) -> None:
@@ -376,6 +392,16 @@ class Reader:
         self.pull()
 
     def _doubt(self, reason: str, text: str) -> None:
+        self._end(DoubtError(reason, text))
+
+    def _fail(self, error: Exception) -> None:
+        """What was received did not get where it belongs: it is read again, by the next reader."""
+        if self._is_open:
+            self._end(Unforeseen.of(error))
+        else:
+            told(error, "feed", f"reading {self._stream}")
+
+    def _end(self, cause: Exception) -> None:
         if self._is_open:
             self._is_open = False
-            self._on_doubt(DoubtError(reason, text))
+            self._on_end(cause)

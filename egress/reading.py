@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.clock import wait_for
 from common.errors import FloeError, LeaseLost
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
-from common.tasks import either, end, unless
+from common.tasks import again, either, end, orphaned, unless, watched
 from egress.advisories.loop import look_for_loop
 from egress.archive import Archive
 from egress.backoff import Backoff
@@ -28,6 +28,7 @@ from egress.sampling.settings import Sampling
 from egress.sampling.snapshots import Snapshots
 from egress.session import Session
 from egress.slices import Slice
+from egress.walking import Walk
 
 log = get_logger("egress.reading")
 
@@ -56,9 +57,10 @@ class Reading:
         report: FeedReport,
         inquiry: Inquiry,
         succession: Succession,
+        walk: Walk | None = None,
     ) -> None:
         self._slice, self._parts, self._pools, self._report = part, parts, pools, report
-        self._inquiry, self._succession = inquiry, succession
+        self._inquiry, self._succession, self._walk = inquiry, succession, walk
         self._backoff = Backoff(parts.rng)
         self._hurry: float | None = None
         self.held: Held | None = None
@@ -73,11 +75,17 @@ class Reading:
             await stand.archive.mend()
             self._report.lost(sum(map(len, place.lost)))
             async with either(stop) as ending:
-                watch = asyncio.create_task(self._watch_decisions(stand, ending), name="decisions")
+                works = {"decisions": lambda: self._watch_decisions(stand, ending)}
+                if (walk := self._walk) is not None and place.until is None:
+                    works["walk"] = lambda: self._watch_walk(stand, walk, ending)
+                watches = [
+                    watched(again(name, work, self._parts.clock), orphaned, name=name)
+                    for name, work in works.items()
+                ]
                 try:
                     await self.read(stand, place, lease, ending, leaving)
                 finally:
-                    await end(watch)
+                    await end(*watches)
 
     async def read(
         self, stand: Stand, place: Position, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event
@@ -112,7 +120,7 @@ class Reading:
         return await resume(
             self._slice,
             stand.current.chain,
-            stand.archive.refs,
+            stand.archive,
             place,
             stand.source,
             snapshots,
@@ -130,6 +138,23 @@ class Reading:
                     ending.set()
             except FloeError as error:
                 log.info("decisions not read", action="decisions_put_off", error=str(error))
+
+    async def _watch_walk(self, stand: Stand, walk: Walk, ending: asyncio.Event) -> None:
+        """End the session where a walk has found a hole that the source still holds: it comes next."""
+        while not ending.is_set():
+            await walk.news.wait()
+            walk.news.clear()
+            try:
+                walk.tell(stand.archive)
+                source = replace(stand.source, first=await self._inquiry.first())
+                place = await self._inquiry.place(stand.archive, source)
+            except FloeError as error:
+                log.info("holes not looked at", action="holes_put_off", error=str(error))
+                continue
+            self._report.lost(sum(map(len, place.lost)))
+            if place.fills_hole:
+                log.info("hole to be filled", action="hole_found", first=place.first, last=place.until)
+                ending.set()
 
     async def _run(self, session: Session, archive: Archive, stop: asyncio.Event) -> None:
         started = self._parts.clock.monotonic()

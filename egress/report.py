@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.chain import Chain
+from common.clock import Clock, SystemClock
 from common.errors import FloeError
 from common.jetstream.lease import owner_text
 from common.jetstream.streams import StreamInfo
+from common.segments.alive import STANDBY, ChainSign
 from common.segments.parquet import SpooledSegment
+from common.segments.segment import UNREAD, Reason
 from common.service.logs import get_logger
+from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.pasting import command
+from common.tasks import told
 from egress import metrics
 from egress.builder import Close
-from egress.identity import Evidence, Kind, Source, Verdict
+from egress.identity import Evidence, Kind, Verdict
 from egress.partitions.left import Unmatched
 
 log = get_logger("egress.feed")
@@ -27,23 +33,34 @@ NANOSECONDS = 1_000_000_000
 class FeedReport:
     """The report of one feed's chain."""
 
-    def __init__(self, feed: Chain, stream: str, health: Health) -> None:
+    def __init__(self, feed: Chain, stream: str, health: Health, clock: Clock | None = None) -> None:
         self._labels = feed.site, feed.feed, str(feed.partition)
         self._part = f"egress {feed.feed}" + (f"/{feed.partition}" if feed.partition else "")
         self._health = health
-        self._chain = feed
+        self._chain, self.stream = feed, stream
+        self._clock = clock or SystemClock()
+        self._since = self._clock.now()
+        self._source_asked: float | None = None
         self._status: dict[str, Any] = {"stream": stream}
         self._failure, self._had_durable = "", False
-        self._is_stalled = False
+        self._is_stalled, self._has_looped = False, False
         self._left: Callable[[], float] = lambda: math.inf
+        begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
+        for prefix in ("egress_", "segment_"):
+            begin(prefix, site=feed.site, feed=feed.feed)
         metrics.stalled.labels(*self._labels).set(0)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
-        for each in (metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified):
+        of_chain = metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified
+        for each in (*of_chain, metrics.damaged):
             each.labels(*self._labels).set(0)
+        for reason in UNREAD:
+            metrics.left_out.labels(*self._labels, reason.value)
 
-    def state(self, state: str, *, ready: bool, why: str = "", hint: str = "") -> None:
+    def state(self, state: str, *, ready: bool, why: str = "", hint: str = "", code: str = "") -> None:
         """Show what the feed is doing; `why` where it is not ready."""
-        self._status.update(state=state, why=why, hint=hint)
+        if (state, code) != (self._status.get("state"), self._status.get("code")):
+            self._since = self._clock.now()
+        self._status.update(state=state, why=why, hint=hint, code=code)
         self._health.set_ready(self._part, ready, why)
         self._health.set_status(self._part, self._status)
 
@@ -52,7 +69,7 @@ class FeedReport:
         metrics.lease_held.labels(*self._labels).set(0)
         self._left = lambda: math.inf  # whoever holds the lease tells
         self._status.update(holder=owner_text(holder or ""))
-        self.state("standby", ready=True)
+        self.state(STANDBY, ready=True)
 
     def working(self) -> None:
         """This instance holds the lease."""
@@ -91,7 +108,7 @@ class FeedReport:
             log.warning(
                 "waiting", action="waiting", code=error.code, error=str(error), **self._chain.log_context()
             )
-        self.state("waiting", ready=False, why=error.message, hint=error.hint)
+        self.state("waiting", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def stopped(self, error: FloeError) -> None:
         """The chain waits for an operator."""
@@ -105,7 +122,13 @@ class FeedReport:
                 error=str(error),
                 **self._chain.log_context(),
             )
-        self.state("stopped", ready=False, why=error.message, hint=error.hint)
+        self.state("stopped", ready=False, why=error.message, hint=error.hint, code=error.code)
+
+    def fails(self, error: BaseException) -> None:
+        """An error that nobody foresaw ended what was going on; it begins again by itself."""
+        known = told(error, "feed", f"chain {self._chain}", **self._chain.log_context())
+        metrics.stopped.labels(*self._labels).set(1)
+        self.state("stopped", ready=False, why=known.message, hint=known.hint, code=known.code)
 
     def doubt(self, reason: str, text: str) -> None:
         """A reader was given up."""
@@ -123,19 +146,57 @@ class FeedReport:
         metrics.drifted.labels(*self._labels).set(verdict.drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.drifted)
         if evidence.source is not None:
-            self._seen(evidence.source)
+            self.source(evidence.source.last, evidence.source.last_timestamp_ns)
+
+    def source(self, last: int, last_timestamp_ns: int | None) -> None:
+        """The stream was asked just now: sequence and time of its last message."""
+        self._source_asked = self._clock.now()
+        metrics.source_sequence.labels(*self._labels).set(last)
+        metrics.source_asked.labels(*self._labels).set(self._source_asked)
+        if last_timestamp_ns is not None:
+            metrics.source_timestamp.labels(*self._labels).set(last_timestamp_ns / NANOSECONDS)
+        self._status.update(source_last=last)
         self._health.set_status(self._part, self._status)
 
-    def _seen(self, source: Source) -> None:
-        metrics.source_sequence.labels(*self._labels).set(source.last)
-        if source.last_timestamp_ns is not None:
-            metrics.source_timestamp.labels(*self._labels).set(source.last_timestamp_ns / NANOSECONDS)
-        self._status.update(source_last=source.last)
+    @property
+    def works_on_chain(self) -> bool:
+        """Whether this instance holds the lease, as far as it knows."""
+        return self._status.get("state") != STANDBY
+
+    def sign(self) -> ChainSign:
+        """What the sign of life of this process says of the chain."""
+        told = self._status
+        return ChainSign(
+            self._chain,
+            told["state"],
+            self._since,
+            told["code"],
+            told["why"],
+            told.get("end"),
+            told.get("source_last"),
+            self._source_asked,
+        )
 
     def lost(self, sequences: int) -> None:
         """So many sequences under existing coverage are in neither archive nor stream."""
         metrics.lost.labels(*self._labels).set(sequences)
         self._status.update(lost=sequences)
+
+    def damaged(self, found: Mapping[str, str]) -> None:
+        """Segments beyond the high-water mark that are not what their names promise, by key, and why."""
+        metrics.damaged.labels(*self._labels).set(len(found))
+        for key in found.keys() - self._status.get("damaged", {}).keys():
+            log.error(
+                "segment damaged",
+                action="segment_damaged",
+                key=key,
+                error=found[key],
+                hint="left out, and read again as far as the stream holds it; to put it away: "
+                + command("segments quarantine", shlex.quote(key)),
+                **self._chain.log_context(),
+            )
+        self._status.update(damaged=dict(found))
+        self._health.set_status(self._part, self._status)
 
     def stalled(self, pending: str, since: float) -> None:
         """Nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
@@ -150,7 +211,8 @@ class FeedReport:
                 seconds=round(since),
                 **self._chain.log_context(),
             )
-        self.state("stalled", ready=False, why=f"{pending}, and nothing moves for {since:.0f} s")
+        why = f"{pending}, and nothing moves for {since:.0f} s"
+        self.state("stalled", ready=False, why=why, code="E-STALLED")
 
     def moves(self) -> None:
         """Something was received or archived, or there is nothing to do."""
@@ -183,6 +245,22 @@ class FeedReport:
         self._status.update(unmatched=told)
         self._health.set_status(self._part, self._status)
 
+    def looped(self, count: int) -> None:
+        """So many messages came round, and are left out; logged once."""
+        if self._has_looped:
+            return
+        self._has_looped = True
+        log.warning(
+            "messages archived here came back: another site copies what it got from here. They are archived "
+            "once and left out as looped, but each leaves one more copy in the stream",
+            action="looped",
+            stream=self._status["stream"],
+            messages=count,
+            hint="let no `sources` carry back what came from this site; where only Floe writes the stream, "
+            "its feed is to say `relay: true`",
+            **self._chain.log_context(),
+        )
+
     def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
         """A durable was made, to read from `first` on. `lapsed`: as in `Reader`; `has_begun`: something was
         archived before, so that there ought to have been one.
@@ -197,7 +275,7 @@ class FeedReport:
             first=first,
             last=lapsed.last_sequence,
             gone=max(0, min(lapsed.first_sequence - 1, lapsed.last_sequence) - first + 1),
-            hint=f"{command('egress init')} makes the durable before anything is published",
+            hint=f"before anything is published the durable is made by {command('egress init')}",
             **self._chain.log_context(),
         )
         if has_begun:
@@ -220,7 +298,15 @@ class FeedReport:
         metrics.put_seconds.labels(*self._labels).observe(seconds)
         metrics.end_sequence.labels(*self._labels).set(footer.coverage.last)
         for reason, count in footer.ledger.counts.items():
-            metrics.left_out.labels(*self._labels, reason.value).inc(count)
+            metrics.left_out.labels(*self._labels, str(reason)).inc(count)
+        if gone := footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
+            log.warning(
+                "a hole was filled, but the stream holds no more of it all; ingress stops there",
+                action="gone_from_hole",
+                sequences=gone,
+                range=str(footer.unread),
+                **self._chain.log_context(),
+            )
         if footer.last_timestamp_ns is not None:
             metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NANOSECONDS)
         self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)

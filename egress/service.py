@@ -15,9 +15,12 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
-from common.jetstream.streams import stream_info
+from common.jetstream.streams import most_replicas
+from common.objects.answering import AnsweringStore
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
+from common.segments.alive import process_name
+from common.segments.documents import ChainStore
 from common.service.logs import flush, get_logger
 from common.service.monitor import Health, Monitor
 from common.service.shutdown import stop_on_signals
@@ -26,12 +29,14 @@ from common.service.version import version
 from common.service.wiring import open_chains, open_store
 from common.settings.root import Settings
 from common.sharing.sharing import Sharing
-from common.tasks import end
+from common.tasks import end, orphaned, watched
+from egress.alive import Reach, SignOfLife
 from egress.backoff import Backoff
 from egress.budget import Budget
 from egress.controller import REEXAMINE, Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats
 from egress.parts import Parts, Tuning
+from egress.report import FeedReport
 from egress.sharing import share_site
 from egress.slices import Slice, all_slices, require_feeds
 from egress.workers.place import Place
@@ -63,7 +68,17 @@ async def serve(
     try:
         async with _stop(place, monitor.port) as stop:
             siblings = place.count if place else 1
-            service = Service(settings, tuning or Tuning(), reexamine, clock, health, stop, siblings=siblings)
+            worker = place.index if place else None
+            service = Service(
+                settings,
+                tuning or Tuning(),
+                reexamine,
+                clock,
+                health,
+                stop,
+                siblings=siblings,
+                worker=worker,
+            )
             drained = await service.run()
     finally:
         monitor.close()
@@ -87,7 +102,7 @@ async def _stop(place: Place | None, port: int) -> AsyncIterator[asyncio.Event]:
             yield stop
         return
     async with stop_on_signals(lambda _number: None, deaf_afterwards=True) as stop:
-        watching = asyncio.create_task(place.watch(port, stop), name="parent")
+        watching = watched(place.watch(port, stop), orphaned, name="parent")
         try:
             yield stop
         finally:
@@ -101,7 +116,8 @@ class _StopAskedError(Exception):
 class Service:
     """One egress process. What cannot be reached at the start is waited for, like later on.
 
-    `objects`, if given, is used instead of the configured store; `siblings`: processes started together.
+    `objects`, if given, is used instead of the configured store; `siblings`: processes started together;
+    `worker`: the number among them, None where it is alone.
     """
 
     def __init__(
@@ -114,8 +130,10 @@ class Service:
         stop: asyncio.Event,
         objects: ObjectStore | None = None,
         siblings: int = 1,
+        worker: int | None = None,
     ) -> None:
-        self._objects, self._siblings = objects, siblings
+        self._objects, self._siblings, self._worker = objects, siblings, worker
+        self._reach = Reach(clock)
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
         self._rng = random.SystemRandom()
@@ -135,7 +153,7 @@ class Service:
         settings = self._settings
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
-        objects = self._objects or open_objects(settings.store)
+        objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
         chains = open_chains(settings, objects)
         await self._patiently("objects", lambda: self._look_into(objects, chains.layout.tails_prefix()))
         # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.
@@ -159,7 +177,15 @@ class Service:
         )
         sharing = self._sharing(leases, control, parts_of_feeds)
         feeds = [Feed(each, parts, sharing, self._health, self._reexamine) for each in parts_of_feeds]
-        return [sharing, *self._heartbeats(leases, control), *feeds], parts
+        alive = self._sign_of_life(leases.owner, [feed.report for feed in feeds], chains, control)
+        return [sharing, alive, *self._heartbeats(leases, control), *feeds], parts
+
+    def _sign_of_life(
+        self, owner: str, reports: Sequence[FeedReport], chains: ChainStore, client: FloeClient
+    ) -> SignOfLife:
+        site, every = self._settings.site, self._tuning.pace.alive
+        process = process_name(socket.gethostname(), self._settings.instance, self._worker)
+        return SignOfLife(site, process, owner, reports, chains, client, self._clock, every)
 
     def _heartbeats(self, leases: Leases, client: FloeClient) -> list[Runs]:
         """Those of this site; none where no subject is configured."""
@@ -207,9 +233,13 @@ class Service:
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
         client = await self._patiently("nats", lambda: self._connect(name))
         stack.push_async_callback(client.aclose)
-        client.add_listener(
-            lambda is_up: self._health.set_ready(f"nats {name}", is_up, "the connection is down")
-        )
+
+        def tell(is_up: bool) -> None:
+            self._reach.nats(name, is_up)
+            self._health.set_ready(f"nats {name}", is_up, "the connection is down")
+
+        self._reach.nats(name, client.is_up)
+        client.add_listener(tell)
         return client
 
     async def _connect(self, name: str) -> FloeClient:
@@ -219,14 +249,8 @@ class Service:
 
     async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:
         egress = self._settings.egress
-        replicas = egress.kv_replicas or await self._stream_replicas(client)
+        replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
         state = await KeyValue.open(client, egress.state_bucket, replicas=replicas)
         bucket = await KeyValue.open(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
         owner = new_owner(self._settings.instance)
         return state, Leases(bucket, owner, egress.lease_ttl, self._clock)
-
-    async def _stream_replicas(self, client: FloeClient) -> int:
-        """As many as the most replicated of the streams has."""
-        streams = {feed.stream for feed in self._settings.egress.feeds}
-        found = [await stream_info(client, stream) for stream in sorted(streams)]
-        return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)

@@ -11,29 +11,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from common.clock import first_of, wait_for
-from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable
+from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.lease import Lease
-from common.jetstream.streams import next_message
+from common.jetstream.streams import absent, next_message
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
+from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from common.tasks import end
+from common.tasks import end, guarded, told
 from egress.acknowledging import archived
 from egress.archive import Archive
 from egress.backoff import Backoff
-from egress.builder import Close
+from egress.builder import Close, Piece
 from egress.encoding import Encoder
 from egress.history import Incarnation
 from egress.identity import Source
 from egress.inquiry import Inquiry
 from egress.liveness import Liveness, Standing
+from egress.loops import Loops
 from egress.parts import Parts, Pools
 from egress.position import Position
-from egress.putting import Putter, RetakeError
+from egress.putting import Putter, RetakeError, closed
 from egress.reader import DoubtError, Reader
 from egress.report import FeedReport
 from egress.sampling.resume import Resumed
@@ -77,14 +79,19 @@ class Session:
         self._end: BaseException | None = None
         self._is_all_sealed = False
         self._surplus_at: int | None = None
-        self._account = parts.budget.account(lambda: self._reader.pull())
+        self._loops = Loops(archive.chain, parts.client, part.stream, parts.store, pools.io, report)
+        # Whoever gives bytes back has all readers ask: what one of them raises ends its own session.
+        pull = guarded(lambda: self._reader.pull(), self._end_with)
+        self._account = parts.budget.account(pull)
         self._encoder = Encoder(
             pools.encoder,
             self._account,
             report,
             lambda: make_draft(parts, part, archive.chain),
             self._source_first,
+            self._gone,
             fills_hole=place.fills_hole,
+            without_looped=self._without_looped,
         )
         self._builder = make_builder(part, parts.clock, self._account, self._encoder.emit, place, hurry)
         self._sampled = None
@@ -125,11 +132,15 @@ class Session:
         return not is_held_up and self._encoder.has_room and self._parts.budget.has_room(size)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when all is put after `stop`. Raises what ended it: DoubtError, RetakeError, LeaseLost."""
+        """Returns when all is put after `stop`. Raises what ended it: DoubtError, RetakeError, LeaseLost.
+
+        What nobody foresaw is raised too, as a group or as Unforeseen: nothing more is put then, and what was
+        received is read again from the archive's position on.
+        """
         try:
             await self._reader.open()
             if self._reader.is_durable:
-                has_begun = bool(self._archive.refs) or self._archive.chain.incarnation > 0
+                has_begun = self._archive.end > 0 or self._archive.chain.incarnation > 0
                 self._report.durable(self._reader.lapsed, self._first, has_begun=has_begun)
             self._report.reading(self._archive.chain, self._first, self._archive.end)
             async with asyncio.TaskGroup() as tasks:
@@ -158,6 +169,8 @@ class Session:
         """End the session; the first cause counts."""
         if self._end is None:
             self._end = cause
+        elif isinstance(cause, Unforeseen):
+            told(cause, "feed", f"chain {self._archive.chain}")
         self._ended.set()
         self._encoder.wake.set()
         self._encoder.on_sealed.set()
@@ -175,7 +188,10 @@ class Session:
         return None if self._builder.last is None else Tip.of(self._builder.last)
 
     async def seal(self) -> deque[SpooledSegment]:
-        """Close what is open and hand over all that was received and not put. After `run` only."""
+        """Close what is open and hand over all that was received and not put. After `run` only.
+
+        Of a builder that an error tore only what was finished before.
+        """
         await self._pools.idle()
         self._builder.close(Close.DOUBT)
         await self._encoder.all()
@@ -245,6 +261,35 @@ class Session:
                 raise DoubtError("unreachable", error.message) from error
         return self._known_source_first
 
+    async def _without_looped(self, piece: Piece) -> Piece:
+        """Once the session has ended, what cannot be compared is archived as it is."""
+        try:
+            return await self._loops.without(piece)
+        except FloeError as error:
+            if self._ended.is_set():
+                return piece
+            if isinstance(error, Unavailable | OutcomeUnknown):
+                raise DoubtError("unreachable", error.message) from error
+            raise
+
+    async def _gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        """Which of the sequences that were not received the stream holds no more.
+
+        A filtered consumer passes what it does not match, so the stream is asked for each of them; once the
+        session has ended, what it does not answer is held to be gone.
+        """
+        if not self._slice.filter_subject:
+            return missing
+        gone: list[SequenceRange] = []
+        try:
+            for gap in missing:
+                gone += await absent(self._parts.client, self._slice.stream, gap)
+        except (Unavailable, OutcomeUnknown) as error:
+            if self._ended.is_set():
+                return missing
+            raise DoubtError("unreachable", error.message) from error
+        return gone
+
     async def _put_loop(self) -> None:
         sealed, on_sealed = self._encoder.sealed, self._encoder.on_sealed
         try:
@@ -286,8 +331,16 @@ class Session:
             self._report.judged(evidence, verdict)
             if not verdict.is_same:
                 self._end_with(DoubtError("identity", verdict.why))
-            elif (doubt := await self._look(evidence.source)) is not None:
+            elif (doubt := await self._look_for_next() or await self._look(evidence.source)) is not None:
                 self._end_with(doubt)
+
+    async def _look_for_next(self) -> DoubtError | None:
+        """Whether somebody has begun the next incarnation; None too where that cannot be told."""
+        try:
+            return closed(self._archive) if await self._archive.is_closed() else None
+        except FloeError as error:
+            log.info("check put off", action="check_put_off", error=str(error))
+            return None
 
     async def _look(self, source: Source | None) -> DoubtError | None:
         """Whether the chain moves; None too where that cannot be told."""

@@ -9,6 +9,7 @@ from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Leases
+from common.service.metrics import begin
 from common.service.monitor import Health
 from common.sharing.scope import Scope
 from common.sharing.sharing import Sharing
@@ -20,6 +21,7 @@ class SiteCounts:
 
     def __init__(self, site: str) -> None:
         self._site = site
+        begin("egress_", site=site)
 
     def shown(self, members: int, share: int, held: int) -> None:
         metrics.members.labels(self._site).set(members)

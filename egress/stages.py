@@ -30,6 +30,7 @@ def make_draft(parts: Parts, part: Slice, chain: Chain) -> Draft:
         compression_level=part.settings.segment.compression_level,
         filtered=bool(part.filter_subject),
         sampling=Sampling.of(part.settings),
+        subject_statistics=parts.store.subject_statistics,
     )
 
 

@@ -9,12 +9,14 @@ that it came from, before that history is closed.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import Stopped
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
-from common.tasks import either, end, unless
+from common.tasks import again, either, end, orphaned, unless, watched
 from egress.advisories.loop import refuse_loop
 from egress.archive import Archive, Marks
 from egress.consumers import LIMITS, check_start, hold
@@ -33,6 +35,7 @@ from egress.resolve.choices import never_begun, stopped_error
 from egress.resolve.decisions import Acceptances
 from egress.slices import Slice
 from egress.start import first_sequence, is_set
+from egress.walking import Walk
 
 log = get_logger("egress.worker")
 
@@ -63,11 +66,12 @@ class Worker:
     def __init__(self, part: Slice, parts: Parts, pools: Pools, report: FeedReport) -> None:
         self._slice, self._parts, self._pools, self._report = part, parts, pools, report
         self._chain = part.chain
-        self._history = History(part, parts.chains, parts.objects, pools.io, parts.clock)
+        self._marks, self._acceptances = Marks(parts.state), Acceptances(parts.state)
+        self._history = History(part, parts.chains, parts.objects, self._marks, pools.io, parts.clock)
         self._succession = Succession(part, parts, self._history, report)
         self._inquiry = Inquiry(part, parts, pools.io)
-        self._reading = Reading(part, parts, pools, report, self._inquiry, self._succession)
-        self._marks, self._acceptances = Marks(parts.state), Acceptances(parts.state)
+        self._walk = Walk(pools.io, parts.clock, parts.tuning.pace)
+        self._reading = Reading(part, parts, pools, report, self._inquiry, self._succession, self._walk)
         self._expiry = Expiry(part, parts.client, report, parts.clock)
         self._has_begun = False
 
@@ -78,11 +82,7 @@ class Worker:
         wait.
         """
         await self._parts.state.ensure()
-        watching = watch(self._slice, self._parts.client, self._pools.io, self._report, self._parts.clock)
-        side = [
-            asyncio.create_task(watching, name="unmatched"),
-            asyncio.create_task(self._expiry.run(self._parts.tuning.pace.check), name="expiry"),
-        ]
+        side = [watched(work, orphaned, name="monitor") for work in self._monitors()]
         try:
             async with either(stop, lease.give_back) as leaving:
                 while not leaving.is_set() or self._reading.held is not None:
@@ -90,13 +90,28 @@ class Worker:
         finally:
             await end(*side)
 
+    def _monitors(self) -> list[Coroutine[Any, Any, None]]:
+        """What looks on beside the work, and tells the report; each for itself."""
+        parts, clock = self._parts, self._parts.clock
+        return [
+            again(
+                "unmatched",
+                lambda: watch(self._slice, parts.client, self._pools.io, self._report, clock),
+                clock,
+            ),
+            again("expiry", lambda: self._expiry.run(parts.tuning.pace.check), clock),
+            again("walk", self._walk.run, clock),
+        ]
+
     async def _round(self, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         """Judge, then act; once `leaving` is set, only what is held back is still put where it belongs."""
         current = await self._current()
         archive = await self._open_archive(current)
+        self._walk.follow(archive)
         self._expiry.position = lambda: max(archive.first, archive.end + 1)
         if self._reading.held is not None and self._reading.held.archive.chain != current.chain:
-            self._discard_held()
+            await self._reading.held.drop()
+            self._reading.held = None
         closing = await self._succession.closing(current)
         if closing.next is not None:
             await self._put_held(lease)
@@ -156,7 +171,15 @@ class Worker:
     async def _stopped(self, found: Found) -> Stopped:
         """Why the chain stops, with the choices that there are."""
         proposal = await self._inquiry.proposal(found.current, found.archive, found.evidence, found.verdict)
-        return stopped_error(self._slice, found.current.chain, found.evidence, found.verdict, proposal)
+        current = found.current
+        return stopped_error(
+            self._slice,
+            current.chain,
+            found.evidence,
+            found.verdict,
+            proposal,
+            continues=current.stream.continues,
+        )
 
     # What is there
 
@@ -181,6 +204,7 @@ class Worker:
     async def _open_archive(self, current: Incarnation) -> Archive:
         archive = await Archive.of(current, self._parts, self._marks, self._pools.io)
         await archive.load()
+        self._report.damaged(archive.damaged)
         return archive
 
     # What was received and not put

@@ -15,13 +15,12 @@ from typing import Any
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError
 from common.jetstream.client import ApiError, FloeClient
-from common.jetstream.streams import stream_info
+from common.jetstream.streams import get_message, stream_info
 from infra.acked import AckedPublisher, Published
 from infra.awkward_kinds import KINDS, NEEDS, RARE, Awkward, Context, unchecked_frame
 
 ROUNDS_BETWEEN_RARE = 8
 DELETED_SHARE = 0.03
-SEQUENCE_NOT_FOUND = 10043
 LONGEST_PAUSE = 2.0  # seconds; a stream's duplicate window up to this is waited out once
 
 
@@ -107,8 +106,14 @@ async def _outlast_duplicate_window(
 async def _delete_some(
     client: FloeClient, stream: str, sequences: list[int], rng: random.Random, share: float
 ) -> tuple[int, ...]:
-    chosen = sorted(rng.sample(sequences, int(len(sequences) * share)))
-    return tuple([sequence for sequence in chosen if await _delete(client, stream, sequence)])
+    """As many as that share of `sequences`, where the stream still holds so many of them."""
+    wanted, deleted = int(len(sequences) * share), list[int]()
+    for sequence in rng.sample(sequences, len(sequences)):
+        if len(deleted) == wanted:
+            break
+        if await _delete(client, stream, sequence):
+            deleted.append(sequence)
+    return tuple(sorted(deleted))
 
 
 async def _delete(client: FloeClient, stream: str, sequence: int) -> bool:
@@ -116,7 +121,8 @@ async def _delete(client: FloeClient, stream: str, sequence: int) -> bool:
     try:
         await client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence, "no_erase": True})
     except ApiError as error:
-        if error.err_code != SEQUENCE_NOT_FOUND:
-            raise
+        # The server's number for it depends on where the message stood and on the kind of its store.
+        if await get_message(client, stream, sequence) is not None:
+            raise error from None
         return False
     return True

@@ -6,6 +6,7 @@ shorter times. Everything stands in one temporary folder and ends with the demo,
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -43,6 +44,13 @@ def require_java() -> None:
         raise ConfigError(" ".join(check.stderr.split()), code="E-JAVA")
 
 
+def require_spark() -> None:
+    """Raises ConfigError where pyspark is not installed: it is an extra, and the demo compacts with it."""
+    if importlib.util.find_spec("pyspark") is None:
+        hint = "pip install 'floe-jetstream[spark,local]'"
+        raise ConfigError("floe demo: expected pyspark, found none", hint=hint, code="E-DEMO")
+
+
 def require_servers() -> None:
     """Raises ConfigError where the wheel with nats-server is not installed; SeaweedFS says so itself."""
     try:
@@ -53,6 +61,7 @@ def require_servers() -> None:
 
 async def run_demo(options: Options, view: View, clock: Clock) -> Result:
     """Run all of it. Raises FloeError where a part does not start, fails, or ends by itself."""
+    require_spark()
     require_java()
     require_servers()
     world = World(keep=options.keep)

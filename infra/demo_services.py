@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from common.errors import FloeError
+from infra.local.tether import spawn
 
 PROJECT = Path(__file__).parents[1]  # where floe.py stands, in a checkout and when installed
 STOP_TIMEOUT = 30.0  # seconds until a drain has taken too long
@@ -97,7 +98,7 @@ async def _communicate(process: subprocess.Popen[bytes]) -> bytes:
 def _spawn(
     command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+    return spawn(
         [sys.executable, "-m", *command],
         stdin=subprocess.DEVNULL,
         stdout=stdout,

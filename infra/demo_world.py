@@ -171,6 +171,7 @@ class World:
                 "spark": {"master": "local[2]", "conf": SPARK_CONF},
                 "levels": LEVELS,
                 "delete_grace": DELETE_GRACE,
+                "allow_short_times": True,
             },
         }
 

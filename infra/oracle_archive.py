@@ -8,13 +8,14 @@ from common.chain import Chain
 from common.segments.parquet import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
+from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, cover, holes
 
 
 def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:
     """The messages that the cover of `chain` holds from `position` on; holes are stepped over."""
     for stretch in cover(store.list(chain, position=position), position):
-        with store.open(stretch.segment, rows=stretch.rows) as reader:
+        with open_stretch(store, stretch) as reader:
             for batch in reader.batches(stretch.rows):
                 yield from messages(batch)
 

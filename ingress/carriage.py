@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
+from common.chain import Chain
 from common.clock import first_of
 from common.errors import LeaseLost, Stopped, Unavailable
 from common.jetstream.kv import KeyValue, state_key
@@ -17,9 +18,11 @@ from common.tasks import beside
 from ingress.carrier import Carrier
 from ingress.chains.roster import Roster
 from ingress.chains.supply import Supply
+from ingress.checkpoints.reporting import PositionsReport
 from ingress.checkpoints.state import ROLE, StateStore
 from ingress.decisions.pauses import PauseStore
 from ingress.errors import leading
+from ingress.limits import ServerLimits
 from ingress.parked.keeper import ParkedKeeper
 from ingress.parked.retries import Retries
 from ingress.parked.source import ParkedSource
@@ -31,11 +34,13 @@ from ingress.publishing.choice import choose, make, offered
 from ingress.publishing.publisher import Publisher
 from ingress.publishing.replies import Replies
 from ingress.rows.prepare import Shape
+from ingress.rows.refusals import oversize_hint
 from ingress.telling import TargetReport
 from ingress.verdicts.choices import Choices
 from ingress.verdicts.settler import Settler
 from ingress.verdicts.shared import SharedSettler
 from ingress.verdicts.target import Target
+from ingress.verdicts.verdict import Sending
 
 
 class Carriage:
@@ -44,6 +49,7 @@ class Carriage:
     def __init__(self, parts: Parts, settings: TargetSettings, report: TargetReport) -> None:
         self._parts, self._settings, self._report = parts, settings, report
         self._target = settings.stream
+        self._sending: tuple[Lease | None, Sending] = (None, Sending())
 
     async def check(self) -> None:
         """Make the target where it may be made. Raises ConfigError where it is not of the right kind."""
@@ -63,7 +69,7 @@ class Carriage:
         source = ParkedSource(supply, parked, self._parts.threads)
         retries = self._retries(parked, source, supply.roster, decisions)
         keeper = ParkedKeeper(self._keeper(bucket), parked)
-        carrier = self._carrier(keeper, source, publisher, lease)
+        carrier = self._carrier(keeper, source, publisher, lease, supply.roster)
         self._parts.discovery.add(supply)
         try:
             await self._run_beside(carrier, supply, lease, stop, retries.run())
@@ -81,7 +87,8 @@ class Carriage:
     ) -> None:
         """Carry to the end; the side tasks run as long, and one of them that fails ends everything."""
         try:
-            await beside(carrier.run(stop), supply.run(), retries, self._watch(carrier, supply, lease))
+            watching = self._watch(carrier, supply, lease)
+            await beside(carrier.run(stop), supply.run(), retries, watching, self._says(carrier).run())
         except BaseExceptionGroup as errors:
             raise leading(errors) from None
 
@@ -93,6 +100,18 @@ class Carriage:
                 self._report.carries(carrier, supply)
             await first_of(lease.lost.wait(), seconds=self._parts.pace.watch)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
+
+    def _says(self, carrier: Carrier) -> PositionsReport:
+        """What those read who delete."""
+        parts, sources = self._parts, self._settings.sources
+        pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
+
+        def positions() -> Mapping[Chain, int] | None:
+            return carrier.state.checkpoint.positions if carrier.is_settled else None
+
+        return PositionsReport(
+            self._target, tuple(sorted(pairs)), positions, parts.documents, parts.threads, parts.clock
+        )
 
     # The target
 
@@ -173,15 +192,18 @@ class Carriage:
         return StateStore(bucket, state_key(ROLE, self._target), self._target)
 
     def _carrier(
-        self, keeper: StateKeeper, source: ParkedSource, publisher: Publisher, lease: Lease
+        self, keeper: StateKeeper, source: ParkedSource, publisher: Publisher, lease: Lease, roster: Roster
     ) -> Carrier:
         settler = self._settler(keeper, lease)
-        clock = self._parts.clock
-        return Carrier(self._target, keeper, settler, publisher, source, clock, source.before_close)
+        client, clock, name = self._parts.client, self._parts.clock, self._target
+        limits = ServerLimits(client, roster, self._shape, source.reset, oversize_hint(name))
+        return Carrier(name, keeper, settler, publisher, source, clock, source.before_close, limits)
 
     def _settler(self, keeper: StateKeeper, lease: Lease) -> Settler:
         parts, choices = self._parts, Choices(self._target)
-        looker = Target(parts.client, self._target, parts.connect)
-        spacing = parts.pace.look_spacing
+        looker = Target(parts.client, self._target, parts.connect, control_headers(self._settings))
+        if self._sending[0] is not lease:
+            self._sending = (lease, Sending())
         kind = Settler if self._settings.exclusive else SharedSettler
-        return kind(choices, keeper, looker, lease, parts.clock, spacing)
+        spacing, sending = parts.pace.look_spacing, self._sending[1]
+        return kind(choices, keeper, looker, lease, parts.clock, spacing, sending)

@@ -17,7 +17,7 @@ from common.clock import Clock
 from common.errors import AnotherWriter, Unavailable
 from common.failpoints import failpoint
 from common.service.logs import get_logger
-from common.service.pasting import command
+from common.service.pasting import command, ways
 from common.tasks import either
 from ingress import metrics
 from ingress.checkpoints.intent import (
@@ -30,6 +30,7 @@ from ingress.checkpoints.intent import (
     share_intent,
 )
 from ingress.checkpoints.state import StateMoved, Stored
+from ingress.limits import ServerLimits
 from ingress.ports import RowSource, Settling, StateKeeper
 from ingress.publishing.publisher import Publisher
 from ingress.rows.blocks import Rows
@@ -63,10 +64,12 @@ class Carrier:
         supply: RowSource,
         clock: Clock,
         before_close: BeforeClose | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         self.target, self.is_settled = target, False
         self._keeper, self._settler = keeper, settler
-        self._sender = Sender(target, settler, publisher, clock)
+        self._sender = Sender(target, settler, publisher, clock, limits)
+        self._limits = limits
         self._supply, self._clock, self._before_close = supply, clock, before_close
         self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
 
@@ -133,8 +136,13 @@ class Carrier:
             self._settler.check_lease()
             # A foreign message is better found before an intent stands open that can never be finished.
             settled = await self._settler.settle(self._known, None)
+            if self._limits is not None and self._limits.are_outdated:
+                # What the server does not take any more must not get into an intent.
+                await self._limits.renew(self.state.checkpoint.positions)
+                return True
             metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
             await self._save(self._opened(rows, settled.base))
+            self._settler.sending.opens(self._known.revision)
             metrics.intents.labels(self.target, "opened").inc()
             failpoint("ingress.after_intent")
             assert self.state.intent is not None, "it was just opened"
@@ -168,7 +176,7 @@ class Carrier:
         try:
             return open_intent(self.state, rows.pieces(), base, is_shared=self._settler.steps_over)
         except CheckpointConflict as error:
-            error.hint = f"a defect: keep the log; it is tried again by itself, see {command('status')}"
+            error.hint = ways(("a defect: keep the log; it is tried again by itself, see", command("status")))
             raise
 
     async def _finish(self, intent: Intent, rows: Rows | None) -> None:
@@ -242,8 +250,12 @@ class Carrier:
                 return
         raise AnotherWriter(
             f"target {self.target}: another instance carries into it while the lease is ours",
-            hint="stop all but one, or give them one lease bucket; what is stored and the open intent: "
-            + command("checkpoint ls"),
+            hint=ways(
+                (
+                    "stop all but one, or give them one lease bucket; what is stored and the open intent",
+                    command("checkpoint ls"),
+                )
+            ),
         )
 
 

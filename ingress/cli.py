@@ -7,6 +7,7 @@ import click
 from common.service.cli import config_option, json_option, run_command
 from common.service.lean import slim
 from ingress.checkpoints.cli import checkpoint_set
+from ingress.checkpoints.releasing import checkpoint_release
 
 
 @click.group()
@@ -48,6 +49,7 @@ def checkpoint() -> None:
 
 
 checkpoint.add_command(checkpoint_set)
+checkpoint.add_command(checkpoint_release)
 
 
 @checkpoint.command("ls")
@@ -69,12 +71,15 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
 @config_option
 @json_option
 @run_command
-async def status(config: str, as_json: bool) -> None:
-    """Show for each chain how far the archive and the target are, and how far apart.
+async def status(config: str, as_json: bool) -> int:
+    """Show for each chain how far the archive and the target are, how far apart, and what egress says of it.
+
+    Exit code 3: something is stopped, or late or silent for longer than `ingress.silent_after`. Keys of the
+    bucket that are none of Floe's are counted and named on stderr.
 
     Example: floe status -c central.yaml
     """
     from common.service.wiring import load_settings
     from ingress.standing import print_status
 
-    await print_status(load_settings(config, quiet=True), as_json)
+    return await print_status(load_settings(config, quiet=True), as_json)

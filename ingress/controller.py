@@ -8,23 +8,24 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from common.clock import Clock, first_of, wait_for
-from common.errors import ConfigError, FloeError
+from common.errors import FloeError
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
-from common.jetstream.streams import stream_info
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
-from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
-from common.tasks import end
+from common.tasks import again, end
+from ingress import metrics
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.events import follow
-from ingress.errors import passes_by_itself
+from ingress.discovery.sites import Sites
+from ingress.errors import check_targets, passes_by_itself
 from ingress.parts import Pace, Parts
+from ingress.replicas import kv_replicas
 from ingress.runner import Runner
 from ingress.sharing import share_targets
 
@@ -61,15 +62,23 @@ class Controller:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Carry until `stop` is set. Raises the first error that ended a target, once no target is left."""
-        if not self._settings.ingress.targets:
-            raise ConfigError("ingress.targets: expected at least one target, found none")
+        check_targets(self._settings.ingress)
+        for each in (metrics.nats_reachable, metrics.store_reachable):
+            each.set(0)
         client = await self._connect()
+        self._shows(client.is_up)
+        client.add_listener(self._shows)
         try:
             await self._serve(client, stop)
         finally:
             await self._let_go(client)
         if self._failures:
             raise self._failures[0]
+
+    def _shows(self, is_up: bool) -> None:
+        now = self._clock.now()
+        metrics.nats_reachable.set(is_up)
+        metrics.nats_answered.set_function(self._clock.now if is_up else lambda: now)
 
     async def _connect(self) -> FloeClient:
         name = f"floe ingress {self._settings.instance}".strip()
@@ -81,10 +90,13 @@ class Controller:
             return
         parts = self._parts(client, leases)
         sides = [
-            asyncio.create_task(parts.discovery.run(), name="discovery"),
+            asyncio.create_task(again("discovery", parts.discovery.run, self._clock), name="discovery"),
             asyncio.create_task(self._beat(), name="beat"),
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
-            asyncio.create_task(self._follow_events(client, parts.discovery), name="events"),
+            asyncio.create_task(
+                again("events", lambda: self._follow_events(client, parts.discovery), self._clock),
+                name="events",
+            ),
         ]
         targets = [
             asyncio.create_task(self._run(Runner(parts, target), stop), name=f"target-{target.stream}")
@@ -101,6 +113,8 @@ class Controller:
     def _parts(self, client: FloeClient, leases: Leases) -> Parts:
         settings, clock, health = self._settings.ingress, self._clock, self._health
         targets = [target.stream for target in settings.targets]
+        documents, lookers = self._documents, self._lookers
+        sites = Sites(documents, lookers, clock, settings.silent_after)
         return Parts(
             settings,
             client,
@@ -108,7 +122,7 @@ class Controller:
             self._store,
             self._documents,
             self._threads,
-            Discovery(self._documents, self._lookers, clock, health, settings.poll_seconds),
+            Discovery(documents, lookers, clock, health, settings.poll_seconds, sites),
             share_targets(leases, client, targets, clock, random.SystemRandom(), health),
             health,
             clock,
@@ -123,13 +137,9 @@ class Controller:
 
     async def _leases(self, client: FloeClient) -> Leases:
         settings = self._settings.ingress
-        replicas = settings.kv_replicas or await self._most_replicas(client)
+        replicas = await kv_replicas(client, settings)
         bucket = await KeyValue.open(client, settings.lease_bucket, ttl=settings.lease_ttl, replicas=replicas)
         return Leases(bucket, new_owner(self._settings.instance), settings.lease_ttl, self._clock)
-
-    async def _most_replicas(self, client: FloeClient) -> int:
-        """As many as the most replicated of the targets has, or will have when it is created."""
-        return max([await _replicas(client, target) for target in self._settings.ingress.targets])
 
     async def _patiently(self, step: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
         """What `step` returns, once what it needs can be reached; None where `stop` is set first."""
@@ -170,10 +180,11 @@ class Controller:
     ) -> None:
         """Wait until no target runs any more; from `stop` on for the time-out at most.
 
-        A side task that fails ends the service.
+        A side task that fails ends the service, and so does an error that a target did not take itself.
         """
         failing = asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
-        await first_of(_all_done(targets), stop.wait(), failing)
+        carrying = asyncio.wait(targets, return_when=asyncio.FIRST_EXCEPTION)
+        await first_of(carrying, stop.wait(), failing)
         if not stop.is_set():
             return
         running = [target.get_name() for target in targets if not target.done()]
@@ -191,14 +202,3 @@ class Controller:
             pool.close()
         self._store.close()
         log.info("stopped", action="stopped")
-
-
-async def _all_done(tasks: list[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks)
-
-
-async def _replicas(client: FloeClient, target: TargetSettings) -> int:
-    info = await stream_info(client, target.stream)
-    if info is not None:
-        return int(info.config.get("num_replicas", 1))
-    return 1 if target.create is None else target.create.replicas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.errors import AnotherWriter, ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
+from common.settings.ingress import IngressSettings
 
 # A cluster whose members do not all know each other yet says so too, for some seconds.
 NO_SUITABLE_PEERS = 10005
@@ -38,3 +39,9 @@ def _flat(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [inner for each in error.exceptions for inner in _flat(each)]
     return [error]
+
+
+def check_targets(settings: IngressSettings) -> None:
+    """Raises ConfigError where there is nothing to carry into, as with the configuration of a site."""
+    if not settings.targets:
+        raise ConfigError("ingress.targets: expected at least one target, found none")

@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from common.chain import Chain
+from common.segments.alive import Sighting
 from ingress import metrics
 from ingress.chains.lane import Lane
 from ingress.checkpoints.intent import Intent
+from ingress.discovery.sites import Sites
 from ingress.rows.blocks import Block
 
 NANOSECONDS = 1_000_000_000
@@ -54,14 +56,21 @@ class Lags:
         ready: Iterable[Block],
         intent: Intent | None,
         now: float,
+        sites: Sites | None = None,
     ) -> None:
-        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open."""
+        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open.
+
+        `sites`: what egress says of itself.
+        """
         counts, times = _decoded(ready, intent)
         found: dict[Labels, Lag] = {}
         stopped = paused = 0
+        newest: dict[Labels, Lane] = {}
         for lane in lanes:
             lag = self._lag(lane, positions, counts[lane.chain], times.get(lane.chain), now)
-            found.setdefault(self._labels(lane.chain), Lag()).add(lag)
+            labels = self._labels(lane.chain)
+            found.setdefault(labels, Lag()).add(lag)
+            newest[labels] = max(lane, newest.get(labels, lane), key=lambda each: each.chain.incarnation)
             stopped += lane.stopped is not None
             paused += lane.paused
         metrics.stopped_chains.labels(self._target).set(stopped)
@@ -69,7 +78,16 @@ class Lags:
         metrics.intent_open.labels(self._target).set(intent is not None)
         for labels, lag in found.items():
             _show(labels, lag)
+            lane = newest[labels]
+            if sites is not None and (sighting := sites.of(lane.chain)) is not None:
+                self._show_source(labels, lag, lane, sighting)
         self._shown |= set(found)
+        metrics.lag_measured.labels(self._target).set(now)
+
+    def _show_source(self, labels: Labels, lag: Lag, lane: Lane, sighting: Sighting) -> None:
+        left = sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
+        if left is not None:  # else the last value stands
+            metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
 
     def forget(self) -> None:
         """Take everything back: the target is not this process's any more."""
@@ -83,6 +101,7 @@ class Lags:
             metrics.paused_chains,
             metrics.intent_open,
             metrics.target_sequence,
+            metrics.lag_measured,
         ):
             with suppress(KeyError):
                 each.remove(self._target)
@@ -97,8 +116,10 @@ class Lags:
         self, lane: Lane, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
     ) -> Lag:
         at = _position(lane, positions)
-        sequences = max(0, lane.archived - at + 1)
-        messages = decoded + max(0, lane.archived - max(at, lane.position) + 1)
+        # What lies behind the end of the incarnation is never carried.
+        archived = lane.archived if lane.end is None else min(lane.archived, lane.end)
+        sequences = max(0, archived - at + 1)
+        messages = decoded + max(0, archived - max(at, lane.position) + 1)
         since = lane.plan.waiting_since
         return Lag(
             sequences,
@@ -128,6 +149,7 @@ _OF_CHAINS = (
     metrics.lag_seconds,
     metrics.waiting_seconds,
     metrics.late_sequences,
+    metrics.source_lag_sequences,
 )
 
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from common.service.metrics import counter, gauge, histogram
+from common.sharing.scope import HAND_OVERS
 from ingress.checkpoints.intent import Intent
 
+# The refusals that are known to come; another number begins when it comes for the first time: a wrong last
+# sequence (two), a batch that is not complete, one that is too large, a stream at its limits (two).
+REFUSALS = ("10071", "10164", "10176", "10199", "10047", "10077")
+
 _CHAIN = ("target", "site", "feed", "partition")
+_FEED = ("site", "feed", "partition")
 
 messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
 position = gauge(
@@ -23,6 +29,7 @@ intents = counter(
     "ingress_intents",
     "Intents: opened, closed, taken over half done, lost to another instance.",
     ("target", "result"),
+    result=("opened", "closed", "taken_over", "lost"),
 )
 unclear = counter(
     "ingress_unclear_outcomes", "Batches whose fate had to be read from the target.", ("target",)
@@ -54,6 +61,46 @@ lost_sequences = counter(
     "ingress_lost_sequences", "Sequences given up: skipped by `on_lost`, or accepted by an operator.", _CHAIN
 )
 
+# What egress says of itself (`ingress.discovery.sites`), and how old what is shown is
+source_lag_sequences = gauge(
+    "ingress_source_lag_sequences",
+    "Sequences of the source's stream that the target does not hold: archived or not, as egress last said.",
+    _CHAIN,
+)
+source_stopped = gauge(
+    "ingress_source_stopped", "1 while egress says that the chain waits for an operator at its site.", _FEED
+)
+source_silent = gauge(
+    "ingress_source_silent",
+    "1 while the process of egress that had the chain has given no sign of life for `silent_after`.",
+    _FEED,
+)
+site_silent = gauge(
+    "ingress_site_silent",
+    "1 while no process of egress of the site has given a sign of life for `silent_after`.",
+    ("site",),
+)
+site_alive = gauge(
+    "ingress_site_alive_timestamp_seconds", "The site's last sign of life, by the store's clock.", ("site",)
+)
+alive_read = gauge(
+    "ingress_alive_last_success_timestamp_seconds", "When the signs of life were last read, since 1970."
+)
+lag_measured = gauge(
+    "ingress_lag_last_success_timestamp_seconds",
+    "When the lags of the target were last measured, since 1970: what they show is as old.",
+    ("target",),
+)
+store_reachable = gauge("ingress_store_reachable", "1 while the store answers the polls.")
+store_answered = gauge(
+    "ingress_store_last_success_timestamp_seconds", "When the store last answered a poll, since 1970."
+)
+nats_reachable = gauge("ingress_nats_reachable", "1 while the connection to NATS stands.")
+nats_answered = gauge(
+    "ingress_nats_last_success_timestamp_seconds",
+    "When the connection to NATS last stood, since 1970; the present while it does.",
+)
+
 paused_chains = gauge("ingress_paused_chains", "Chains that an operator has paused.", ("target",))
 behind_gaps = counter(
     "ingress_segments_behind_gaps",
@@ -64,7 +111,10 @@ behind_gaps = counter(
 # What becomes of intents and batches
 intent_open = gauge("ingress_intent_open", "1 while an intent of the target is open.", ("target",))
 refused_batches = counter(
-    "ingress_refused_batches", "Batches that the server refused, by its error code.", ("target", "err_code")
+    "ingress_refused_batches",
+    "Batches that the server refused, by its error code.",
+    ("target", "err_code"),
+    err_code=REFUSALS,
 )
 publisher = gauge(
     "ingress_publisher", "1 for the publisher that the target is carried with.", ("target", "publisher")
@@ -76,13 +126,28 @@ stopped_targets = gauge(
     "ingress_stopped", "1 while the target waits for an operator: its code stands in /status.", ("target",)
 )
 
+# What those read who delete
+positions_put = gauge(
+    "ingress_positions_put_timestamp_seconds",
+    "When the positions of the target were stored last, for those who delete; 0: not by this process.",
+    ("target",),
+)
+positions_errors = counter(
+    "ingress_positions_errors",
+    "Attempts to store the positions of the target that failed; it is carried all the same.",
+    ("target",),
+)
+
 # Messages put aside, and notifications
 parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", _CHAIN)
 parked_waiting = gauge(
     "ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",)
 )
 events = counter(
-    "ingress_events", "Notifications of the bucket, by where they came from.", ("source", "result")
+    "ingress_events",
+    "Notifications of the bucket, by where they came from.",
+    ("source", "result"),
+    result=("woke", "ignored", "spoiled", "failed"),
 )
 
 # Sharing of targets among instances
@@ -90,7 +155,10 @@ members = gauge("ingress_members", "Members that share the targets' leases, when
 share = gauge("ingress_share", "The most targets that this process holds as its fair share.")
 leases_held = gauge("ingress_leases_held", "Leases on targets that this process holds.")
 hand_overs = counter(
-    "ingress_hand_overs", "Leases given up: drained, surplus to the fair share, or lost.", ("reason",)
+    "ingress_hand_overs",
+    "Leases given up: drained, surplus to the fair share, or lost.",
+    ("reason",),
+    reason=HAND_OVERS,
 )
 take_overs = counter("ingress_take_overs", "Leases taken that another member was seen to hold.")
 

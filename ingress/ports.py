@@ -10,7 +10,7 @@ from common.chain import Chain
 from ingress.checkpoints.intent import Intent, TargetState
 from ingress.checkpoints.state import Stored
 from ingress.rows.blocks import Rows
-from ingress.verdicts.verdict import Origin, Reading, Settled, Unread
+from ingress.verdicts.verdict import Origin, Reading, Sending, Settled, Unread
 
 
 class StateKeeper(Protocol):
@@ -26,6 +26,7 @@ class Looker(Protocol):
     async def read(self) -> Reading | None: ...
     async def read_fresh(self) -> Reading | None: ...
     async def origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]: ...
+    async def described(self, place: int) -> str: ...
 
 
 class Settling(Protocol):
@@ -35,6 +36,8 @@ class Settling(Protocol):
 
     @property
     def steps_over(self) -> bool: ...  # messages of others
+    @property
+    def sending(self) -> Sending: ...  # what this process sent of the open intent
     async def first(self) -> tuple[Stored, Reading | None]: ...
     async def settle(self, known: Stored, rows: Rows | None) -> Settled: ...
     async def check_moved(self, known: Stored) -> None: ...

@@ -191,4 +191,11 @@ def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> 
     subjects = info.config.get("subjects") or [settings.stream]
     parks = settings.on_oversize == "park"
     headers = control_headers(settings)
-    return Shape(Accepting(subjects), min(limits), headers, parks=parks, target=settings.stream)
+    return Shape(
+        Accepting(subjects),
+        min(limits),
+        headers,
+        parks=parks,
+        target=settings.stream,
+        max_payload=client.max_payload,
+    )

@@ -12,6 +12,7 @@ from common.service.output import print_json, table
 from common.settings.root import Settings
 from ingress.checkpoints.intent import Gap, Intent, TargetState
 from ingress.checkpoints.state import ROLE, StateStore
+from ingress.errors import check_targets
 
 CHECKPOINT_COLUMNS = (
     "target",
@@ -29,11 +30,10 @@ States = Mapping[str, TargetState | None]
 
 async def read_states(settings: Settings) -> States:
     """What is stored of each target, by its name; None where nothing is yet."""
+    check_targets(settings.ingress)
     client = await connect(settings.nats_for("ingress"), name="floe checkpoint")
     try:
-        bucket = await KeyValue.open(
-            client, settings.ingress.state_bucket, replicas=settings.ingress.kv_replicas or 1
-        )
+        bucket = KeyValue.optional(client, settings.ingress.state_bucket)
         states = {}
         for target in settings.ingress.targets:
             store = StateStore(bucket, state_key(ROLE, target.stream), target.stream)

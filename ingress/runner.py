@@ -9,11 +9,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from common.clock import first_of
-from common.errors import FloeError, LeaseLost
+from common.errors import FloeError, LeaseLost, Unforeseen
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.settings.ingress import TargetSettings
-from common.tasks import either, end
+from common.tasks import either, end, orphaned, told, watched
 from ingress.carriage import Carriage
 from ingress.errors import ends_target, passes_by_itself
 from ingress.parts import Parts
@@ -31,7 +31,9 @@ class Runner:
     def __init__(self, parts: Parts, settings: TargetSettings) -> None:
         self.target = settings.stream
         self._parts = parts
-        self._report = TargetReport(settings.stream, parts.health, parts.clock)
+        self._report = TargetReport(
+            settings.stream, parts.health, parts.clock, parts.discovery.sites, parts.sharing.owner
+        )
         self._carriage = Carriage(parts, settings, self._report)
         self._seat = parts.sharing.seat(lease_key(settings.stream), self._report)
         self._was_checked, self._pause = False, FIRST_PAUSE
@@ -39,37 +41,21 @@ class Runner:
     async def run(self, stop: asyncio.Event) -> None:
         """Carry, or stand by, until `stop` is set and no intent is open.
 
-        Raises what ends the target for this process: ConfigError at the start, AnotherWriter, and for what
-        nobody foresaw FloeError (E-UNEXPECTED).
+        What nobody foresaw ends an attempt, loudly, and the next one begins after a pause that grows. Raises
+        what ends the target for this process: ConfigError at the start, AnotherWriter.
         """
         try:
             await self._serve(stop)
         except FloeError as error:
-            await self._end(error)
+            self._report.ended(error)
+            await self._parts.sharing.retire(self._seat)
             raise
-        except Exception as error:  # a defect ends this target loudly, and the others go on
-            known = self._unforeseen(error)
-            await self._end(known)
-            raise known from error
-
-    async def _end(self, error: FloeError) -> None:
-        self._report.ended(error)
-        await self._parts.sharing.retire(self._seat)
 
     async def _serve(self, stop: asyncio.Event) -> None:
         while not self._was_checked and not stop.is_set():
             await self._attempt(self._check(), stop)
         while (lease := await self._seat.occupy(stop)) is not None:
             await self._hold(lease, stop)
-
-    def _unforeseen(self, error: Exception) -> FloeError:
-        """What a defect is told as; its traceback is logged."""
-        log.exception("unforeseen", action="unforeseen", target=self.target, exc_info=error)
-        return FloeError(
-            f"target {self.target}: {type(error).__name__}: {error}",
-            hint="this is a bug: keep the log; a process that is started again goes on where this one was",
-            code="E-UNEXPECTED",
-        )
 
     async def _check(self) -> None:
         await self._carriage.check()
@@ -81,7 +67,7 @@ class Runner:
         A target that waits for an operator keeps its lease: another instance would find the same.
         """
         self._report.holds()
-        keeping = asyncio.create_task(lease.keep(), name=f"lease {self.target}")
+        keeping = watched(lease.keep(), orphaned, name=f"lease {self.target}")
         try:
             async with either(stop, lease.give_back, lease.lost) as leaving:
                 while lease.is_usable() and not leaving.is_set():
@@ -106,15 +92,20 @@ class Runner:
         try:
             await work
             return
-        except FloeError as error:
-            if not passes_by_itself(error):
-                if ends_target(error, was_checked=self._was_checked):
-                    raise
-                self._report.stopped(error)
-                pause = self._parts.pace.reexamine
-            else:
-                pause = self._next_pause(self._parts.clock.monotonic() - began)
+        except Exception as error:
+            lasted = self._parts.clock.monotonic() - began
+            if not isinstance(error, FloeError) or isinstance(error, Unforeseen):
+                pause = self._next_pause(lasted)
+                known = told(error, "target", f"target {self.target}", target=self.target, pause=pause)
+                self._report.stopped(known)
+            elif passes_by_itself(error):
+                pause = self._next_pause(lasted)
                 self._report.retries(error, pause)
+            elif ends_target(error, was_checked=self._was_checked):
+                raise
+            else:
+                pause = self._parts.pace.reexamine
+                self._report.stopped(error)
         await first_of(leaving.wait(), seconds=pause)
 
     def _next_pause(self, lasted: float) -> float:

@@ -11,6 +11,7 @@ from common.service.logs import get_logger
 from ingress import metrics
 from ingress.checkpoints.intent import Intent
 from ingress.checkpoints.state import Stored
+from ingress.limits import ServerLimits
 from ingress.ports import Settling
 from ingress.publishing.publisher import Outcome, Publisher
 from ingress.publishing.replies import WRONG_LAST_SEQUENCE, Unclear
@@ -26,8 +27,15 @@ FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
 class Sender:
     """Publishes into one target. `trouble`: why nothing is stored at the moment; empty while all is well."""
 
-    def __init__(self, target: str, settler: Settling, publisher: Publisher, clock: Clock) -> None:
-        self.target, self.trouble = target, ""
+    def __init__(
+        self,
+        target: str,
+        settler: Settling,
+        publisher: Publisher,
+        clock: Clock,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        self.target, self.trouble, self._limits = target, "", limits
         self._settler, self._publisher, self._clock = settler, publisher, clock
 
     async def send(self, known: Stored, intent: Intent, rows: Rows, settled: Settled) -> int:
@@ -37,14 +45,21 @@ class Sender:
         `settled`: how many of them are stored already. Raises what settling raises, and Unavailable where the
         target takes nothing.
         """
-        slow = 0
+        slow, sending = 0, self._settler.sending
+        sending.settled(known.revision, settled.stored)
         while settled.stored < intent.count:
             self._settler.check_lease()
+            if self._limits is not None:
+                # What is written from here on goes to the server that is connected to now, or nowhere.
+                self._limits.check(rows, settled.stored)
+            sent = sending.begins()
             outcome = await self._publisher.publish(rows, settled.base, settled.stored)
+            sending.ends(sent, outcome.stored, outcome.handed)
             before, settled = settled, replace(settled, stored=outcome.stored)
             if outcome.unclear is not None:
                 self._note(outcome, outcome.unclear)
                 settled = await self._settler.settle(known, rows)
+                sending.settled(known.revision, settled.stored)
                 if self._settler.steps_over:
                     settled = _at_least(outcome.stored, settled)
                 # What others stored meanwhile explains a refusal, and waiting would not help.

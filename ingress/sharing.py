@@ -9,6 +9,7 @@ from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Leases
+from common.service.metrics import begin
 from common.service.monitor import Health
 from common.sharing.scope import Scope
 from common.sharing.sharing import Sharing
@@ -21,6 +22,9 @@ SCOPE = Scope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress 
 
 class TargetCounts:
     """The metrics of the sharing (`common.sharing.scope.Counts`)."""
+
+    def __init__(self) -> None:
+        begin("ingress_")
 
     def shown(self, members: int, share: int, held: int) -> None:
         metrics.members.set(members)

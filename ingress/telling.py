@@ -9,11 +9,13 @@ from common.clock import Clock
 from common.errors import FloeError
 from common.jetstream.lease import owner_text
 from common.service.logs import get_logger
+from common.service.metrics import begin
 from common.service.monitor import Health
 from ingress import metrics
 from ingress.carrier import Carrier
 from ingress.chains.lane import Lane
 from ingress.chains.supply import Supply
+from ingress.discovery.sites import Sites
 from ingress.lags import Lags
 
 log = get_logger("ingress.target")
@@ -27,12 +29,15 @@ class TargetReport:
     operator, as far as is known.
     """
 
-    def __init__(self, target: str, health: Health, clock: Clock) -> None:
-        self.target, self._health, self._clock = target, health, clock
-        self._part = f"target {target}"
+    def __init__(
+        self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = ""
+    ) -> None:
+        self.target, self._health, self._clock, self._sites = target, health, clock, sites
+        self._part, self._owner = f"target {target}", owner
         self._lags = Lags(target)
         self.is_stopped = self._is_over = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
+        begin("ingress_", target=target)
         for each in (metrics.holds_lease, metrics.stopped_targets):
             each.labels(target).set(0)
         self._state("starting", ready=False, why="nobody knows yet who holds its lease")
@@ -40,7 +45,10 @@ class TargetReport:
     # The lease
 
     def standby(self, holder: str | None) -> None:
-        """Another instance carries into the target."""
+        """Another instance carries into the target: what was shown of the chains is that one's now."""
+        if holder not in (None, self._owner):
+            self._lags.forget()
+            self._shows_publisher("")
         self._state("standby", ready=True, holder=owner_text(holder or ""))
 
     def waits(self, error: FloeError) -> None:
@@ -54,12 +62,12 @@ class TargetReport:
         log.info("carrying", action="carrying", target=self.target)
 
     def gives_back(self) -> None:
-        """It holds it no more: what it showed of the chains is somebody else's now."""
+        """It holds it no more. What it showed of the chains stays until another instance is seen to hold it:
+        where NATS is away nobody does.
+        """
         metrics.holds_lease.labels(self.target).set(0)
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
-        self._lags.forget()
-        self._shows_publisher("")
         self._state("standby", ready=True, holder="")
         log.info("lease released", action="lease_released", target=self.target)
 
@@ -78,14 +86,17 @@ class TargetReport:
         self._health.set_ready(self._part, not carrier.trouble, carrier.trouble)
         self._health.set_status(self._part, {"state": "carrying", **self._carrying(carrier, supply)})
         now = self._clock.now()
-        self._lags.measure(supply.roster, supply.positions, supply.ready(), carrier.state.intent, now)
+        self._lags.measure(
+            supply.roster, supply.positions, supply.ready(), carrier.state.intent, now, self._sites
+        )
 
     def _carrying(self, carrier: Carrier, supply: Supply) -> dict[str, Any]:
         state, now = carrier.state, self._clock.now()
         positions = state.checkpoint.positions
 
         def chain(lane: Lane) -> dict[str, Any]:
-            return {**lane.status(positions), "lag_seconds": round(self._lags.of(lane, positions, now))}
+            told = {**lane.status(positions), "lag_seconds": round(self._lags.of(lane, positions, now))}
+            return {**told, **self._source(lane)}
 
         return {
             "publisher": self._publisher,
@@ -94,6 +105,21 @@ class TargetReport:
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
             "chains": {str(lane.chain): chain(lane) for lane in list(supply.roster)[:CHAINS]},
         }
+
+    def _source(self, lane: Lane) -> dict[str, Any]:
+        """What egress says of the chain, where it says anything."""
+        sighting = self._sites and self._sites.of(lane.chain)
+        if not sighting or not self._sites:
+            return {}
+        sign = sighting.sign
+        told = {
+            "state": "silent" if self._sites.is_silent(sighting) else sign.state,
+            "code": sign.code,
+            "why": sign.why,
+            "sequence": sign.source_last,
+            "alive": sighting.modified,
+        }
+        return {"source": told}
 
     # Not carrying
 

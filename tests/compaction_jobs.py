@@ -13,7 +13,7 @@ from compaction.run import Compaction, Report, Selection
 from compaction.work import LocalRunner, ReadingProver
 from tests.compaction_archive import Archive
 from tests.compaction_refs import TestPolicy
-from tests.support import eventually
+from tests.support import PATIENCE, eventually
 
 DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
 SECOND = TestPolicy(from_=1, to=2, min_age=0, max_wait=-1, min_count=2, min_size=10**9, max_size=10**9)
@@ -44,7 +44,7 @@ class Job:
         self._process: ForkServerProcess = _context.Process(target=_job, args=(folder, points))
         self._process.start()
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit code; -9 if it was killed."""
         self._process.join(seconds)
         code = self._process.exitcode
@@ -54,7 +54,7 @@ class Job:
     def wait_until_stopped(self) -> None:
         """Until it has stopped itself at a failpoint."""
         stat = Path(f"/proc/{self._process.pid}/stat")
-        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", seconds=60)
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     def go_on(self) -> None:
         """Let it run after that."""

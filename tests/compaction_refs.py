@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from hypothesis import strategies as st
+
 from common.chain import Chain
 from common.segments.layout import Layout, SegmentName
 from common.segments.segment import SegmentRef
@@ -45,3 +47,19 @@ def ref(
     digest = hashlib.sha256(f"{first} {last} {level} {twin}".encode()).hexdigest()[:16]
     name = SegmentName(chain, level, SequenceRange(first, last), digest)
     return SegmentRef(name, LAYOUT.segment(name), size, NOW - age)
+
+
+def refs(first: int, *, level: int, size: int, count: int) -> st.SearchStrategy[list[SegmentRef]]:
+    """Segments with keys of their own, at most `count`; the others say how high theirs may be."""
+    one = st.builds(
+        lambda first, length, level, size, age, twin: ref(
+            first, first + length, level, size=size, age=age, twin=twin
+        ),
+        st.integers(1, first),
+        st.integers(0, 15),
+        st.integers(0, level),
+        st.integers(0, size),
+        st.integers(0, 3000),
+        st.integers(0, 1),
+    )
+    return st.lists(one, max_size=count, unique_by=lambda segment: segment.key)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from common.errors import FloeError
 from common.service import logs
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
+from tests.hints import problems_of
 from tests.support import SharedS3
 
 # A developer's credentials or proxies must neither help nor hurt a test.
@@ -19,6 +24,34 @@ for _name in [n for n in os.environ if n.startswith(("AWS_", "NATS_", "FLOE_")) 
     del os.environ[_name]
 for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
     os.environ.pop(_name, None)
+
+
+# A busy machine is no fault of an example.
+settings.register_profile("floe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("floe")
+
+# Files of whole worlds: minutes of processes and servers. They begin early and spread between the other
+# files, so that neither three of them meet nor one is begun last and the other processes wait for it.
+_WORLDS = ("acceptance", "crash")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker("soak")
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(str(item.path), []).append(item)
+    worlds = [path for path in files if path.split("/")[-2] in _WORLDS]
+    others = [path for path in files if path.split("/")[-2] not in _WORLDS]
+    # The last third of the others stands behind the last world.
+    each = max(1, len(others) * 2 // 3 // max(1, len(worlds)))
+    order: list[str] = []
+    for index, path in enumerate(worlds):
+        order += [path, *others[index * each : (index + 1) * each]]
+    order += others[len(worlds) * each :]
+    items[:] = [item for path in order for item in files[path]]
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +64,15 @@ def _logs_as_before() -> Iterator[None]:
         logging.getLogger().setLevel(root)
         for name in logs._names:
             logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """A service that a test runs in its own process may leave signals ignored, and children inherit that."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
@@ -48,3 +90,19 @@ def nats_url(nats_server: NatsServer) -> str:
 def s3() -> Iterator[SharedS3]:
     with SeaweedFS() as server:
         yield SharedS3(server)
+
+
+@pytest.fixture(autouse=True)
+def _hints_as_pasted() -> Iterator[None]:
+    """Whatever a test brings about: the commands of each hint can be pasted as they stand."""
+    hints: set[str] = set()
+    made = FloeError.__init__
+
+    def noted(self: FloeError, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        hints.add(self.hint)
+
+    FloeError.__init__ = noted  # type: ignore[method-assign]
+    yield
+    FloeError.__init__ = made  # type: ignore[method-assign]
+    assert [problem for hint in hints for problem in problems_of(hint)] == []

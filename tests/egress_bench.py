@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.clock import SystemClock
+from common.clock import Clock, SystemClock
 from common.errors import Unavailable
+from common.invariants import rows_balance, unread_is_named
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.streams import create_stream, stream_info
@@ -31,12 +32,12 @@ from egress.service import Service
 from infra.oracle import Comparison, Trace, compare
 from infra.oracle_archive import archived
 from infra.oracle_streams import source_trace
-from tests.support import SharedS3, soon, unique
+from tests.support import PATIENCE, SharedS3, soon, unique
 
 SITE = "site"
 QUICK = Tuning(
     pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
-    pace=Pace(tick=0.05, check=0.3, advance=0.1, idle=0.3),
+    pace=Pace(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0),
     confirming=Confirming(times=3, span=0.3, attempts=12),
 )
 
@@ -133,10 +134,12 @@ class Bench:
         tuning: Tuning = QUICK,
         reexamine: float = 0.3,
         objects: ObjectStore | None = None,
+        clock: Clock | None = None,
     ) -> Running:
-        """Run egress as a task, over `objects` instead of the bench's own if given."""
-        health, stop = Health(SystemClock()), asyncio.Event()
-        service = Service(settings, tuning, reexamine, SystemClock(), health, stop, objects)
+        """Run egress as a task, over `objects` instead of the bench's own and by `clock`, if given."""
+        clock = clock or SystemClock()
+        health, stop = Health(clock), asyncio.Event()
+        service = Service(settings, tuning, reexamine, clock, health, stop, objects)
         return Running(health, stop, asyncio.create_task(service.run()))
 
     @asynccontextmanager
@@ -145,10 +148,11 @@ class Bench:
         *feeds: dict[str, Any],
         tuning: Tuning = QUICK,
         objects: ObjectStore | None = None,
+        clock: Clock | None = None,
         **egress: Any,
     ) -> AsyncIterator[Running]:
         """Egress for the length of a block, drained at its end."""
-        running = self.start(self.settings(*feeds, **egress), tuning, objects=objects)
+        running = self.start(self.settings(*feeds, **egress), tuning, objects=objects, clock=clock)
         try:
             yield running
             await running.drain()
@@ -179,15 +183,24 @@ class Bench:
             count += 1
             if count % 4000 == 0:
                 # The server drops what it cannot queue.
-                await soon(lambda: self._reached(stream, before + count), seconds=30)  # noqa: B023
-        await soon(lambda: self._reached(stream, before + count), seconds=30)
+                await soon(lambda: self._reached(stream, before + count))  # noqa: B023
+        await soon(lambda: self._reached(stream, before + count))
 
     async def _reached(self, stream: str, last: int) -> bool:
         return await self.last(stream) >= last
 
     async def last(self, stream: str) -> int:
-        info = await stream_info(self.client, stream)
-        return info.last_sequence if info else 0
+        """The last sequence of the stream; a cluster that has no leader just now is waited for."""
+
+        async def told() -> tuple[int] | None:
+            with suppress(Unavailable):
+                info = await stream_info(self.client, stream)
+                return (info.last_sequence if info else 0,)
+            return None
+
+        found = await soon(told)
+        assert found is not None
+        return found[0]
 
     # The archive
 
@@ -214,7 +227,9 @@ class Bench:
             total = total.plus(footer.ledger)
         return total.to_json()
 
-    async def archived_to(self, feed: str, last: int, incarnation: int = 0, seconds: float = 15.0) -> None:
+    async def archived_to(
+        self, feed: str, last: int, incarnation: int = 0, seconds: float = PATIENCE
+    ) -> None:
         """Wait until coverage reaches `last`."""
         await soon(lambda: self.end(feed, incarnation) >= last, seconds)
 
@@ -229,7 +244,8 @@ class Bench:
         if stretches:
             assert stretches[0].rows.first == first
         for footer in self.footers(feed, incarnation):
-            assert footer.is_balanced(), footer
+            assert rows_balance(footer), footer
+            assert unread_is_named(footer), footer
 
     async def compare(
         self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False

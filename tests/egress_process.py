@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,9 @@ from typing import Any
 
 import yaml
 
+from infra.local.tether import spawn
 from tests.egress_bench import SITE, Bench
-from tests.support import unique
+from tests.support import PATIENCE, unique
 
 ROOT = Path(__file__).parents[1]
 FEED = {"segment": {"max_messages": 100, "max_age": "1s"}}
@@ -30,7 +30,7 @@ class Process:
         config = self.log.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(self._config(stream, egress)))
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = spawn(
                 [sys.executable, "-m", "tests.egress_runner", str(config)],
                 cwd=ROOT,
                 env={**os.environ, "FLOE_FAILPOINTS": failpoints},
@@ -61,7 +61,7 @@ class Process:
         if self.process.poll() is None:
             self.process.send_signal(number)
 
-    async def ended(self, seconds: float = 20) -> int:
+    async def ended(self, seconds: float = PATIENCE) -> int:
         """Its exit code; negative for a signal."""
         return await asyncio.to_thread(self.process.wait, seconds)
 
@@ -86,4 +86,4 @@ def processes() -> Iterator[list[Process]]:
         for each in started:
             each.send(signal.SIGCONT)
             each.send(signal.SIGKILL)
-            each.process.wait(10)
+            each.process.wait(PATIENCE)

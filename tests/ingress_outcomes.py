@@ -17,7 +17,7 @@ from common.segments.segment import Message, SegmentRef
 from common.service.monitor import Health
 from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
 from tests.ingress_world import CHAIN, Arrived, Centre, arrived
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 
 async def make(client: FloeClient, centre: Centre, **config: Any) -> str:
@@ -91,12 +91,12 @@ async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
         assert not task.done(), task
     finally:
         stop.set()
-        await asyncio.wait({task}, timeout=40)
+        await asyncio.wait({task}, timeout=PATIENCE)
         if not task.cancelled():
             task.exception()
 
 
-async def stop_of(centre: Centre, health: Health, seconds: float = 20) -> dict[str, Any]:
+async def stop_of(centre: Centre, health: Health, seconds: float = PATIENCE) -> dict[str, Any]:
     """What /status says once the target waits for an operator: why, hint and code."""
 
     def found() -> dict[str, Any] | None:
@@ -113,7 +113,7 @@ def sequences(messages: Sequence[Arrived]) -> list[int]:
     return [each.message.sequence for each in messages if each.provenance and each.chain == CHAIN]
 
 
-async def stands(client: FloeClient, centre: Centre, wanted: list[int], seconds: float = 15) -> None:
+async def stands(client: FloeClient, centre: Centre, wanted: list[int], seconds: float = PATIENCE) -> None:
     """Wait until the rows of the chain in the target are exactly these, in this order."""
 
     async def found() -> list[int]:

@@ -33,7 +33,7 @@ from ingress.checkpoints.state import StateStore
 from ingress.controller import Controller
 from ingress.parts import Pace
 from tests.segment_files import message, write_segment
-from tests.support import soon, unique
+from tests.support import PATIENCE, soon, unique
 
 CHAIN = Chain("us-east", "NODES")
 PREFIX = "data"
@@ -206,7 +206,7 @@ class Centre:
             yield health
         finally:
             stop.set()
-            await asyncio.wait_for(task, 40)
+            await asyncio.wait_for(task, PATIENCE)
 
     async def run(
         self, stop: asyncio.Event | None = None, health: Health | None = None, **ingress: Any
@@ -219,7 +219,7 @@ class Centre:
         )
         await controller.run(stop or asyncio.Event())
 
-    async def ending(self, seconds: float = 20, **ingress: Any) -> FloeError:
+    async def ending(self, seconds: float = PATIENCE, **ingress: Any) -> FloeError:
         """What ends the service, or what stops the target while the service stays: then as Stopped."""
         health, stop = Health(SystemClock()), asyncio.Event()
         task = asyncio.create_task(self.run(stop, health, **ingress))
@@ -232,7 +232,7 @@ class Centre:
             found = self.status(health)
         finally:
             stop.set()
-            await asyncio.wait({task}, timeout=40)
+            await asyncio.wait({task}, timeout=PATIENCE)
         if (raised := task.exception()) is not None:
             assert isinstance(raised, FloeError), raised
             return raised
@@ -247,7 +247,7 @@ class Centre:
         bucket = await KeyValue.open(client, self.state_bucket)
         return StateStore(bucket, state_key("ingress", self.target), self.target)
 
-    async def carried(self, client: FloeClient, count: int, seconds: float = 15) -> list[Arrived]:
+    async def carried(self, client: FloeClient, count: int, seconds: float = PATIENCE) -> list[Arrived]:
         """What the target holds once it holds `count` messages."""
 
         async def enough() -> bool:

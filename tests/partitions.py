@@ -18,7 +18,7 @@ from infra.oracle import Trace, compare
 from infra.oracle_archive import archived
 from infra.oracle_streams import read_stream
 from tests.egress_bench import SITE, Bench
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Partitioned:
         refs = self.bench.store.list(self.chain(partition, incarnation))
         return max((ref.coverage.last for ref in refs), default=0)
 
-    async def archived_to(self, last: int, incarnation: int = 0, seconds: float = 20.0) -> None:
+    async def archived_to(self, last: int, incarnation: int = 0, seconds: float = PATIENCE) -> None:
         """Wait until every partition's coverage reaches `last`."""
         await soon(lambda: all(self.end(p, incarnation) >= last for p in range(self.count)), seconds)
 

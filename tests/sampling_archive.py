@@ -21,6 +21,7 @@ from common.sequences import SequenceRange
 from common.service.threads import Threads
 from common.settings.egress import FeedSettings
 from egress.advisories.event import Advisory
+from egress.archive import Archive
 from egress.identity import Source
 from egress.position import Position
 from egress.sampling.fold import Sampler
@@ -190,11 +191,13 @@ class SampledArchive:
     ) -> Resumed:
         """As a worker does at `place`, with the source holding `source` and all behind it."""
         threads = Threads("resume", 1)
+        archive = Archive(chain, first, self.store, self.chains, None, threads)  # type: ignore[arg-type]
         try:
+            await archive.survey()
             return await resume(
                 self.part,
                 chain,
-                self.store.list(chain),
+                archive,
                 Position(place),
                 Source(CREATED, source, 10**6, source_time_ns, retention=retention),
                 self.snapshots(chain, objects),

@@ -11,6 +11,7 @@ from typing import Any
 import boto3
 
 from infra.local.ports import free_ports
+from infra.local.tether import spawn
 from tests.support import eventually, unique
 
 # Credentials that moto does not check.
@@ -38,13 +39,13 @@ class SqsServer:
     def start(self) -> None:
         """Start it, empty."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-        self._process = subprocess.Popen(
+        self._process = spawn(
             [sys.executable, "-c", _RUN, str(self.port)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        eventually(self._answers, seconds=30)
+        eventually(self._answers)
 
     def stop(self) -> None:
         """SIGKILL; what it held is gone."""

@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from inspect import isawaitable
 from typing import TYPE_CHECKING, TypeVar
 
+import pytest
+
 if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
+
     from infra.local.seaweedfs import SeaweedFS
 
 T = TypeVar("T")
 
+PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only what hangs takes that long
 
-def eventually(check: Callable[[], T], seconds: float = 10.0, every: float = 0.05) -> T:
+
+def eventually(check: Callable[[], T], seconds: float = PATIENCE, every: float = 0.05) -> T:
     """Call `check` until it returns something true, and return that; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := check()):
@@ -27,7 +33,7 @@ def eventually(check: Callable[[], T], seconds: float = 10.0, every: float = 0.0
     return answer
 
 
-async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = 10.0, every: float = 0.02) -> T:
+async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, every: float = 0.02) -> T:
     """`eventually` for the event loop; `check` may be a coroutine function."""
     deadline = time.monotonic() + seconds
     while True:
@@ -50,6 +56,11 @@ def seeded(seed: int | None = None) -> random.Random:
     chosen = seed if seed is not None else int(os.environ.get("FLOE_SEED", secrets.randbits(32)))
     print(f"FLOE_SEED={chosen}")
     return random.Random(chosen)
+
+
+def at_length(*values: object) -> ParameterSet:
+    """A parameter set that `make soak` runs, and `make test` does not."""
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @dataclass(frozen=True)

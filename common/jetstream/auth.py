@@ -7,19 +7,23 @@ never the content.
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import re
+import shlex
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nkeys  # type: ignore[import-untyped]
+from pydantic import SecretStr
 
 from common.clock import Clock
 from common.errors import ConfigError, Refused
 from common.service.logs import get_logger
+from common.settings.secret_file import FileSecret
 
 if TYPE_CHECKING:
     from common.settings.nats import NatsSettings
@@ -33,7 +37,8 @@ _SEED = re.compile(rb"-----BEGIN USER NKEY SEED-----\s+(\S+)")
 @dataclass(frozen=True, slots=True)
 class Credential:
     """`label`: how messages name it, such as `credentials_file /etc/floe.creds`; `options`: for the NATS
-    client.
+    client. `is_secret`: whether what is shown to the server is a secret itself (a password, a token), not a
+    signature; `file`: where it stands in a file that may be read again.
 
     `public_nkey`: the public key to show where a bare NKEY is the credential, else empty.
     """
@@ -41,6 +46,22 @@ class Credential:
     label: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     public_nkey: str = ""
+    file: FileSecret | None = None
+
+    def renew(self) -> str:
+        """Read again what was refused; what it is now, empty where it stands in no file."""
+        if self.file is not None:
+            self.file.read_again()
+        return self.in_file
+
+    @property
+    def in_file(self) -> str:
+        """The secret that is shown, where it stands in a file that may be read again; else empty."""
+        return "" if self.file is None else self.file.get_secret_value()
+
+    @property
+    def is_secret(self) -> bool:
+        return bool(self.options.keys() & {"password", "token"})
 
 
 def credential(settings: NatsSettings, clock: Clock) -> Credential:
@@ -58,11 +79,10 @@ def credential(settings: NatsSettings, clock: Clock) -> Credential:
         seed = _File("nkey_seed_file", str(settings.nkey_seed_file))
         return Credential(str(seed), {"signature_cb": seed.sign}, seed.public_key())
     if settings.user:
-        return Credential(
-            f"user {settings.user}", {"user": settings.user, "password": _plain(settings.password)}
-        )
-    token = _plain(settings.token)
-    return Credential("token", {"token": token}) if token else Credential("no credential")
+        shown, file = _shown(settings.password)
+        return Credential(f"user {settings.user}", {"user": settings.user, "password": shown}, file=file)
+    shown, file = _shown(settings.token)
+    return Credential("token", {"token": shown}, file=file) if shown else Credential("no credential")
 
 
 def _with_jwt(jwt: _File, seed: _File, clock: Clock) -> Credential:
@@ -71,9 +91,11 @@ def _with_jwt(jwt: _File, seed: _File, clock: Clock) -> Credential:
     return Credential(str(jwt), {"user_jwt_cb": jwt.jwt, "signature_cb": seed.sign})
 
 
-def _plain(secret: Any) -> str:
-    """The text of a SecretStr; empty for None."""
-    return str(secret.get_secret_value()) if secret is not None else ""
+def _shown(secret: SecretStr) -> tuple[str | Callable[[], str], FileSecret | None]:
+    """A secret as the NATS client takes it: of a file what it is when it is shown."""
+    if isinstance(secret, FileSecret):
+        return secret.get_secret_value, secret
+    return secret.get_secret_value(), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +149,33 @@ class _File:
         except OSError as error:
             raise self._refused((error.strerror or "cannot be read").lower()) from None
         if mode & 0o077:
-            log.warning("credential readable by others", action="credential_mode", file=str(self))
+            hint = f"chmod 600 {shlex.quote(self.path)}"
+            log.warning("credential readable by others", action="credential_mode", file=str(self), hint=hint)
         return content
 
     def _refused(self, reason: str) -> Refused:
         hint = "issue the credential anew or correct the path"
         return Refused(f"nats.{self}: {reason}", hint=hint, code="E-NATS-CREDS")
+
+
+def is_loopback(peer: object) -> bool:
+    """Whether the address that a socket is connected to (its peername) is this host's own."""
+    try:
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if isinstance(peer, tuple) else None
+    except (ValueError, IndexError):
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address is not None and (mapped or address).is_loopback
+
+
+def plaintext(server: str, auth: Credential) -> ConfigError:
+    """A credential that is a secret is not sent to `server`, because the connection is not encrypted."""
+    hint = f"nats.url: tls://{server}, or nats.allow_plaintext: true where nobody else is on the way"
+    return ConfigError(
+        f"nats server {server}: expected TLS for {auth.label}, found none; nothing was sent",
+        hint=hint,
+        code="E-NATS-PLAINTEXT",
+    )
 
 
 def wants_tls(settings: NatsSettings) -> bool:

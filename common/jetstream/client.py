@@ -25,13 +25,14 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
 from common.clock import Clock, SystemClock, wait_for, within
-from common.errors import OutcomeUnknown, Refused, Unavailable
-from common.jetstream.auth import Credential, credential, tls_context, wants_tls
+from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
+from common.jetstream.auth import Credential, credential, is_loopback, plaintext, tls_context, wants_tls
 from common.jetstream.context import with_context
-from common.jetstream.explain import explain, host, reason
+from common.jetstream.explain import explain, host, is_refusal, reason
 from common.jetstream.frames import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import ApiError, Asking, Requests
 from common.service.logs import get_logger
+from common.tasks import Tell, guarded, orphaned
 
 if TYPE_CHECKING:
     from common.settings.nats import NatsSettings
@@ -62,7 +63,8 @@ async def connect(
     """Connect, trying all servers for `settings.connect_timeout`; then the client reconnects by itself.
 
     `name` is what the server shows of this connection. Raises Unavailable where no server answers in time,
-    Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work.
+    Refused for a credential or certificate that is refused, ConfigError for TLS that cannot work and for a
+    server that takes no headers.
     """
     clock, rng, settings = clock or SystemClock(), rng or random.SystemRandom(), with_context(settings)
     auth = credential(settings, clock)
@@ -73,17 +75,30 @@ async def connect(
     deadline, pause = clock.monotonic() + settings.connect_timeout, FIRST_PAUSE
     while True:
         client = FloeClient(settings, auth, clock=clock, rng=rng, ping_interval=ping_interval)
-        timeout = max(0.2, (deadline - clock.monotonic()) / min(2, len(servers)))
+        timeout, shown = max(0.2, (deadline - clock.monotonic()) / min(2, len(servers))), auth.in_file
         try:
             await client.open(servers, name, timeout)
+            if not client.takes_headers:
+                raise no_headers()
             return client
         except BaseException as error:
             await client.aclose()
             problem = explain(error, servers[0], auth, settings)
+            if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
+                continue
             if not isinstance(problem, Unavailable) or clock.monotonic() + pause >= deadline:
                 raise problem from None
         await clock.sleep(pause)
         servers, pause = servers[1:] + servers[:1], pause * 2
+
+
+def no_headers() -> ConfigError:
+    """What to say of a server that takes no headers: nothing that Floe stores goes without."""
+    return ConfigError(
+        "nats-server: expected one that takes headers, found `headers: false`",
+        hint="take no_header_support out of its configuration",
+        code="E-NATS-HEADERS",
+    )
 
 
 class RawSubscription:
@@ -120,7 +135,9 @@ class FloeClient(Asking, Client):
         self._settings, self._auth, self._rng = settings, auth, rng
         self._interval, self._domain = ping_interval, settings.jetstream_domain
         self._sinks: dict[bytes, Sink] = {}
-        self._ps = cast(Any, FrameParser(self._sinks, self._on_message, self._on_line))
+        self._owners: dict[bytes, Tell] = {}
+        parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_broken)
+        self._ps = cast(Any, parser)
         self._requests, self._inbox = Requests(), b""
         self._listeners: list[Callable[[bool], None]] = []
         self._refusals: dict[bytes, str] = {}
@@ -142,6 +159,11 @@ class FloeClient(Asking, Client):
         major, minor, patch = [*map(int, re.findall(r"\d+", text)), 0, 0, 0][:3]
         return major, minor, patch
 
+    @property
+    def takes_headers(self) -> bool:
+        """Whether the server connected to last takes messages with headers."""
+        return self._server_info.get("headers") is True
+
     async def wait_up(self, timeout: float) -> bool:
         """Wait until `is_up`, at most `timeout` seconds; whether it is."""
         return self.is_up or (await wait_for(self._up, timeout) and self.is_up)
@@ -149,13 +171,15 @@ class FloeClient(Asking, Client):
     def add_listener(self, listener: Callable[[bool], None]) -> Callable[[], None]:
         """Call `listener` with False when the connection is lost, with True when it is up again.
 
-        It must not raise. Returns what removes it; a closed client has none any more.
+        It must not raise: that would end the service. Returns what removes it; a closed client has none any
+        more.
         """
-        self._listeners.append(listener)
+        listening = guarded(listener, orphaned)
+        self._listeners.append(listening)
 
         def forget() -> None:
             with suppress(ValueError):
-                self._listeners.remove(listener)
+                self._listeners.remove(listening)
 
         return forget
 
@@ -187,9 +211,10 @@ class FloeClient(Asking, Client):
         if generation != self.generation or not self.is_up:
             raise Unavailable("the NATS connection was lost while writing")
 
-    async def subscribe_raw(self, subject: str, sink: Sink) -> RawSubscription:
+    async def subscribe_raw(self, subject: str, sink: Sink, tell: Tell = orphaned) -> RawSubscription:
         """Hand every message on `subject` to `sink`, from the read loop, status messages included.
 
+        Where the sink raises, the subscription ends and its owner is told; without one the service ends.
         Returns when the server has taken the subscription. Raises Refused without the permission, Unavailable
         where the connection stays down, ValueError for what is no subject.
         """
@@ -199,7 +224,7 @@ class FloeClient(Asking, Client):
         self._refusals.pop(subject.encode(), None)
         self._sid += 1
         sid = self._sid
-        self._sinks[b"%d" % sid] = sink
+        self._sinks[b"%d" % sid], self._owners[b"%d" % sid] = sink, tell
         self._subs[sid] = Subscription(self, sid, subject)  # from here reconnects send it again
         self.send(b"SUB %b  %d\r\n" % (subject.encode(), sid))
         settled = await self._round_trip(SUBSCRIBE_TIMEOUT)
@@ -212,6 +237,7 @@ class FloeClient(Asking, Client):
     def drop(self, sid: int) -> None:
         """End a raw subscription; nothing where it has ended already."""
         self._sinks.pop(b"%d" % sid, None)
+        self._owners.pop(b"%d" % sid, None)
         if self._subs.pop(sid, None) is not None and self.is_up:
             self.send(b"UNSUB %d\r\n" % sid)
 
@@ -220,7 +246,9 @@ class FloeClient(Asking, Client):
         text = self._refusals.get(subject)
         if text is None:
             return None
-        return Refused(text.lower(), hint=f"grant it to {self._auth.label}", code="E-NATS-PERMISSION")
+        # The subject stands in quotes, as it is: upper and lower case make other subjects.
+        text = re.sub(r'^[^"]*', lambda words: words[0].lower(), text)
+        return Refused(text, hint=f"grant it to {self._auth.label}", code="E-NATS-PERMISSION")
 
     async def aclose(self) -> None:
         """Let the server take what is buffered (if it does soon) and close.
@@ -304,10 +332,19 @@ class FloeClient(Asking, Client):
         if initial_connection and info.get("tls_available") and wants_tls(self._settings):
             info["tls_required"] = True
         await super()._process_info(info, initial_connection)
+        # A server that is configured anew says so on connections that stand.
+        self._max_payload = info.get("max_payload", self._max_payload)
 
     def _connect_command(self) -> bytes:
-        if wants_tls(self._settings) and self._wire._io_writer.get_extra_info("ssl_object") is None:
-            raise ssl.SSLError("the server offers no TLS")  # before the credential goes out in clear
+        """The line that carries the credential: before it is made, TLS stands or will not come."""
+        writer = self._wire._io_writer
+        if writer.get_extra_info("ssl_object") is None:
+            if wants_tls(self._settings):
+                raise ssl.SSLError("the server offers no TLS")
+            is_exposed = self._auth.is_secret and not self._settings.allow_plaintext
+            if is_exposed and not is_loopback(writer.get_extra_info("peername")):
+                assert self._current_server is not None
+                raise plaintext(host(self._current_server.uri.geturl()), self._auth)
         return super()._connect_command()
 
     @property
@@ -329,14 +366,27 @@ class FloeClient(Asking, Client):
             if generation == self.generation:
                 await self._process_op_err(error)
 
+    async def _flusher(self) -> None:
+        try:
+            await super()._flusher()
+        except Exception as error:  # nothing would be written any more, while messages still come
+            await self._process_op_err(error)
+
     async def _ping_interval(self) -> None:
-        """The watchdog of one connection: it ends in a reconnect when nothing comes back any more."""
+        """The watchdog of one connection: it ends in a reconnect when nothing comes back any more, or when it
+        fails itself: nobody else would notice.
+        """
+        try:
+            await self._watchdog()
+        except Exception as error:
+            await self._process_op_err(error)
+
+    async def _watchdog(self) -> None:
         while True:
             await self.clock.sleep(self._interval)
             received = self._received
             if not await self._round_trip(self._interval * 0.8) and self._received == received:
-                await self._process_op_err(errors.StaleConnectionError())
-                return
+                raise errors.StaleConnectionError
 
     async def _process_op_err(self, e: Exception) -> None:
         if self.is_closed or self.is_reconnecting:
@@ -344,8 +394,13 @@ class FloeClient(Asking, Client):
         expected = isinstance(e, (OSError, errors.Error, WireError))
         trace = {} if expected else {"exc_info": e}
         log.warning("nats connection lost", action="nats_lost", reason=reason(e), **trace)
-        self._went_down("the connection was lost")
-        await super()._process_op_err(e)
+        try:
+            self._went_down("the connection was lost")
+            await super()._process_op_err(e)
+        except (
+            Exception
+        ) as failure:  # nobody would connect again, and nobody awaits the task that asked for it
+            orphaned(failure)
 
     async def _attempt_reconnect(self) -> None:
         while not self.is_closed:
@@ -428,6 +483,12 @@ class FloeClient(Asking, Client):
         except (ValueError, IndexError) as error:
             log.warning("message dropped", action="nats_poison", subject=repr(subject), reason=reason(error))
 
+    def _on_broken(self, sid: bytes, error: Exception) -> None:
+        """What a sink raises is no fault of the connection, on which others read."""
+        tell = self._owners.get(sid, orphaned)
+        self.drop(int(sid))
+        tell(error)
+
     async def _process_pong(self) -> None:
         if self._pongs:
             _settle(self._pongs.pop(0), True)
@@ -451,6 +512,8 @@ class FloeClient(Asking, Client):
     async def _on_error(self, error: Exception) -> None:
         """A failed attempt to connect: told once for each new reason, not twice a second for an hour."""
         text = reason(error)
+        if is_refusal(text):
+            self._auth.renew()  # for the next attempt
         is_first_connect = not self.options["allow_reconnect"]  # whose error is raised
         level = log.debug if is_first_connect or text == self._last_error else log.warning
         self._last_error = text

@@ -28,6 +28,11 @@ def host(url: str) -> str:
     return urlsplit(url if "://" in url else f"nats://{url}").netloc.rpartition("@")[2]
 
 
+def is_refusal(text: str) -> bool:
+    """Whether a server says so that it does not take the credential."""
+    return _REFUSED.search(text) is not None
+
+
 def explain(error: BaseException, server: str, auth: Credential, settings: NatsSettings) -> BaseException:
     """What failed at the first connect; an error of Floe and what is no error stay as they are."""
     if isinstance(error, FloeError) or not isinstance(error, Exception):
@@ -35,7 +40,7 @@ def explain(error: BaseException, server: str, auth: Credential, settings: NatsS
     where, text = f"nats server {host(server)}", reason(error)
     if isinstance(error, ssl.SSLError):
         return _explain_tls(error, where, settings)
-    if _REFUSED.search(text):
+    if is_refusal(text):
         return Refused(f"{where} refused {auth.label}: {text.lower()}", code="E-NATS-AUTH")
     if isinstance(error, TimeoutError):
         text = f"no answer within {settings.connect_timeout:g} s"
@@ -48,5 +53,8 @@ def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> Flo
     if "alert" in said:
         hint = f"the server refused nats.tls.cert {settings.tls.cert or '(none given)'}"
         return Refused(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
+    if said in ("the server offers no tls", "wrong version number"):
+        hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
+        return ConfigError(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
     hint = f"checked with nats.tls.ca {settings.tls.ca or '(empty: the certificates of this system)'}"
     return ConfigError(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 
-# Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none).
+# Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). What it
+# raises is its owner's affair, never the connection's.
 Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
@@ -71,7 +72,8 @@ class FrameParser:
     """Splits the server's bytes into messages and protocol lines.
 
     A message whose subscription is in `sinks` (by sid in ASCII digits) goes to its sink at once, without a
-    turn of the event loop; every other goes to `on_message`, and every other line to `on_line`.
+    turn of the event loop; every other goes to `on_message`, and every other line to `on_line`. `on_broken`
+    is called with the sid of a sink that raises, and what it raised.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class FrameParser:
         sinks: dict[bytes, Sink],
         on_message: Callable[[bytes, bytes, bytes, bytes, bytes | None], Awaitable[None]],
         on_line: Callable[[bytes], Awaitable[None]],
+        on_broken: Callable[[bytes, Exception], None],
     ) -> None:
         self._sinks, self._on_message, self._on_line = sinks, on_message, on_line
+        self._on_broken = on_broken
         self.reset()
 
     def reset(self) -> None:
@@ -90,7 +94,7 @@ class FrameParser:
         self._epoch = object()
 
     async def parse(self, data: bytes) -> None:
-        """Take the next bytes. Raises WireError; what a sink raises goes through."""
+        """Take the next bytes. Raises WireError."""
         self._parts.append(data)
         self._have += len(data)
         if self._have < self._need:
@@ -126,7 +130,10 @@ class FrameParser:
                 position = stop + 2
                 sink = sinks.get(words[2])
                 if sink is not None:
-                    sink(words[1], reply, data[body:stop], headers)
+                    try:
+                        sink(words[1], reply, data[body:stop], headers)
+                    except Exception as error:
+                        self._on_broken(words[2], error)
                     continue
                 await self._on_message(words[2], words[1], reply, data[body:stop], headers)
             else:

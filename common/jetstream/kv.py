@@ -27,6 +27,7 @@ from common.jetstream.streams import (
     stream_info,
 )
 from common.segments.segment import Message
+from common.tasks import Tell, orphaned
 
 WRONG_LAST_SEQUENCE = (10071, 10164)  # the second one where another write of the key is in flight
 NAME_IN_USE = 10058
@@ -65,6 +66,7 @@ class KeyValue:
     def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None, replicas: int) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
+        self._is_optional = False
         # An answer about something that lives `ttl` must not be waited for as long as that.
         self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
 
@@ -79,6 +81,17 @@ class KeyValue:
         """
         store = cls(client, bucket, ttl=ttl, replicas=replicas)
         await store.ensure()
+        return store
+
+    @classmethod
+    def optional(
+        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: int = 1
+    ) -> KeyValue:
+        """The bucket of that name for a command that may only look: a missing one is empty, and is created by
+        the first write.
+        """
+        store = cls(client, bucket, ttl=ttl, replicas=replicas)
+        store._is_optional = True
         return store
 
     async def ensure(self) -> None:
@@ -145,18 +158,20 @@ class KeyValue:
         """Delete `key`, if given only at that revision; False where the key has moved on."""
         return await self._write(key, b"", revision, b"KV-Operation: DEL") is not None
 
-    async def listen(self, pattern: str, heard: Callable[[str, bytes | None], None]) -> RawSubscription:
+    async def listen(
+        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
+    ) -> RawSubscription:
         """Call `heard` with key and value (None: deleted) of each write on keys like `pattern`, at once.
 
         `*` stands for any token. A hint: a write that the server refuses is heard too, one may be missed, and
-        nothing is heard of what expires. Raises as `subscribe_raw`.
+        nothing is heard of what expires. `tell`, and what it raises, as of `subscribe_raw`.
         """
 
         def sink(subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
             key = subject.decode("utf-8", "backslashreplace").removeprefix(self._prefix)
             heard(key, None if header(headers, b"KV-Operation") else payload)
 
-        return await self._client.subscribe_raw(self._prefix + pattern, sink)
+        return await self._client.subscribe_raw(self._prefix + pattern, sink, tell)
 
     async def keys(self, prefix: str = "") -> list[str]:
         """The keys that have a value and begin with `prefix`, sorted."""
@@ -171,7 +186,7 @@ class KeyValue:
         return sorted(name for name, there in zip(names, found, strict=True) if there)
 
     async def _names(self, prefix: str) -> list[str]:
-        names: list[str] = []
+        names: dict[str, None] = {}
         wanted = f"{self._prefix}{prefix.rpartition('.')[0]}".removesuffix(".") + ".>"
         while True:
             request = {"subjects_filter": wanted, "offset": len(names)}
@@ -180,11 +195,18 @@ class KeyValue:
                     self._client, f"STREAM.INFO.{self._stream}", request, timeout=self._timeout
                 )
             except ApiError as error:
+                if self._is_missing(error):
+                    return []
                 raise self._gone(error) from None
             subjects = (answer.get("state") or {}).get("subjects") or {}
-            names += [subject.removeprefix(self._prefix) for subject in subjects]
+            before = len(names)
+            names.update(dict.fromkeys(subject.removeprefix(self._prefix) for subject in subjects))
             if len(subjects) < KEYS_OF_ONE_ANSWER:
-                return names
+                return [*names]
+            if len(names) == before:
+                raise Unavailable(
+                    f"keys of {self.bucket}: expected more behind {before}, found the same again"
+                )
 
     async def _last(self, key: str) -> Message | None:
         """The last message of `key`, a marker too."""
@@ -193,7 +215,7 @@ class KeyValue:
         try:
             return stored_message(await ask(self._client, name, request, timeout=self._timeout))
         except ApiError as error:
-            if error.err_code == MESSAGE_NOT_FOUND:
+            if error.err_code == MESSAGE_NOT_FOUND or self._is_missing(error):
                 return None
             raise self._gone(error) from None
 
@@ -213,7 +235,9 @@ class KeyValue:
                 if error.code != NOBODY or pause is None:
                     raise
             if await stream_info(self._client, self._stream) is None:
-                raise self._missing()
+                if not self._is_optional:
+                    raise self._missing()
+                await self.ensure()
             await self._client.clock.sleep(pause)
         raise AssertionError("unreachable")
 
@@ -240,6 +264,9 @@ class KeyValue:
         if not _KEY.fullmatch(key):
             raise ValueError(f"key {key!r:.80}: expected tokens of A-Z a-z 0-9 - _ / = between dots")
         return self._prefix + key
+
+    def _is_missing(self, error: ApiError) -> bool:
+        return self._is_optional and error.err_code == STREAM_NOT_FOUND
 
     def _gone(self, error: ApiError) -> Exception:
         return self._missing() if error.err_code == STREAM_NOT_FOUND else error

@@ -18,6 +18,7 @@ from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
 from common.jetstream.kv import BucketGone, KeyValue
 from common.service.logs import get_logger
+from common.tasks import Tell, orphaned, told
 
 log = get_logger("jetstream.lease")
 
@@ -81,9 +82,11 @@ class Leases:
         """The keys that begin with `prefix` and are held by anybody. Raises as `acquire`."""
         return await self._kv.keys(prefix)
 
-    async def listen(self, pattern: str, heard: Callable[[str, bytes | None], None]) -> RawSubscription:
+    async def listen(
+        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell = orphaned
+    ) -> RawSubscription:
         """Hear at once who takes, renews and releases what, as `KeyValue.listen`."""
-        return await self._kv.listen(pattern, heard)
+        return await self._kv.listen(pattern, heard, tell)
 
     async def holder(self, key: str) -> str | None:
         """The owner of the lease on `key`; None where nobody holds it."""
@@ -112,8 +115,16 @@ class Lease:
     async def keep(self) -> None:
         """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`.
 
-        Cancelled once, it ends: nothing would be worse than a lease that is renewed for nobody.
+        Cancelled once, it ends: nothing would be worse than a lease that is renewed for nobody. Whatever else
+        ends it, the lease counts as lost, which its holder sees.
         """
+        try:
+            await self._keep()
+        except Exception as error:
+            told(error, "lease", f"lease {self.key}")
+            self._lose("nobody renews it any more")
+
+    async def _keep(self) -> None:
         pause = self._ttl / 3
         while not self.lost.is_set():
             await self._clock.sleep(pause)

@@ -62,6 +62,7 @@ class Requests:
         for asked, answer in self._waiting.values():
             if subject in (None, asked) and not answer.done():
                 answer.set_exception(error)
+                answer.exception()  # whoever waits still gets it; who was cancelled just now wants it no more
 
 
 class Asking:
@@ -70,6 +71,7 @@ class Asking:
     _requests: Requests
     _inbox: bytes  # what reply subjects begin with, with the dot
     _domain: str  # of JetStream; empty for the server's own
+    _max_payload: int  # bytes that the server connected to takes in one message
 
     def send(self, frames: bytes) -> None:
         raise NotImplementedError
@@ -82,13 +84,17 @@ class Asking:
     ) -> Answer:
         """Send one message and return payload and header block of the answer.
 
-        Raises Unavailable where nothing was sent or nobody listens, Refused without the permission,
+        Raises Unavailable where nothing was sent (what is larger than the server takes would cut the
+        connection, and another server may take it) or nobody listens, Refused without the permission,
         OutcomeUnknown where it was sent and no answer came within `timeout` seconds or before the connection
         was lost, ValueError for what the wire cannot carry.
         """
         if not await self.wait_up(timeout):
             raise Unavailable("the NATS connection is down")
         asked = subject.decode("utf-8", "backslashreplace")
+        if (size := len(payload) + len(headers or b"")) > self._max_payload:
+            why = f"expected at most {self._max_payload} bytes (max_payload of its server), found {size}"
+            raise Unavailable(f"message to {asked}: {why}", code="E-NATS-PAYLOAD")
         waiter: Future[Answer] = asyncio.get_running_loop().create_future()
         token = self._requests.open(subject, waiter)
         try:

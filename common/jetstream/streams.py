@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.requests import ApiError
 from common.segments.segment import Message
+from common.sequences import SequenceRange
 
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
@@ -142,6 +144,12 @@ async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
         raise
 
 
+async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
+    """As many as the most replicated of the streams has; 1 where there is none of them."""
+    found = [await stream_info(client, stream) for stream in sorted(set(streams))]
+    return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
+
+
 async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
     """Create the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
     return _stream_info(await client.api(f"STREAM.CREATE.{_name(config['name'])}", config))
@@ -179,6 +187,21 @@ async def next_message(
         raise
 
 
+async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
+    """The sequences of `within` that the stream does not hold; one question for each that it holds.
+
+    Raises ApiError where there is no such stream.
+    """
+    found, position = [], within.first
+    while position <= within.last:
+        message = await next_message(client, stream, position)
+        held = within.last + 1 if message is None else min(message.sequence, within.last + 1)
+        if held > position:
+            found.append(SequenceRange(position, held - 1))
+        position = held + 1
+    return found
+
+
 def stored_message(answer: dict[str, Any]) -> Message:
     """The message in an answer of STREAM.MSG.GET. Raises DataError."""
     try:
@@ -203,8 +226,12 @@ async def _deliver(client: FloeClient, stream: str, sequence: int) -> Message | 
         if not delivered.done():
             delivered.set_result((subject, reply, payload, headers))
 
+    def fail(error: Exception) -> None:
+        if not delivered.done():
+            delivered.set_exception(error)
+
     inbox = client.new_inbox()
-    subscription = await client.subscribe_raw(inbox, sink)
+    subscription = await client.subscribe_raw(inbox, sink, fail)
     start = {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence, "ack_policy": "none"}
     consumer = await create_consumer(
         client, stream, {"name": f"floe_{inbox.rpartition('.')[2]}", "inactive_threshold": 10**10, **start}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from common.errors import ConfigError
 
 MAX_KEY_BYTES = 1024
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def check_key(key: str) -> None:
@@ -34,7 +38,7 @@ def _check_text(key: str) -> None:
         raise _refusal(key, "UTF-8") from None
     if size > MAX_KEY_BYTES:
         raise _refusal(key, f"at most {MAX_KEY_BYTES} bytes")
-    if any(character < " " or character == "\x7f" for character in key):
+    if _CONTROL.search(key):
         raise _refusal(key, "no control characters")
 
 

@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from heapq import nsmallest
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -55,13 +56,10 @@ class LocalObjects:
         self, prefix: str, *, start_after: str = "", limit: int | None = None
     ) -> builtins.list[ObjectInfo]:
         check_prefix(prefix)
-        folder, _, stem = prefix.rpartition("/")
-        after = in_key_order(start_after)
+        folder, slash, stem = prefix.rpartition("/")
         with self._calling("list", prefix):
             self._check_root()
-            keys = sorted(self._keys(folder, stem), key=in_key_order)
-            infos = (self._info(key) for key in keys if in_key_order(key) > after)
-            return [*islice(filter(None, infos), limit)]
+            return [*islice(self._infos(folder + slash, stem, in_key_order(start_after), limit), limit)]
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         with self._reading("get", key) as file:
@@ -122,20 +120,49 @@ class LocalObjects:
             raise ConfigError(f"object key {key!r:.200}: expected one outside {HIDDEN}", code="E-KEY")
         return self._root / key
 
-    def _keys(self, folder: str, stem: str) -> Iterator[str]:
+    def _infos(self, folder: str, stem: str, after: bytes, limit: int | None) -> Iterator[ObjectInfo]:
+        """The objects behind `after` in `folder` (empty, or ending in a slash), in key order.
+
+        A folder is read when its turn comes, as a server goes: what is put into a later one and then deleted
+        from an earlier one while this goes on is seen in one of them. Where a `limit` is expected, names
+        beyond it are not kept.
+        """
+        under = in_key_order(folder)
+        if after > under and not after.startswith(under):
+            return
+        inside, begin = after[len(under) :] if after.startswith(under) else b"", b""
+        while True:
+            found = self._names(folder, stem, inside, begin)
+            names = sorted(found) if limit is None else nsmallest(limit, found)
+            for name in names:
+                key = folder + name.decode(errors="surrogateescape")
+                if key.removesuffix("/") == HIDDEN or not _is_key(key.removesuffix("/")):
+                    continue
+                if key.endswith("/"):
+                    yield from self._infos(key, "", after, limit)
+                elif info := self._info(key):
+                    yield info
+            if limit is None or len(names) < limit:
+                return
+            begin = names[-1]
+
+    def _names(self, folder: str, stem: str, after: bytes, begin: bytes) -> Iterator[bytes]:
+        """What stands in `folder` and begins with `stem`, in no order; a folder's name ends in a slash, so
+        that names sort as keys do. Neither what ends at `after` or before, nor names up to `begin`.
+        """
         try:
             entries = os.scandir(self._root / folder)
         except _NOT_THERE:
             return
         with entries:
             for entry in entries:
-                key = f"{folder}/{entry.name}" if folder else entry.name
-                if not entry.name.startswith(stem) or key == HIDDEN or not _is_key(key):
+                if not entry.name.startswith(stem):
                     continue
-                if entry.is_dir(follow_symlinks=False):
-                    yield from self._keys(key, "")
-                elif entry.is_file(follow_symlinks=False):
-                    yield key
+                is_folder = entry.is_dir(follow_symlinks=False)
+                name = entry.name.encode(errors="surrogateescape") + (b"/" if is_folder else b"")
+                is_behind = name > after or (is_folder and after.startswith(name))
+                if name > begin and is_behind and (is_folder or entry.is_file(follow_symlinks=False)):
+                    yield name
 
     def _info(self, key: str) -> ObjectInfo | None:
         try:

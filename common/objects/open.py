@@ -12,6 +12,7 @@ from common.objects.s3 import S3Objects
 from common.objects.s3_options import S3Options
 from common.objects.sqs import SqsQueue
 from common.segments.layout import Layout
+from common.settings.secret_file import FileSecret
 from common.settings.store import StoreSettings
 
 
@@ -30,7 +31,13 @@ def open_objects(settings: StoreSettings) -> ObjectStore:
         access_key_id=settings.access_key_id or None,
         secret_access_key=settings.secret_access_key.get_secret_value() or None,
         options=_options(settings),
+        secret_file=_in_file(settings),
     )
+
+
+def _in_file(settings: StoreSettings) -> FileSecret | None:
+    secret = settings.secret_access_key
+    return secret if isinstance(secret, FileSecret) else None
 
 
 def open_queue(address: str, settings: StoreSettings) -> SqsQueue:

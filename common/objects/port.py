@@ -6,10 +6,11 @@ Services call it in threads (`common.service.threads`); Spark tasks call it dire
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import builtins
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Body = bytes | Path
 
@@ -80,4 +81,40 @@ class ObjectStore(Protocol):
 
     def head(self, key: str) -> ObjectInfo | None:
         """What the store keeps of the object, the server's own checksum included; None if there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenObject:
+    """An object behind a delete marker. `version`: the newest that is kept, stored at `modified`; `marker`:
+    the version of the marker, whose removal brings the object back.
+    """
+
+    key: str
+    version: str
+    modified: float
+    marker: str
+
+
+# What a store may offer beside the seven verbs; whoever uses it does without where it is missing.
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """A store that lists page by page."""
+
+    def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
+        """What `list(prefix)` gives, as it comes: in no order, and not all of it at once in memory."""
+        ...
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """A store that may keep former versions of objects."""
+
+    def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
+        """The first objects below `prefix` that a delete marker hides, by one request.
+
+        Empty where the bucket keeps no versions, the store knows none, or the credential may not see them.
+        """
         ...

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
-from common.errors import FloeError
+from common.errors import FloeError, Refused
 from common.objects.checksums import ChecksumMismatch
 from common.objects.port import ObjectStore
 from common.service.logs import get_logger
@@ -21,13 +21,19 @@ _answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 
 
 def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
-    """`verifies_checksums`, asked once for each `objects`."""
+    """`verifies_checksums`, asked once for each `objects`; False where the credential may not try it."""
     with _guard:
         answer = _answers.get(objects)
         if answer is None:
-            answer = _answers[objects] = verifies_checksums(objects, prefix)
-            if not answer:
-                log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
+            try:
+                answer = verifies_checksums(objects, prefix)
+                if not answer:
+                    log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
+            except Refused:
+                # Who may only read finds out by reading.
+                log.info("no right to try the store: reading back whole", action="read_back_whole")
+                answer = False
+            _answers[objects] = answer
         return answer
 
 

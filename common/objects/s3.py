@@ -7,14 +7,17 @@ answer was lost is `OutcomeUnknown`, also where a later try of it was refused.
 from __future__ import annotations
 
 import builtins
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
     ConnectTimeoutError,
     EndpointConnectionError,
     NoCredentialsError,
@@ -30,14 +33,15 @@ from common.objects import s3_errors
 from common.objects.aws import Account, make_client
 from common.objects.checksums import size_of
 from common.objects.keys import check_key, check_prefix
-from common.objects.port import Body, ObjectInfo
+from common.objects.port import Body, HiddenObject, ObjectInfo
 from common.objects.s3_body import AnswerBody, ByteRange, CutShortError
 from common.objects.s3_doubts import Doubts
-from common.objects.s3_errors import code_of, status_of
-from common.objects.s3_listing import Listing, head_info
+from common.objects.s3_errors import code_of, status_of, without_paths
+from common.objects.s3_listing import Listing, head_info, hidden_objects
 from common.objects.s3_options import S3Options
 from common.objects.s3_upload import Upload
 from common.service.logs import get_logger
+from common.settings.secret_file import FileSecret
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -53,6 +57,7 @@ T = TypeVar("T")
 class S3Objects:
     """One bucket. Without `access_key_id` the credential comes from where AWS tools find theirs.
 
+    `secret_file`: where the secret stands, if it is in a file: what is there is used once it was read again.
     Raises ConfigError where the address or the region is none.
     """
 
@@ -66,18 +71,37 @@ class S3Objects:
         secret_access_key: str | None = None,
         options: S3Options | None = None,
         clock: Clock | None = None,
+        secret_file: FileSecret | None = None,
     ) -> None:
         self._bucket = bucket
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
         self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
-        account = Account(
+        self._account = Account(
             access_key_id, secret_access_key, region, endpoint_url, self._options.verification()
         )
-        self._client: S3Client = make_client(
-            "s3", account, f"store s3://{bucket}", **_config(self._options, endpoint_url)
-        )
-        self._client.meta.events.register("needs-retry.s3", self._doubts.note)
+        self._secret_file, self._renewing = secret_file, threading.Lock()
+        self._client = self._make_client()
+        # Until an answer came the address may be wrong; later what looks like it is trouble on the way.
+        self._has_answered = False
+
+    def _make_client(self) -> S3Client:
+        config = _config(self._options, self._account.endpoint_url)
+        client: S3Client = make_client("s3", self._account, f"store s3://{self._bucket}", **config)
+        client.meta.events.register("needs-retry.s3", self._doubts.note)
+        return client
+
+    def _renew(self) -> bool:
+        """Go on with what the file of the secret was found to hold; whether that is another one."""
+        if self._secret_file is None:
+            return False
+        with self._renewing:
+            secret = self._secret_file.get_secret_value()
+            if secret == self._account.secret_access_key:
+                return False
+            self._account = replace(self._account, secret_access_key=secret)
+            self._client = self._make_client()
+        return True
 
     def list(
         self, prefix: str, *, start_after: str = "", limit: int | None = None
@@ -101,6 +125,37 @@ class S3Objects:
                 break
             page = {**first, "ContinuationToken": token}
         return listing.objects()
+
+    def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
+        """As `Paged` says. Raises Unavailable (E-LIST-INVALID) where the server gives one page twice."""
+        check_prefix(prefix)
+        token: str | None = None
+        while True:
+            more: dict[str, Any] = {"ContinuationToken": token} if token else {}
+            with self._calling("list", prefix):
+                answer = self._client.list_objects_v2(
+                    Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more
+                )
+            page, before = Listing(self._bucket, prefix, "", None), token
+            token = page.add(answer)
+            yield page.objects()
+            if token is None:
+                return
+            if token == before:
+                raise Unavailable(f"list {self._place(prefix)}: one page twice", code="E-LIST-INVALID")
+
+    def hidden(self, prefix: str, *, start_after: str = "") -> builtins.list[HiddenObject]:
+        """As `Versioned` says."""
+        check_prefix(prefix)
+        try:
+            with self._calling("list versions", prefix):
+                answer = self._client.list_object_versions(
+                    Bucket=self._bucket, Prefix=prefix, KeyMarker=start_after, MaxKeys=PAGE_KEYS
+                )
+        except FloeError as error:
+            log.debug("no versions", action="no_versions", error=str(error))
+            return []
+        return hidden_objects(answer)
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         check_key(key)
@@ -168,7 +223,7 @@ class S3Objects:
             body = self._open(key, wanted)
             return None if body is None else body.use(use)
         except (BotoCoreError, CutShortError) as error:
-            raise CutShortError(f"get {self._place(key)}: {error}") from error
+            raise CutShortError(f"get {self._place(key)}: {without_paths(str(error))}") from error
 
     def _open(self, key: str, wanted: ByteRange | None) -> AnswerBody | None:
         ranged: dict[str, Any] = {"Range": wanted.header()} if wanted else {}
@@ -204,6 +259,7 @@ class S3Objects:
         condition: Mapping[str, str],
     ) -> bool:
         check_key(key)
+        self._renew()
         upload = Upload(
             self._client,
             {"Bucket": self._bucket, "Key": key},
@@ -255,44 +311,80 @@ class S3Objects:
                 upload.abort()
             except (BotoCoreError, ClientError) as error:
                 # Costs space until the bucket's rule for incomplete uploads removes it, and nothing else.
-                log.warning("upload not aborted", action="upload_not_aborted", error=str(error))
+                log.warning(
+                    "upload not aborted", action="upload_not_aborted", error=without_paths(str(error))
+                )
 
     # Errors
 
     @contextmanager
     def _calling(self, verb: str, key: str, *, writes: bool = False) -> Iterator[None]:
         """Raise a FloeError for what boto3 raises."""
+        self._renew()
         self._doubts.forget()
         try:
             yield
+            self._has_answered = True
         except ClientError as error:
             raise self._explained(verb, key, error, writes) from error
         except ResponseParserError as error:
+            if not writes and self._is_plain_on_tls():
+                raise self._wrong_scheme(verb, key) from error
             kind: type[FloeError] = OutcomeUnknown if writes else Unavailable
             raise kind(
-                f"{verb} {self._place(key)}: not an S3 answer: {error!s:.200}", code=_invalid(verb)
+                f"{verb} {self._place(key)}: not an S3 answer: {without_paths(str(error)):.200}",
+                code=_invalid(verb),
             ) from error
         except BotoCoreError as error:
             raise self._unanswered(verb, key, error, writes) from error
 
     def _explained(self, verb: str, key: str, error: ClientError, writes: bool) -> FloeError:
+        if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
+            return self._wrong_scheme(verb, key)
+        self._has_answered = True
         explained = s3_errors.explain(s3_errors.Failure.of(verb, self._place(key), error.response))
+        if isinstance(explained, Refused) and self._secret_file is not None:
+            self._secret_file.read_again()
+            if self._renew():
+                hint = f"the secret was read again from {self._secret_file.path}"
+                explained = Unavailable(explained.message, hint=hint, code="E-S3-LATER")
         if writes and self._doubts.any() and isinstance(explained, Unavailable):
             return OutcomeUnknown(explained.message, hint=explained.hint)
         return explained
 
     def _unanswered(self, verb: str, key: str, error: BotoCoreError, writes: bool) -> FloeError:
-        text = f"{verb} {self._place(key)}: {error}"
+        told = without_paths(str(error))
+        text = f"{verb} {self._place(key)}: {told}"
         if isinstance(error, NoCredentialsError | PartialCredentialsError):
             hint = "set store.access_key_id and store.secret_access_key, or a credential as AWS tools find it"
             return Refused(text, hint=hint, code="E-S3-AUTH")
         if isinstance(error, ParamValidationError):
             return ConfigError(text, code="E-S3-REQUEST")
-        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        if isinstance(error, SSLError) and "CERTIFICATE_VERIFY_FAILED" in told:
             return ConfigError(text, hint="name the authority in store.tls.ca", code="E-S3-TLS")
+        if isinstance(error, EndpointConnectionError):
+            asked, cause = error.kwargs.get("endpoint_url", self._endpoint), error.kwargs.get("error", error)
+            why, hint = s3_errors.why_not_connected(str(asked), str(cause))
+            kind: type[FloeError] = OutcomeUnknown if writes and self._doubts.any() else Unavailable
+            return kind(f"{verb} {self._place(key)}: {why}", hint=hint)
         if writes and self._doubts.any():
             return OutcomeUnknown(text)
+        is_not_tls = isinstance(error, SSLError) and s3_errors.is_not_tls(told) and not self._has_answered
+        if is_not_tls or (isinstance(error, ConnectionClosedError) and self._is_plain_on_tls()):
+            return self._wrong_scheme(verb, key)
         return Unavailable(text)
+
+    @property
+    def _endpoint(self) -> str:
+        return str(self._client.meta.endpoint_url)
+
+    def _is_plain_on_tls(self) -> bool:
+        """Whether the address is `http://` and what listens there speaks TLS; not asked once it answered."""
+        plain = not self._has_answered and self._endpoint.startswith("http:")
+        return plain and s3_errors.speaks_tls(self._endpoint)
+
+    def _wrong_scheme(self, verb: str, key: str) -> ConfigError:
+        return s3_errors.wrong_scheme(f"{verb} {self._place(key)}", self._endpoint)
 
     def _place(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"

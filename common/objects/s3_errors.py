@@ -1,10 +1,16 @@
-"""What an S3 server's refusals mean to the operator: one line each, naming the operation and the key."""
+"""What an S3 server's refusals mean to the operator, and what it means that no answer came: one line each,
+naming the operation and the key, and of an address scheme, host and port only.
+"""
 
 from __future__ import annotations
 
+import re
+import socket
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.checksums import ChecksumMismatch
@@ -135,3 +141,66 @@ def _misconfiguration(failure: Failure) -> FloeError | None:
             text, hint="this store cannot do it; see store.checksum and store.encryption", code="E-S3-REQUEST"
         )
     return None
+
+
+# No answer
+
+_URL = re.compile(r"""(https?://)(?:[^/\s"'@]*@)?([^/\s"'?]+)[^\s"']*""")
+_UNKNOWN_HOST = re.compile(
+    r"failed to resolve|name or service not known|nodename nor servname|getaddrinfo", re.I
+)
+# What a server that does not speak TLS makes of a handshake, by the versions of OpenSSL.
+_NOT_TLS = re.compile(
+    r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure|UNKNOWN_PROTOCOL|HTTP_REQUEST"
+)
+_ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
+PROBE_TIMEOUT = 3.0  # seconds
+
+
+def without_paths(text: str) -> str:
+    """`text` with each address in it cut down to scheme, host and port."""
+    return _URL.sub(r"\1\2", text)
+
+
+def why_not_connected(endpoint: str, cause: str) -> tuple[str, str]:
+    """Why no connection to the address `endpoint` came about, and what to do. `cause`: as boto3 tells it."""
+    host = urlsplit(endpoint).hostname or endpoint
+    where = f"store {without_paths(endpoint)}"
+    if _UNKNOWN_HOST.search(cause):
+        return f"{where}: the host {host} is not known", "check store.endpoint_url, and this host's resolver"
+    if "refused" in cause.lower():
+        hint = "is the store running, and is this its port? check store.endpoint_url"
+        return f"{where}: the port refuses connections", hint
+    found = _ERRNO.search(cause)
+    return f"{where}: cannot be reached: {found[1].strip().lower() if found else without_paths(cause)}", ""
+
+
+def is_not_tls(cause: str) -> bool:
+    """Whether a handshake failed as it does where the server does not speak TLS."""
+    return _NOT_TLS.search(cause) is not None
+
+
+def speaks_tls(endpoint: str) -> bool:
+    """Whether what listens at the address answers a TLS handshake, with whatever certificate. Blocking."""
+    address = urlsplit(endpoint)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection((address.hostname or "", address.port or 80), PROBE_TIMEOUT) as line,
+            context.wrap_socket(line, server_hostname=address.hostname),
+        ):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in str(error).upper()
+    except (OSError, ValueError):
+        return False
+
+
+def wrong_scheme(text: str, endpoint: str) -> ConfigError:
+    """The address says TLS and the port is plain, or the other way round."""
+    found, expected = ("https", "http") if endpoint.startswith("https") else ("http", "https")
+    what = "the port does not speak TLS" if found == "https" else "the port speaks TLS"
+    address = without_paths(endpoint)
+    hint = f"set store.endpoint_url: {expected}{address.removeprefix(found)}, or the port that speaks {found}"
+    return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")

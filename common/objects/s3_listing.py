@@ -14,7 +14,7 @@ from urllib.parse import unquote_plus
 from common.errors import Unavailable
 from common.objects.checksums import base64_to_sha256
 from common.objects.keys import in_key_order
-from common.objects.port import ObjectInfo
+from common.objects.port import HiddenObject, ObjectInfo
 
 
 class Listing:
@@ -26,13 +26,17 @@ class Listing:
         self._start_after = in_key_order(start_after)
         self._limit = limit
         self._found: dict[str, ObjectInfo] = {}
+        self._passed: set[str] = set()  # keys not asked for, of a server that begins in the wrong place
 
     def is_full(self) -> bool:
         """Whether `limit` objects were found."""
         return self._limit is not None and len(self._found) >= self._limit
 
     def add(self, page: Mapping[str, Any]) -> str | None:
-        """Take a page; the token of the next one, None after the last. Raises Unavailable."""
+        """Take a page; the token of the next one, None after the last. Raises Unavailable.
+
+        Each key comes once, asked for or not: a server that repeats itself would be asked for ever.
+        """
         contents = page.get("Contents", [])
         self._expect("Name", page.get("Name"), self._bucket)
         self._expect_prefix(page.get("Prefix"))
@@ -48,10 +52,13 @@ class Listing:
 
     def _add_object(self, entry: Mapping[str, Any]) -> None:
         info = _object_info(entry)
-        if info is None or not info.key.startswith(self._prefix) or info.key in self._found:
+        is_known = info is not None and (info.key in self._found or info.key in self._passed)
+        if info is None or is_known or not info.key.startswith(self._prefix):
             raise self._invalid("an entry", "a new key under the prefix, with size and time", entry)
         if in_key_order(info.key) > self._start_after:
             self._found[info.key] = info
+        else:
+            self._passed.add(info.key)
 
     def _next_token(self, page: Mapping[str, Any], count: int) -> str | None:
         if page.get("IsTruncated") is False:
@@ -88,6 +95,23 @@ def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
     etag = str(answer.get("ETag", "")).strip('"')
     metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
     return ObjectInfo(key, int(size), modified.timestamp(), etag, sha256, metadata)
+
+
+def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
+    """The objects that a delete marker hides, with the newest version behind it, in key order."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for entry in answer.get("Versions", []):
+        known = newest.setdefault(entry["Key"], entry)
+        if entry["LastModified"] > known["LastModified"]:
+            newest[entry["Key"]] = entry
+    found = {
+        marker["Key"]: HiddenObject(
+            marker["Key"], str(kept["VersionId"]), kept["LastModified"].timestamp(), str(marker["VersionId"])
+        )
+        for marker in answer.get("DeleteMarkers", [])
+        if marker.get("IsLatest") and (kept := newest.get(marker["Key"]))
+    }
+    return [found[key] for key in sorted(found, key=in_key_order)]
 
 
 def _object_info(entry: Mapping[str, Any]) -> ObjectInfo | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.aws import Account, BotoCoreError, ClientError, make_client
+from common.objects.s3_errors import without_paths
 
 BATCH = 10  # messages of one receive or delete; Amazon's limit
 LONGEST_WAIT = 20  # seconds that a receive may wait; Amazon's limit
@@ -88,7 +89,8 @@ class SqsQueue:
         except ClientError as error:
             raise _explained(f"{verb} {self._place}", error) from error
         except BotoCoreError as error:
-            raise Unavailable(f"{verb} {self._place}: {error}", code="E-SQS") from error
+            text = f"{verb} {self._place}: {without_paths(str(error))}"
+            raise Unavailable(text, code="E-SQS") from error
 
 
 def _received(message: dict[str, Any]) -> Received:

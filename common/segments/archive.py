@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
 
 import pyarrow as pa
 
 from common.chain import Chain
-from common.errors import SegmentCorrupt, UsageError
+from common.errors import Refused, SegmentCorrupt, UsageError
 from common.segments.documents import ChainStore
 from common.segments.faults import SegmentGone
+from common.segments.layout import MAX_LEVEL
+from common.segments.naming import Pair, chosen, one, parse
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, Stretch, cover
+from common.segments.unread import open_stretch
+from common.sequences import SequenceRange, cover
 
 Report = Callable[[str], None]
+T = TypeVar("T")
 
 
-def select_chains(chains: ChainStore, text: str | None) -> list[Chain]:
-    """The chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` means, all for None; raises UsageError.
+def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] = ()) -> list[Chain]:
+    """The chains that `SITE[/FEED[/INCARNATION[/PARTITION]]]` means, all for None.
 
-    One that is named in full need not have a `chain.json`.
+    `feeds`: of the configuration, of which nothing need be archived. One that is named in full need not have
+    a `chain.json`. Raises UsageError for what is not there, with the names that are.
     """
     if text is None:
         return chains.chains()
-    parts = text.split("/")
+    site, feed, incarnation, partition = parse(text)
+    if feed is not None and None not in (incarnation, partition):
+        chain = Chain(site, feed, incarnation or 0, partition or 0)
+        if _has_segments(chains, chain):
+            return [chain]
+    return among(chains, site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition))
+
+
+def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> Chain:
+    """The chain that `SITE/FEED[/INCARNATION[/PARTITION]]` means; without one, of the newest incarnation.
+
+    Raises UsageError as `select_chains`, and where several partitions may be meant.
+    """
+    site, feed, incarnation, partition = parse(text)
+    if feed is None:
+        raise UsageError(f"chain {text!r}: expected SITE/FEED[/INCARNATION[/PARTITION]]")
+    if None not in (incarnation, partition):
+        return select_chains(chains, text, feeds)[0]
+    return among(chains, site, feed, lambda known: one(known, feeds, site, feed, incarnation, partition))
+
+
+def among(
+    chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]
+) -> T:
+    """What `find` finds among the chains of a site or feed; where that is nothing, its error knows of all."""
     try:
-        if len(parts) == 4:
-            return [Chain.parse(text)]
-        wanted = [*parts[:2], *(int(part) for part in parts[2:])]
-        if len(parts) > 4 or not all(parts):
-            raise ValueError("expected SITE[/FEED[/INCARNATION[/PARTITION]]]")
-    except ValueError as error:
-        raise UsageError(f"chain {text!r}: {error}") from error
-    found = chains.chains(*parts[:2])
-    return [c for c in found if [c.site, c.feed, c.incarnation][: len(wanted)] == wanted]
+        return find(chains.chains(site, feed))
+    except UsageError as error:
+        try:
+            known = chains.chains()
+        except Refused:  # a credential of one site
+            raise error from None
+        return find(known)
+
+
+def _has_segments(chains: ChainStore, chain: Chain) -> bool:
+    prefixes = (chains.layout.segments_prefix(chain, level) for level in range(MAX_LEVEL + 1))
+    return any(chains.objects.list(prefix, limit=1) for prefix in prefixes)
 
 
 def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
@@ -59,9 +92,10 @@ def read_cover(
                 report(f"no segment covers {SequenceRange(position, stretch.rows.first - 1)}")
             position = stretch.rows.first
             try:
-                for batch in _rows(store, stretch):
-                    yield batch
-                    position = batch.column("sequence")[-1].as_py() + 1
+                with open_stretch(store, stretch, refs=usable) as reader:
+                    for batch in reader.batches():
+                        yield batch
+                        position = batch.column("sequence")[-1].as_py() + 1
             except (SegmentCorrupt, SegmentGone) as error:
                 report(str(error))
                 usable.remove(stretch.segment)
@@ -71,8 +105,3 @@ def read_cover(
             break
     if position <= within.last:
         report(f"no segment covers {SequenceRange(position, within.last)}")
-
-
-def _rows(store: SegmentStore, stretch: Stretch[SegmentRef]) -> Iterator[pa.RecordBatch]:
-    with store.open(stretch.segment, rows=stretch.rows) as reader:
-        yield from reader.batches()

@@ -112,6 +112,11 @@ def _check_counts(footer: Footer, rows: int) -> None:
             f"footer ledger: expected rows and ledger to sum to {len(footer.coverage)}, "
             f"found {footer.rows} + {footer.ledger.total()}"
         )
+    if not footer.is_unread_named():
+        raise _meta(
+            f"footer unread: expected a range inside {footer.coverage} that holds the "
+            f"{footer.ledger.unread()} sequences counted as gone, found {footer.unread}"
+        )
     if footer.raw_bytes < 0:
         raise _meta(f"footer raw_bytes: expected a size, found {footer.raw_bytes}")
     timestamps = (footer.first_timestamp_ns, footer.last_timestamp_ns)

@@ -21,6 +21,7 @@ from common.service.cli import (
 
 if TYPE_CHECKING:
     from common.chain import Chain
+    from common.segments.documents import ChainStore
     from common.segments.segment import SegmentRef
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
@@ -58,11 +59,12 @@ def list_segments(
     """
     from common.segments import listing
     from common.segments.archive import select_chains
+    from common.segments.naming import configured
 
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     rows = []
-    for chain in select_chains(chains, what):
+    for chain in select_chains(chains, what, configured(settings)):
         refs = store.list(chain, level=level)
         rows += listing.covered(refs) if is_cover else listing.listed(refs)
     if as_json:
@@ -73,6 +75,42 @@ def list_segments(
         _warn_of_trimmed(sum(row.is_trimmed for row in rows))
     else:
         table([row.as_json(settings.store.url) for row in rows], _COLUMNS)
+
+
+@segments.command("quarantine")
+@click.argument("key", metavar="KEY")
+@click.option("--yes", is_flag=True, help="Also where nothing else covers its sequences.")
+@json_option
+@config_option
+@run_command
+def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
+    """Put a damaged or false segment, or an object that is none of Floe's, away.
+
+    It is copied below _floe/quarantine/, read back, and then deleted. Refused for documents that rule a
+    chain, and without --yes where no other undamaged segment covers the sequences.
+
+    \b
+    Example:
+        floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
+    """
+    from dataclasses import asdict
+
+    from common.segments.quarantine import quarantine
+
+    settings = load_settings(config, quiet=True)
+    store = open_store(settings)
+    try:
+        done = quarantine(store, _key(settings, key), accept_hole=yes)
+    finally:
+        store.close()
+    if as_json:
+        print_json(asdict(done))
+        return
+    click.echo(f"{done.key} is put away: {done.kept_at}")
+    for part in done.uncovered:
+        click.echo(f"sequences {part} are in no other undamaged segment", err=True)
+    if done.note:
+        click.echo(done.note, err=True)
 
 
 def _warn_of_trimmed(count: int) -> None:
@@ -91,7 +129,7 @@ def _warn_of_trimmed(count: int) -> None:
 def info(config: str, what: str, as_json: bool) -> int:
     """Show what one segment says of itself, or what is there of one chain.
 
-    Exit 3 where a chain has holes.
+    Of a feed, the newest incarnation, where none is named. Exit 3 where a chain has holes.
 
     \b
     Examples:
@@ -105,7 +143,8 @@ def info(config: str, what: str, as_json: bool) -> int:
     if (ref := _segment(store, settings, what)) is not None:
         found = listing.describe_segment(store, ref)
     else:
-        found = listing.describe_chain(store, open_chains(settings), _chain(what))
+        chains = open_chains(settings)
+        found = listing.describe_chain(store, chains, _chain(settings, chains, what))
     if as_json:
         print_json(found)
     else:
@@ -121,7 +160,7 @@ def info(config: str, what: str, as_json: bool) -> int:
 @config_option
 @run_command
 def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | None, as_json: bool) -> int:
-    """Print messages, of one segment or of a chain in sequence order.
+    """Print messages, of one segment or of a chain in sequence order; of a feed, the newest incarnation.
 
     Columns, or with --json one object a line: sequence, timestamp, subject, headers, payload. Bytes that are
     not text come as base64, as `payload_base64` in JSON. Exit 3 where a segment is damaged or sequences are
@@ -138,7 +177,8 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     ref = _segment(store, settings, what)
-    refs = [ref] if ref else store.list(_chain(what), position=from_sequence or 1)
+    chain = None if ref else _chain(settings, open_chains(settings), what)
+    refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
     whole = span(refs)
     problems: list[str] = []
     if whole is not None:
@@ -162,7 +202,7 @@ def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef |
     from common.segments.faults import SegmentGone
     from common.segments.segment import SegmentRef
 
-    key = what.removeprefix(f"{settings.store.url.rstrip('/')}/")
+    key = _key(settings, what)
     name = store.layout.parse_segment(key)
     if name is None:
         return None
@@ -172,10 +212,20 @@ def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef |
     return SegmentRef(name, key, info.size, info.modified)
 
 
-def _chain(what: str) -> Chain:
-    from common.chain import Chain
+def _key(settings: Settings, what: str) -> str:
+    """The key of what is named by key, path or URL."""
+    url = settings.store.url.rstrip("/")
+    return what.removeprefix(f"{url}/").removeprefix(f"{url.removeprefix('file://')}/")
+
+
+def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
+    from common.errors import UsageError
+    from common.segments.archive import find_chain
+    from common.segments.naming import configured
 
     try:
-        return Chain.parse(what)
-    except ValueError as error:
-        raise click.UsageError(f"{error}, or the key of a segment") from error
+        return find_chain(chains, what, configured(settings))
+    except UsageError as error:
+        if "=" in what:  # no site is called so
+            raise UsageError(f"{what}: expected the key of a segment, or a chain") from None
+        raise error

@@ -1,4 +1,8 @@
-"""The JSON of the small objects beside the segments, both directions; every field that is read is checked."""
+"""The JSON of the small objects beside the segments, both directions; every field that is read is checked.
+
+Fields that this version does not know are passed over: a newer one may write them. What has to be known has
+another `format_version`.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ from common.sequences import MAX_SEQUENCE
 FORMAT_VERSION = 1
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Wire(msgspec.Struct, frozen=True):
     format_version: int
 
 
-class _BeginWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _BeginWire(msgspec.Struct, frozen=True, omit_defaults=True):
     filters: list[str]
     first: int
     relay: bool = False
 
 
-class _StreamWire(_Wire, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _StreamWire(_Wire, frozen=True, omit_defaults=True):
     config: dict[str, Any]
     created: str
     previous: dict[str, int] | None
@@ -32,19 +36,28 @@ class _StreamWire(_Wire, frozen=True, forbid_unknown_fields=True, omit_defaults=
     continues: bool = False
 
 
-class _ChainWire(_Wire, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _ChainWire(_Wire, frozen=True, omit_defaults=True):
     filters: list[str]
     partitions: int
     first: int
     relay: bool = False
 
 
-class _FloorWire(_Wire, frozen=True, forbid_unknown_fields=True):
+class _FloorWire(_Wire, frozen=True):
     first: int
 
 
-class _TailWire(_Wire, frozen=True, forbid_unknown_fields=True):
+class _TailWire(_Wire, frozen=True):
     end: int
+
+
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_ENCODER = msgspec.json.Encoder(order="sorted")
+_VERSION = msgspec.json.Decoder(_Wire)
+_STREAM = msgspec.json.Decoder(_StreamWire)
+_CHAIN = msgspec.json.Decoder(_ChainWire)
+_FLOOR = msgspec.json.Decoder(_FloorWire)
+_TAIL = msgspec.json.Decoder(_TailWire)
 
 
 W = TypeVar("W", bound=_Wire)
@@ -75,7 +88,7 @@ class ChainDocument:
     @classmethod
     def from_json(cls, raw: bytes) -> ChainDocument:
         """What `to_json` wrote. Raises ValueError."""
-        wire = _decode(raw, _ChainWire)
+        wire = _decode(raw, _CHAIN)
         return cls(tuple(wire.filters), wire.partitions, wire.first, wire.relay)
 
 
@@ -112,7 +125,7 @@ class StreamDocument:
     @classmethod
     def from_json(cls, raw: bytes) -> StreamDocument:
         """What `to_json` wrote. Raises ValueError."""
-        wire = _decode(raw, _StreamWire)
+        wire = _decode(raw, _STREAM)
         previous = None if wire.previous is None else {_number(p): end for p, end in wire.previous.items()}
         count = len(wire.chains)
         chains = [ChainDocument(tuple(each.filters), count, each.first, each.relay) for each in wire.chains]
@@ -126,7 +139,7 @@ def floor_to_json(first: int) -> bytes:
 
 def floor_from_json(raw: bytes) -> int:
     """What `floor_to_json` wrote. Raises ValueError."""
-    return _expect("first", _decode(raw, _FloorWire).first, 1, MAX_SEQUENCE)
+    return _expect("first", _decode(raw, _FLOOR).first, 1, MAX_SEQUENCE)
 
 
 def tail_to_json(end: int) -> bytes:
@@ -136,21 +149,22 @@ def tail_to_json(end: int) -> bytes:
 
 def tail_from_json(raw: bytes) -> int:
     """What `tail_to_json` wrote. Raises ValueError."""
-    return _expect("end", _decode(raw, _TailWire).end, 0, MAX_SEQUENCE)
+    return _expect("end", _decode(raw, _TAIL).end, 0, MAX_SEQUENCE)
 
 
 def _encode(wire: _Wire) -> bytes:
-    return msgspec.json.encode(wire, order="sorted")
+    return _ENCODER.encode(wire)
 
 
-def _decode(raw: bytes, kind: type[W]) -> W:
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[W]) -> W:
     try:
-        wire = msgspec.json.decode(raw, type=kind)
+        # First alone: another version may have other fields.
+        found = _VERSION.decode(raw).format_version
+        if found != FORMAT_VERSION:
+            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {found}")
+        return decoder.decode(raw)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if wire.format_version != FORMAT_VERSION:
-        raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {wire.format_version}")
-    return wire
 
 
 def _number(text: str) -> int:

@@ -6,6 +6,8 @@
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
     gaps/…        sequences that are given up (`common.segments.gaps`)
+    alive/…       what each process of egress says of itself every minute (`common.segments.alive`)
+    ingress/…     how far each target is (`common.segments.target_positions`)
 
 Whoever can write to the bucket can write these: they are read up to a size, every field is checked, and one
 that is not as it must be is never acted on (DataError, code E-STATE-JSON).
@@ -17,9 +19,10 @@ import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
-from common.chain import Chain
+from common.chain import MAX_INCARNATION, Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
-from common.objects.port import ObjectStore
+from common.objects.port import ObjectInfo, ObjectStore
+from common.segments.alive import Alive, to_read
 from common.segments.document_values import (
     ChainDocument,
     StreamDocument,
@@ -30,6 +33,8 @@ from common.segments.document_values import (
 )
 from common.segments.gaps import AcceptedGap
 from common.segments.layout import Layout
+from common.segments.target_positions import MAX_BYTES as POSITIONS_BYTES
+from common.segments.target_positions import TargetPositions
 from common.service.logs import get_logger
 
 __all__ = ["ChainDocument", "ChainStore", "StreamDocument"]
@@ -52,7 +57,7 @@ class ChainStore:
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
         self.objects = objects
         self.layout = layout
-        self._ignored: dict[str, str] = {}  # spoiled gaps by key, and why
+        self._ignored: dict[str, str] = {}  # spoiled gaps and signs of life by key, and why
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         """Make `stream.json` of the chain's incarnation unless there is one; what is there now."""
@@ -62,6 +67,20 @@ class ChainStore:
     def read_stream(self, chain: Chain) -> StreamDocument | None:
         """`stream.json` of the chain's incarnation; None if there is none."""
         return self._read(self.layout.stream_document(chain), StreamDocument.from_json)
+
+    def is_followed(self, chain: Chain) -> bool:
+        """Whether the next incarnation exists: nothing is put into this one any more. One HEAD."""
+        if chain.incarnation == MAX_INCARNATION:
+            return False
+        return self.objects.head(self.layout.stream_document(chain.next_incarnation())) is not None
+
+    def read_end(self, chain: Chain) -> int | None:
+        """Where the chain ended with its incarnation (0: nothing was covered); None while it has not."""
+        if chain.incarnation == MAX_INCARNATION:
+            return None
+        following = self.read_stream(chain.next_incarnation())
+        previous = None if following is None else following.previous
+        return None if previous is None else previous.get(chain.partition, 0)
 
     def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
         """Make `chain.json` unless there is one; what is there now."""
@@ -105,9 +124,57 @@ class ChainStore:
 
     def tails(self) -> dict[Chain, str]:
         """The etag of every tail, by one listing: what changed since the last call has a new one."""
+        return {chain: info.etag for chain, info in self.listed_tails().items()}
+
+    def listed_tails(self) -> dict[Chain, ObjectInfo]:
+        """Every tail as one listing shows it; its `modified` is when something was archived last."""
         listing = self.objects.list(self.layout.tails_prefix())
-        found = ((self.layout.parse_tail(info.key), info.etag) for info in listing)
-        return {chain: etag for chain, etag in found if chain is not None}
+        found = ((self.layout.parse_tail(info.key), info) for info in listing)
+        return {chain: info for chain, info in found if chain is not None}
+
+    # Signs of life
+
+    def write_alive(self, process: str, alive: Alive) -> None:
+        """Put the sign of life of one process of a site in place of its last one."""
+        self.objects.put(self.layout.alive(alive.site, process), alive.to_json())
+
+    def listed_alive(self) -> list[ObjectInfo]:
+        """The signs of life that may still say something, of all sites, by one listing."""
+        listing = self.objects.list(self.layout.alive_prefix())
+        parsed = ((self.layout.parse_alive(info.key), info) for info in listing)
+        return to_read((name[0], info) for name, info in parsed if name is not None)
+
+    def read_alive(self, key: str) -> Alive | None:
+        """The sign of life at `key`; None if there is none, or it is not one: it stops nobody."""
+        name = self.layout.parse_alive(key)
+        try:
+            alive = self._read(key, Alive.from_json)
+            if alive is not None and (name is None or alive.site != name[0]):
+                raise _spoiled(key, f"expected the site of its key, found {alive.site!r:.80}")
+        except DataError as error:
+            self._ignore(key, str(error), "sign of life")
+            return None
+        self._ignored.pop(key, None)
+        return alive
+
+    # Targets
+
+    def write_positions(self, positions: TargetPositions) -> None:
+        """Say how far a target is, in place of what was said before."""
+        self.objects.put(self.layout.ingress_positions(positions.target), positions.to_json())
+
+    def read_positions(self, target: str) -> TargetPositions | None:
+        """How far a target is; None where nothing was ever said. Raises DataError for what cannot be read."""
+        key = self.layout.ingress_positions(target)
+        found = self._read(key, TargetPositions.from_json, POSITIONS_BYTES)
+        if found is not None and found.target != target:
+            raise _spoiled(key, f"expected target {target}, found {found.target!r:.80}")
+        return found
+
+    def targets_with_positions(self) -> list[str]:
+        """The targets that say how far they are, released ones too."""
+        listing = self.objects.list(self.layout.ingress_targets_prefix())
+        return [t for info in listing if (t := self.layout.parse_ingress_positions(info.key)) is not None]
 
     def chains(self, site: str | None = None, feed: str | None = None) -> list[Chain]:
         """The chains that have a `chain.json`, in order; of one site, of one feed."""
@@ -144,16 +211,16 @@ class ChainStore:
             if gap is not None and gap.range != expected:
                 raise _spoiled(key, f"expected {expected}, found {gap.range}")
         except DataError as error:
-            self._ignore(key, str(error))
+            self._ignore(key, str(error), "gap")
             return None
         self._ignored.pop(key, None)
         return gap
 
-    def _ignore(self, key: str, why: str) -> None:
+    def _ignore(self, key: str, why: str, what: str) -> None:
         """Tell it once: a chain that waits has its gaps read again and again."""
         if self._ignored.get(key) != why:
             self._ignored[key] = why
-            log.warning("gap ignored", action="gap_ignored", error=why)
+            log.warning(f"{what} ignored", action=f"{what.replace(' ', '_')}_ignored", error=why)
 
     def _keep_gap(self, prefix: str, gap: AcceptedGap) -> AcceptedGap:
         return self._create(self.layout.gap(prefix, gap.range), gap.to_json(), AcceptedGap.from_json)
@@ -179,12 +246,12 @@ class ChainStore:
         except OutcomeUnknown as error:
             log.warning("document in doubt", action="document_in_doubt", key=key, error=str(error))
 
-    def _read(self, key: str, parse: Callable[[bytes], D]) -> D | None:
-        raw = self.objects.get(key, length=MAX_DOCUMENT_BYTES + 1)
+    def _read(self, key: str, parse: Callable[[bytes], D], most: int = MAX_DOCUMENT_BYTES) -> D | None:
+        raw = self.objects.get(key, length=most + 1)
         if raw is None:
             return None
-        if len(raw) > MAX_DOCUMENT_BYTES:
-            raise _spoiled(key, f"expected at most {MAX_DOCUMENT_BYTES} bytes, found more")
+        if len(raw) > most:
+            raise _spoiled(key, f"expected at most {most} bytes, found more")
         try:
             return parse(raw)
         except ValueError as error:

@@ -6,12 +6,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.errors import DataError, FloeError, SegmentCorrupt
+from common.segments.segment import SegmentRef
 
 
 class SegmentGone(DataError):
     """The segment is not in the store any more: deleted, most likely superseded, since it was listed."""
 
     default_code = "E-SEG-GONE"
+
+
+class Forked(DataError):
+    """Two segments hold different messages under one sequence; `keys` names both."""
+
+    default_code = "E-FORK"
+
+    def __init__(self, message: str, *keys: str) -> None:
+        super().__init__(
+            message,
+            hint="two histories met under one name; nothing of them is merged or deleted; compare them with "
+            "`floe segments cat`, then put the false one away",
+        )
+        self.keys = keys
+
+    def __reduce__(self) -> tuple[type[Forked], tuple[str, ...]]:
+        return Forked, (self.message, *self.keys)
+
+
+def fork(one: SegmentRef, other: SegmentRef, sequence: int) -> Forked:
+    """The error for two segments that hold different messages under one sequence."""
+    return Forked(
+        f"sequence {sequence} of {one.chain} has one content in {one.key} and another in {other.key}",
+        one.key,
+        other.key,
+    )
 
 
 def bomb(cause: str) -> SegmentCorrupt:

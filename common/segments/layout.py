@@ -7,8 +7,10 @@
     {prefix}/_floe/{chain}/{chain.json, floor.json, …}
     {prefix}/_floe/{chain}/state/{position:020d}-{digest}
     {prefix}/_floe/{chain}/gaps/{last:020d}-{first:020d}.json
-    {prefix}/_floe/ingress/{target}/{clock, gaps/{chain}/…, starts/…}
+    {prefix}/_floe/ingress/{target}/{positions.json, clock, gaps/{chain}/…, starts/…}
     {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
+    {prefix}/_floe/quarantine/{digest}/{key}
+    {prefix}/_floe/alive/{site}/{process}
 
 The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
 exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
@@ -21,7 +23,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
-from common.chain import Chain
+from common.chain import SITE_PATTERN, Chain
 from common.sequences import MAX_SEQUENCE, SequenceRange
 
 MAX_LEVEL = 9
@@ -38,10 +40,25 @@ _STATE = re.compile(
     rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/state"
     rf"/(?P<position>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
 )
+_TOMBSTONE = re.compile(
+    rf"_floe/tombstones/{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})"
+    rf"/[0-9]{{20}}-[0-9]{{20}}-[0-9a-f]{{{DIGEST_LENGTH}}}\.json"
+)
+_CHAIN_OBJECT = re.compile(
+    rf"_floe/{_CHAIN}/(?:stream\.json|partition=(?P<partition>[0-9]{{1,5}})/"
+    r"(?:chain\.json|floor\.json|gaps/[0-9]{20}-[0-9]{20}\.json))"
+)
+# What is kept below these has rules of its own.
+_OTHER_OBJECTS = re.compile(
+    rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/reported)/.+"
+    "|_floe/tombstones/clock",
+    re.DOTALL,
+)
 _GAP = re.compile(r"(?P<last>[0-9]{20})-(?P<first>[0-9]{20})\.json")
 _TAIL = re.compile(
     rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
+_ALIVE = re.compile(rf"(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +114,51 @@ class Layout:
         root = self._under("")
         return key[len(root) :] if key.startswith(root) else None
 
+    @property
+    def root(self) -> str:
+        """What every key begins with; empty, or ends in a slash."""
+        return self._under("")
+
+    def places(self, chain: Chain) -> tuple[str, ...]:
+        """What the keys begin with under which a chain's objects stand; each ends in a slash."""
+        path = _chain_path(chain)
+        return tuple(self._under(f"{place}{path}/") for place in ("", "_floe/", "_floe/tombstones/"))
+
+    # Whose a key is
+
+    def is_foreign(self, key: str) -> bool:
+        """Whether nothing of Floe has this key: a segment or document of another name, or junk.
+
+        Empty objects that consoles put down as folders end in a slash; they are nothing.
+        """
+        if key.endswith("/"):
+            return False
+        return self.parse_segment(key) is None and not self._is_document(key) and not self._is_tombstone(key)
+
+    def may_be_put_away(self, key: str) -> bool:
+        """Whether an operator may take the object away: none that rules a chain, and none of others."""
+        return bool(self._relative(key)) and not self._is_document(key)
+
+    def _is_document(self, key: str) -> bool:
+        relative = self._relative(key) or ""
+        match = _CHAIN_OBJECT.fullmatch(relative)
+        is_of_chain = match is not None and _of_history(match) is not None
+        is_other = _OTHER_OBJECTS.fullmatch(relative) is not None
+        return is_of_chain or is_other or bool(self.parse_state(key) or self.parse_tail(key))
+
+    def _is_tombstone(self, key: str) -> bool:
+        match = _TOMBSTONE.fullmatch(self._relative(key) or "")
+        return match is not None and _chain(match) is not None
+
     # Segments
+
+    def partition_prefix(self, chain: Chain) -> str:
+        """What every key of one chain begins with, whatever its level; ends in a slash."""
+        return self._under(f"{_chain_path(chain)}/")
 
     def segments_prefix(self, chain: Chain, level: int) -> str:
         """What every key of one chain's level begins with; ends in a slash."""
-        return self._under(f"{_chain_path(chain)}/level={level}/")
+        return f"{self.partition_prefix(chain)}level={level}/"
 
     def segment(self, name: SegmentName) -> str:
         """The key of a segment. Raises ValueError where a part is outside its range."""
@@ -220,17 +277,65 @@ class Layout:
         match = _TAIL.fullmatch(key[len(self.tails_prefix()) :])
         return _chain(match) if match else None
 
+    def alive_prefix(self, site: str | None = None) -> str:
+        """What the keys of all signs of life begin with, or those of one site; ends in a slash."""
+        return self._under("_floe/alive/" + (f"{encode(site)}/" if site is not None else ""))
+
+    def alive(self, site: str, process: str) -> str:
+        """The key of the sign of life of one process of a site."""
+        return f"{self.alive_prefix(site)}{encode(process)}"
+
+    def parse_alive(self, key: str) -> tuple[str, str] | None:
+        """The site and the process whose sign of life has `key`; None for any other key."""
+        prefix = self.alive_prefix()
+        match = _ALIVE.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+        site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
+        if site is None or process is None or not SITE_PATTERN.fullmatch(site):
+            return None
+        return site, process
+
     def tombstones_prefix(self, chain: Chain) -> str:
         """What the keys of a chain's tombstones begin with; ends in a slash."""
         return self._under(f"_floe/tombstones/{_chain_path(chain)}/")
+
+    def reported_prefix(self, chain: Chain | None = None) -> str:
+        """What the keys of the problems begin with that compaction has told: of all chains, or of one."""
+        path = "_floe/tombstones/reported/"
+        return self._under(f"{path}{_chain_path(chain)}/" if chain else path)
 
     def clock(self) -> str:
         """The key of the object by whose modified time compaction reads the store's clock."""
         return self._under("_floe/tombstones/clock")
 
+    def quarantined(self, key: str, digest: str) -> str:
+        """Where the object at `key`, with this SHA-256, is kept once it is put away.
+
+        Raises ValueError for a key that is not under the prefix.
+        """
+        relative = self._relative(key)
+        if not relative:
+            raise ValueError(f"expected a key under {self._under('')}, found {key}")
+        return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
+
     def ingress_prefix(self, target: str) -> str:
         """What the keys of one target's objects begin with; ends in a slash."""
         return self._under(f"_floe/ingress/{encode(target)}/")
+
+    def ingress_positions(self, target: str) -> str:
+        """The key of the object that says how far one target is."""
+        return f"{self.ingress_prefix(target)}positions.json"
+
+    def ingress_targets_prefix(self) -> str:
+        """What the keys of all targets' objects begin with; ends in a slash."""
+        return self._under("_floe/ingress/")
+
+    def parse_ingress_positions(self, key: str) -> str | None:
+        """The target whose positions have `key`; None for any other key."""
+        prefix, (name, _, rest) = self.ingress_targets_prefix(), ("", "", "")
+        if key.startswith(prefix):
+            name, _, rest = key[len(prefix) :].partition("/")
+        target = decode(name) if rest == "positions.json" else None
+        return target if target and self.ingress_positions(target) == key else None
 
     def ingress_clock(self, target: str) -> str:
         """The key of the object by whose modified time ingress reads the store's clock."""
@@ -256,6 +361,11 @@ def _chain_path(chain: Chain) -> str:
 
 def _chain(match: re.Match[str]) -> Chain | None:
     return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"])
+
+
+def _of_history(match: re.Match[str]) -> Chain | None:
+    """As `_chain`, where the partition may be missing."""
+    return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 
 @functools.lru_cache(4096)  # a listing names one chain a thousand times

@@ -139,7 +139,8 @@ def _as_written(name: str, nanoseconds: int) -> str:
 
 def _without_nanoseconds(found: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {}
-    for name, value in found.items():
+    for key, value in found.items():
+        name = str(key)  # a level or a partition is a number
         if isinstance(value, Mapping):
             shown[name] = _without_nanoseconds(value)
         elif name.endswith("_ns") and (value is None or isinstance(value, int)):

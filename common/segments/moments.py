@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +19,8 @@ from common.errors import SegmentCorrupt
 from common.segments.faults import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import Stretch, cover
+from common.segments.unread import open_stretch
+from common.sequences import SequenceRange, Stretch, cover
 
 MARGIN_NS = 60_000_000_000
 _LISTINGS = 3  # compaction may delete what a listing named
@@ -62,11 +64,15 @@ def _search(store: SegmentStore, chain: Chain, moment_ns: int, position: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The times in one segment, inclusive; of its last examined message where it has no rows."""
+    """The times in one segment, inclusive; of its last examined message where it has no rows.
+
+    `is_mixed`: some of the rows are those of other segments, which this one did not read.
+    """
 
     first: int
     last: int
     has_rows: bool
+    is_mixed: bool = False
 
 
 class Timeline:
@@ -143,13 +149,25 @@ class Timeline:
 
     def _read(self, ref: SegmentRef) -> _Times | None:
         with self._store.open_part(ref) as reader:
-            if groups := reader.times():
-                return _Times(min(low for low, _ in groups), max(high for _, high in groups), True)
+            times = reader.times()
+            mixed = self._mixed(ref, reader.footer.unread) if reader.footer.unread else []
+            if found := [*times, *mixed]:
+                return _Times(min(low for low, _ in found), max(high for _, high in found), True, bool(mixed))
             tip = reader.footer.tip
             return None if tip is None else _Times(tip.timestamp_ns, tip.timestamp_ns, False)
 
+    def _mixed(self, ref: SegmentRef, unread: SequenceRange) -> list[tuple[int, int]]:
+        """The times of the rows that stand where `ref` did not read everything, if others have some there."""
+        with open_stretch(self._store.in_parts(), Stretch(ref, unread), refs=self._usable) as reader:
+            batches = reader.batches(columns=_COLUMNS) if reader.others else ()
+            columns: list[list[Any]] = [batch.column("timestamp_ns").to_pylist() for batch in batches]
+            return [(min(times), max(times)) for times in columns]
+
     def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
         """The first row of the stretch at or after the moment; only row groups that may hold it are read."""
+        times = self._of(stretch.segment)
+        if times is not None and times.is_mixed:
+            return self._mixed_row(stretch, moment_ns)
         try:
             with self._store.open_part(stretch.segment) as reader:
                 for group, (_, last) in zip(reader.row_groups, reader.times(), strict=True):
@@ -162,6 +180,15 @@ class Timeline:
         except SegmentCorrupt:
             raise _DamagedError(stretch.segment) from None
         return None
+
+    def _mixed_row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
+        """As `_row`, where other segments have rows that this one did not read."""
+        try:
+            with open_stretch(self._store.in_parts(), stretch, refs=self._usable) as reader:
+                found = (_first(batch, moment_ns) for batch in reader.batches(columns=_COLUMNS))
+                return next((sequence for sequence in found if sequence is not None), None)
+        except SegmentCorrupt:
+            raise _DamagedError(stretch.segment) from None
 
 
 class _DamagedError(Exception):

@@ -12,6 +12,9 @@ import pyarrow.compute as pc
 from common.segments.schema import SCHEMA, microseconds
 from common.segments.segment import Message, decode_subject
 
+# What a message is. `timestamp` follows from `timestamp_ns`; `sample_key` from the settings it was read with.
+CONTENT_COLUMNS = ("timestamp_ns", "subject", "subject_raw", "headers", "payload")
+
 
 def record_batch(
     sequences: Sequence[int],
@@ -130,3 +133,13 @@ def batch_of(*rows: Message) -> pa.RecordBatch:
         [row.headers for row in rows],
         [row.payload for row in rows],
     )
+
+
+def first_difference(left: Any, right: Any) -> int | None:
+    """The first row in which two columns differ, null being equal to null only; None if none does."""
+    if left.equals(right):
+        return None
+    both_null = pc.and_(pc.is_null(left), pc.is_null(right))
+    same = pc.or_(pc.fill_null(pc.equal(left, right), False), both_null)
+    row: int = pc.index(same, False).as_py()
+    return None if row < 0 else row

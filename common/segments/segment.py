@@ -46,19 +46,31 @@ class Reason(StrEnum):
     NOT_MATCHED = "not_matched"
     DELETED = "deleted"
     GONE_BEFORE_READ = "gone_before_read"
+    GONE_FROM_HOLE = "gone_from_hole"
     LOST = "lost"
     UNATTRIBUTED = "unattributed"
 
 
+# Sequences that may have held messages which the writer of the segment never received: others may have them.
+UNREAD = (Reason.GONE_BEFORE_READ, Reason.GONE_FROM_HOLE)
+
+
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """How many covered sequences have no row, by reason; reasons with 0 are left out."""
+    """How many covered sequences have no row, by reason; reasons with 0 are left out.
 
-    counts: Mapping[Reason, int] = field(default_factory=dict)
+    A reason that a newer Floe wrote is a plain text, and counts like any other.
+    """
+
+    counts: Mapping[Reason | str, int] = field(default_factory=dict)
 
     def total(self) -> int:
         """The covered sequences without a row."""
         return sum(self.counts.values())
+
+    def unread(self) -> int:
+        """Those that may have held messages which the writer never received."""
+        return sum(self.counts.get(reason, 0) for reason in UNREAD)
 
     def plus(self, other: Ledger) -> Ledger:
         """The sums by reason."""
@@ -66,7 +78,7 @@ class Ledger:
         return Ledger({r: self.counts.get(r, 0) + other.counts.get(r, 0) for r in sorted(reasons)})
 
     def to_json(self) -> dict[str, int]:
-        return {reason.value: count for reason, count in sorted(self.counts.items()) if count}
+        return {str(reason): count for reason, count in sorted(self.counts.items()) if count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +137,9 @@ class Footer:
     `raw_bytes`: of subjects, header blocks and payloads. `first_timestamp_ns`, `last_timestamp_ns`: of the
     first and the last row, None without rows. `tip`: None where no message was examined. `sampling`: the
     settings by which messages were left out, None for a whole copy; `sampling_digest`: a SHA-256 over them,
-    empty for a whole copy. `inputs`: None at level 0.
+    empty for a whole copy. `inputs`: None at level 0. `unread`: the least range with every sequence that the
+    ledger counts as `gone_before_read` or `gone_from_hole`, None where none is: of these sequences other
+    segments may hold the rows, which whoever reads this one takes from there (`common.segments.unread`).
     """
 
     chain: Chain
@@ -141,11 +155,19 @@ class Footer:
     sampling: Mapping[str, Any] | None = None
     sampling_digest: str = ""
     inputs: Inputs | None = None
+    unread: SequenceRange | None = None
     format_version: int = FORMAT_VERSION
 
     def is_balanced(self) -> bool:
         """I7: rows and ledger together account for the coverage."""
         return self.rows + self.ledger.total() == len(self.coverage)
+
+    def is_unread_named(self) -> bool:
+        """I7: `unread` is there where the ledger counts such sequences, holds them all, and is covered."""
+        count = self.ledger.unread()
+        if self.unread is None:
+            return count == 0
+        return 0 < count <= len(self.unread) and self.coverage.encloses(self.unread)
 
     def to_json(self) -> bytes:
         return json.dumps(
@@ -168,6 +190,7 @@ class Footer:
                 "sampling_digest": self.sampling_digest,
                 "writer": self.writer,
                 "inputs": self.inputs and {"count": self.inputs.count, "digest": self.inputs.digest},
+                **({"unread": [self.unread.first, self.unread.last]} if self.unread else {}),
             },
             separators=(",", ":"),
             sort_keys=True,
@@ -215,12 +238,13 @@ class _FooterReader:
     def _footer(self) -> Footer:
         get = self._get
         tip, inputs = get("tip", str, optional=True), get("inputs", dict, optional=True)
+        coverage, ledger = SequenceRange(get("first", int), get("last", int)), _ledger(get("ledger", dict))
         return Footer(
             chain=Chain(get("site", str), get("feed", str), get("incarnation", int), get("partition", int)),
             level=get("level", int),
-            coverage=SequenceRange(get("first", int), get("last", int)),
+            coverage=coverage,
             rows=get("rows", int),
-            ledger=_ledger(get("ledger", dict)),
+            ledger=ledger,
             raw_bytes=get("raw_bytes", int),
             first_timestamp_ns=get("first_timestamp_ns", int, optional=True),
             last_timestamp_ns=get("last_timestamp_ns", int, optional=True),
@@ -229,14 +253,27 @@ class _FooterReader:
             sampling_digest=get("sampling_digest", str),
             writer=get("writer", str),
             inputs=None if inputs is None else Inputs(int(inputs["count"]), str(inputs["digest"])),
+            unread=self._unread(coverage, ledger),
         )
+
+    def _unread(self, coverage: SequenceRange, ledger: Ledger) -> SequenceRange | None:
+        bounds = self._get("unread", list, optional=True)
+        if bounds is None:
+            # Written before footers said where: anywhere.
+            return coverage if ledger.unread() else None
+        if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
+            raise ValueError(f"unread: expected two sequences, found {bounds!r:.60}")
+        return SequenceRange(*bounds)
 
 
 def _ledger(counts: Mapping[str, Any]) -> Ledger:
     for reason, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise ValueError(f"ledger {reason}: expected a count, found {count!r:.60}")
-    return Ledger({Reason(reason): count for reason, count in counts.items()})
+    return Ledger({_KNOWN.get(reason, reason): count for reason, count in counts.items()})
+
+
+_KNOWN: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
 
 
 @dataclass(frozen=True, slots=True)

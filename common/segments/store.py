@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from common.chain import Chain
@@ -24,6 +24,7 @@ from common.segments.layout import MAX_LEVEL, Layout
 from common.segments.reader import SegmentReader
 from common.segments.segment import Footer, SegmentRef, Tip
 from common.segments.spool import Spool
+from common.segments.table import SegmentTable
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
@@ -36,6 +37,8 @@ _bad_read_backs = counter(
     "segment_read_back_failures", "Puts whose object did not read back as it was sent.", ("site", "feed")
 )
 
+PAGE = 1000  # segments that are listed at a time
+TABLE_PAGE = 5000  # the same where all are wanted: a folder is read anew for each page
 PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
@@ -43,6 +46,7 @@ class SegmentStore:
     """The segments under one layout. Blocking; safe to use from several threads.
 
     Every method raises what the object store raises. `spool_dir` None: the system's temporary folder.
+    `subject_statistics`: for who writes segments here, as `SegmentWriter` has it.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class SegmentStore:
         *,
         spool_dir: Path | None = None,
         clock: Clock | None = None,
+        subject_statistics: bool = True,
     ) -> None:
         self.layout = layout
+        self.subject_statistics = subject_statistics
         self.objects = objects
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
@@ -85,6 +91,43 @@ class SegmentStore:
     def list_behind(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
         """At most `limit` segments of the chain and level of `ref` that are listed behind it."""
         return self._list_from(ref.chain, ref.level, ref.key, limit)
+
+    def pages(
+        self, chain: Chain, level: int, *, position: int = 1, size: int = PAGE
+    ) -> Iterator[builtins.list[SegmentRef]]:
+        """The segments of one level that reach `position`, by where they end, `size` at a time."""
+        page = self.list(chain, position=position, level=level, limit=size)
+        while page:
+            yield page
+            page = self.list_behind(page[-1], size) if len(page) >= size else []
+
+    def walk(self, chain: Chain, size: int = PAGE) -> Iterator[builtins.list[SegmentRef]]:
+        """All segments, `size` at a time; one listing where there are fewer.
+
+        Level by level from the bottom: what a merge moves up meanwhile is seen above.
+        """
+        page = self.objects.list(self.layout.partition_prefix(chain), limit=size)
+        if len(page) < size:
+            yield [ref for info in page if (ref := self._ref(info)) is not None]
+            return
+        for level in range(MAX_LEVEL + 1):
+            yield from self.pages(chain, level, size=size)
+
+    def table(self, chain: Chain) -> SegmentTable:
+        """What `list(chain)` gives, in a sixteenth of the memory: no page is kept."""
+        return SegmentTable(ref for page in self.walk(chain, TABLE_PAGE) for ref in page)
+
+    def covering(self, chain: Chain, within: SequenceRange) -> builtins.list[SegmentRef]:
+        """The segments of all levels that cover some of `within`.
+
+        Everything behind its first sequence is listed, page by page, because a segment that ends far behind
+        may begin before it; only what is asked for is kept.
+        """
+        found: builtins.list[SegmentRef] = []
+        for level in range(MAX_LEVEL + 1):
+            for page in self.pages(chain, level, position=within.first):
+                found += [ref for ref in page if ref.coverage.overlaps(within)]
+        return found
 
     def _list_level(
         self, chain: Chain, level: int, position: int, limit: int | None

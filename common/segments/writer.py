@@ -51,14 +51,19 @@ class SegmentWriter:
 
     `rows`, `raw_bytes`: what was appended so far (raw bytes: subjects, header blocks and payloads). Every
     call raises Unavailable, code E-SPOOL, where the disk is full or fails; then `abort`.
+    `subject_statistics`: whether the least and the greatest subject of each row group and page stand in its
+    metadata, for readers that skip what they do not look for.
     """
 
-    def __init__(self, path: Path, *, level: int, compression_level: int) -> None:
+    def __init__(
+        self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True
+    ) -> None:
         self.rows = 0
         self.raw_bytes = 0
         self._path = path
         self._limit = row_group_bytes(level)
         self._compression_level = compression_level
+        self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []
         self._pending_bytes = 0
         self._times: tuple[int, int] | None = None
@@ -120,7 +125,7 @@ class SegmentWriter:
                 compression_level=self._compression_level,
                 use_dictionary=list(DICTIONARY_COLUMNS),  # type: ignore[arg-type]
                 column_encoding=dict.fromkeys(DELTA_COLUMNS, "DELTA_BINARY_PACKED"),
-                write_statistics=list(STATISTICS_COLUMNS),
+                write_statistics=self._statistics,
                 write_page_index=True,
                 write_page_checksum=True,
                 data_page_version="1.0",
@@ -157,6 +162,11 @@ class SegmentWriter:
             raise ValueError(
                 f"footer: expected {len(footer.coverage)} sequences accounted for, "
                 f"found {footer.rows} rows and {footer.ledger.total()} in the ledger"
+            )
+        if not footer.is_unread_named():
+            raise ValueError(
+                f"footer: expected unread to hold the {footer.ledger.unread()} sequences counted as gone, "
+                f"found {footer.unread}"
             )
         if self.rows and not (self._first in footer.coverage and self._last in footer.coverage):
             raise ValueError(f"rows {self._first}..{self._last}: expected them in {footer.coverage}")

@@ -68,9 +68,14 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end on a new event loop: uvloop's where it is installed (the extra `fast`)."""
+    """Run `main` to its end on a new event loop: uvloop's where it is installed (the extra `fast`).
+
+    Raises Unforeseen for an error in the background that nobody else takes.
+    """
+    from common.tasks import to_its_end
+
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(main)
+        return runner.run(to_its_end(main))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import shlex
 import stat
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -12,7 +15,7 @@ from common.errors import ConfigError
 from common.service.config_document import Document
 from common.service.config_problems import explain
 from common.service.config_unbuilt import refuse_unrunnable
-from common.service.config_values import to_values
+from common.service.config_values import secrets_in, to_values
 from common.service.yaml_tree import MAX_BYTES, Keys, Problems, parse_yaml, read_text, refuse
 from common.settings.root import Settings
 from common.settings.types import FROM_FILE
@@ -73,7 +76,9 @@ def _document(root: Keys, problems: Problems, environment: Mapping[str, str]) ->
     except ValidationError as error:
         explain(error, root, problems)
         return None
-    return Document(settings, root, problems.name, tuple(_insecure(settings)))
+    cautions = [f"compaction.{key}: {text}" for key, text in settings.compaction.cautions()]
+    warnings = (*_insecure(settings), *_exposed(root, problems.name, settings), *cautions)
+    return Document(settings, root, problems.name, warnings)
 
 
 def _insecure(settings: Settings) -> list[str]:
@@ -82,9 +87,55 @@ def _insecure(settings: Settings) -> list[str]:
         "ingress.nats.tls": settings.ingress.nats.tls.insecure,
         "store.tls": settings.store.tls.insecure,
     }
-    return [
+    found = [
         f"{name}.insecure: the server's certificate is not checked" for name, on in sections.items() if on
     ]
+    clear = settings.store.endpoint_url
+    if clear.startswith("http://") and not _is_own(urlsplit(clear).hostname or ""):
+        found.append(f"store.endpoint_url: {clear}: payloads are sent in clear (keys are not); use https://")
+    return found
+
+
+def _is_own(host: str) -> bool:
+    """Whether a host of an address is this one."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _exposed(root: Keys, name: str, settings: Settings) -> list[str]:
+    """Files that hold secrets and that others may read: this one, and those that it names."""
+    inline, files = secrets_in(root)
+    nats = (settings.egress.nats, settings.ingress.nats)
+    files += [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
+    warnings = [
+        f"{file}: a secret that others may read: {chmod}"
+        for file in dict.fromkeys(files)
+        if (chmod := chmod_against_others(file))
+    ]
+    if inline and (chmod := chmod_against_others(name)):
+        warnings.append(f"{name}: holds {' and '.join(inline)}, and others may read it: {chmod}")
+    return warnings
+
+
+def chmod_against_others(path: str) -> str:
+    """The command that takes from others what they may read of a file; empty where they may not, or there is
+    no such file.
+
+    The group of the file counts as others only where it is the owner's own, as files are made by default: a
+    file of another owner is read through its group, and another group was chosen.
+    """
+    try:
+        found = os.stat(path) if path else None
+    except (OSError, ValueError):
+        return ""
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return ""
+    is_chosen = found.st_uid != os.geteuid() or found.st_gid != os.getegid()
+    if not found.st_mode & (stat.S_IROTH if is_chosen else stat.S_IROTH | stat.S_IRGRP):
+        return ""
+    return f"chmod {640 if is_chosen else 600} {shlex.quote(path)}"
 
 
 def read_bytes(path: str) -> bytes:

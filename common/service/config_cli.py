@@ -25,18 +25,22 @@ def config() -> None:
 
 @config.command()
 @click.argument("file", envvar="FLOE_CONFIG")
+@click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
 @json_option
 @run_command
-def check(file: str, as_json: bool) -> int:
+def check(file: str, strict: bool, as_json: bool) -> int:
     """Check all documents of FILE; touches neither NATS nor the store.
 
     Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`. A document whose
     egress and ingress would feed each other is warned of here and refused by every command that runs it.
+    Warned of are also secrets that others may read, and connections that nobody encrypts or checks.
 
     Example: floe config check /etc/floe/site.yaml
     """
     documents, errors = _check(file)
     loops = [problem for document in documents for problem in _loops(document)]
+    if strict and (warnings := _warnings(documents, loops)):
+        errors, documents, loops = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
     if as_json:
         print_json(_as_json(file, documents, errors, loops))
     else:
@@ -73,8 +77,13 @@ def _loops(document: Document) -> list[str]:
     return []
 
 
+def _warnings(documents: list[Document], loops: list[str]) -> list[str]:
+    """Each once, in their order."""
+    return list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
+
+
 def _print_documents(file: str, documents: list[Document], loops: list[str], *, ok: bool) -> None:
-    for warning in dict.fromkeys([*(w for document in documents for w in document.warnings), *loops]):
+    for warning in _warnings(documents, loops):
         click.echo(f"warning: {warning}", err=True)
     for document in documents if ok else ():
         summary = _summary(document)
@@ -100,7 +109,7 @@ def _as_json(
         "ok": not errors,
         "documents": [_summary(document) for document in documents],
         "problems": [problem for error in errors for problem in _problems(error)],
-        "warnings": [*(warning for document in documents for warning in document.warnings), *loops],
+        "warnings": _warnings(documents, loops),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from common.service.expand import expand, read_secret
 from common.service.yaml_tree import Items, Keys, Node, Path, Problems, Scalar
 from common.settings.describe import fields_of, is_secret, section_at
+from common.settings.secret_file import FileSecret
 from common.settings.types import Expanded
 
 FILE_SUFFIX = "_file"
@@ -17,6 +18,30 @@ _UNKNOWN = "?"  # in place of a secret that has its problem already: the key is 
 def to_values(root: Keys, problems: Problems, environment: Mapping[str, str]) -> dict[str, Any]:
     """The values of a document; what cannot be expanded or read is noted."""
     return _Values(problems, environment).mapping(root, ())
+
+
+def secrets_in(root: Keys) -> tuple[list[str], list[str]]:
+    """The keys of a document that hold a secret as it is, and the files that are named for others."""
+    inline: list[str] = []
+    files: list[str] = []
+
+    def look(node: Node, path: Path) -> None:
+        if isinstance(node, Items):
+            for index, item in enumerate(node.items):
+                look(item, (*path, index))
+        if not isinstance(node, Keys):
+            return
+        section = section_at(path)
+        for name, below in node.entries.items():
+            secret, text = name.removesuffix(FILE_SUFFIX), below.text if isinstance(below, Scalar) else ""
+            if is_secret(section, name) and text and "${" not in text:
+                inline.append(".".join(map(str, (*path, name))))
+            elif secret != name and is_secret(section, secret):
+                files.append(text)
+            look(below, (*path, name))
+
+    look(root, ())
+    return inline, files
 
 
 class _Values:
@@ -58,7 +83,7 @@ class _Values:
         self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
         return True
 
-    def _from_file(self, file: Any, secret: str, node: Keys, path: Path) -> str:
+    def _from_file(self, file: Any, secret: str, node: Keys, path: Path) -> str | FileSecret:
         """The secret in `file`; an empty name means none, as with every key that names a file."""
         mark = node.entries[str(path[-1])].mark
         if secret in node.entries:
@@ -69,7 +94,7 @@ class _Values:
             return ""
         else:
             try:
-                return read_secret(file)
+                return FileSecret(read_secret(file), str(file), read_secret)
             except ValueError as error:
                 self._problems.add(mark, path, str(error))
         return _UNKNOWN

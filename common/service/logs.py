@@ -26,6 +26,8 @@ from common.service.text import escaped
 LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
 
+RESERVED = {"ts", "level", "logger", "event"}  # keys that every line has
+
 Event = MutableMapping[str, Any]
 
 _names: set[str] = set()
@@ -112,7 +114,8 @@ def _arrange(event: Event, instance: str) -> dict[str, Any]:
         line["instance"] = instance
     line.update(_always)
     _explain(event)
-    return line | {key: _plain(value) for key, value in event.items()}
+    # What a line says of itself is no event's to change: such a field keeps its value under another key.
+    return line | {(f"{key}_" if key in RESERVED else key): _plain(value) for key, value in event.items()}
 
 
 def _explain(event: Event) -> None:

@@ -7,8 +7,10 @@ seconds and bytes.
 
 from __future__ import annotations
 
+import itertools
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
@@ -29,9 +31,18 @@ ProcessCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
 
 
-def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
-    """A counter `floe_{name}_total`; `name` may end in `_total` or not. Raises ValueError if it exists."""
-    return Counter(PREFIX + name, help, labels, registry=REGISTRY)
+def counter(
+    name: str, help: str, labels: Sequence[str] = (), *, kind: str = "", **sets: Iterable[str]
+) -> Counter:
+    """A counter `floe_{name}_total`; `name` may end in `_total` or not. Raises ValueError if it exists.
+
+    `sets`: the values of labels that have a small fixed set. `kind`: see `begin`.
+    """
+    if unknown := sets.keys() - set(labels):
+        raise ValueError(f"metric {name}: expected sets of its labels, found {unknown}")
+    made = Counter(PREFIX + name, help, labels, registry=REGISTRY)
+    _note(made, name, labels, kind, sets)
+    return made
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
@@ -40,10 +51,64 @@ def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
 
 
 def histogram(
-    name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS
+    name: str,
+    help: str,
+    labels: Sequence[str] = (),
+    buckets: Sequence[float] = SECONDS_BUCKETS,
+    *,
+    kind: str = "",
 ) -> Histogram:
-    """A histogram `floe_{name}`; `buckets` are upper bounds in its unit. Raises ValueError if it exists."""
-    return Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
+    """A histogram `floe_{name}`; `buckets` are upper bounds in its unit. Raises ValueError if it exists.
+
+    `kind`: see `begin`.
+    """
+    made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
+    _note(made, name, labels, kind, {})
+    return made
+
+
+# Beginning at 0: a counter without a sample has no increase at its first event, which no alert then sees
+
+
+class Counted(NamedTuple):
+    """A counter or a histogram. `labels`: those that `begin` is given; `sets`: all values of the others."""
+
+    metric: Counter | Histogram
+    name: str
+    labels: tuple[str, ...]
+    kind: str
+    sets: Mapping[str, tuple[str, ...]]
+
+    def begin(self, values: Mapping[str, str]) -> None:
+        """Have it show 0 for `values`, with every combination of its fixed sets."""
+        for combination in itertools.product(*self.sets.values()):
+            self.metric.labels(**values, **dict(zip(self.sets, combination, strict=True)))
+
+
+COUNTED: list[Counted] = []
+
+
+def _note(
+    metric: Counter | Histogram,
+    name: str,
+    labels: Sequence[str],
+    kind: str,
+    sets: Mapping[str, Iterable[str]],
+) -> None:
+    free = tuple(label for label in labels if label not in sets)
+    fixed = {label: tuple(map(str, values)) for label, values in sets.items()}
+    if labels:  # without any it shows 0 from its declaration on
+        COUNTED.append(Counted(metric, name, free, kind, fixed))
+
+
+def begin(prefix: str, kind: str = "", **labels: str) -> None:
+    """Have all counters and histograms `floe_{prefix}…` with just these labels, and with fixed sets, show 0.
+
+    `kind`: only those that were declared with it, because they do not concern everyone of these labels.
+    """
+    for each in COUNTED:
+        if each.name.startswith(prefix) and each.kind == kind and set(each.labels) == labels.keys():
+            each.begin(labels)
 
 
 build_info = gauge("build_info", "1, labelled with the version of Floe and of Python", ("version", "python"))

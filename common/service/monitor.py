@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from common.clock import Clock
-from common.errors import ConfigError
+from common.errors import ConfigError, FloeError, Unavailable
 from common.service.metrics import REGISTRY
 from common.service.monitor_http import Answer, HttpServer
 from common.service.text import escaped
@@ -120,7 +120,7 @@ class Monitor:
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def start(self) -> None:
-        """Bind and serve. Raises ConfigError where the address cannot be bound."""
+        """Bind and serve. Raises Unavailable where the address is taken, ConfigError where it cannot be."""
         address = parse_listen(self._listen)
         if address is None:
             return
@@ -143,13 +143,15 @@ class Monitor:
         self._server = self._thread = None
 
 
-def _cannot_listen(listen: str, error: OSError) -> ConfigError:
+def _cannot_listen(listen: str, error: OSError) -> FloeError:
+    """Unavailable where another process is in the way, which may be the one that this one follows."""
     reason = {
         errno.EADDRINUSE: "another process listens there",
         errno.EADDRNOTAVAIL: "this host has no such address",
         errno.EACCES: "this user may not listen there",
     }.get(error.errno or 0, error.strerror or str(error))
-    return ConfigError(
+    kind = Unavailable if error.errno == errno.EADDRINUSE else ConfigError
+    return kind(
         f"monitor.listen: cannot listen on {listen}: {reason}",
         hint='choose another address, or "" for none',
         code="E-LISTEN",

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from common.clock import SystemClock
+from common.tasks import told
 
 MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
 MAX_REQUESTS = 16  # answered at the same time; further ones are turned away
@@ -65,7 +66,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
 
     def do_GET(self) -> None:
-        status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
+        try:
+            status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
+        except Exception as error:  # the server goes on with the next request
+            known = told(error, "monitor", f"monitor {self.path.partition('?')[0]:.80}")
+            status, content_type, body = 500, "text/plain; charset=utf-8", f"{known.line()}\n".encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -19,6 +19,16 @@ def source() -> str:
     return _source
 
 
+def ways(*found: str | tuple[str, ...]) -> str:
+    """A hint, each way on in lines of its own: words, and of a tuple the commands behind them, one a line
+    with nothing behind it, so that a whole line can be pasted.
+    """
+    lines: list[str] = []
+    for way in found:
+        lines += [way] if isinstance(way, str) else [f"{way[0]}:", *way[1:]]
+    return "\n".join(lines)
+
+
 def command(words: str, *rest: str) -> str:
     """`floe {words} -c FILE {rest}`, the file quoted for a shell and found from any folder."""
     return " ".join(["floe", words, "-c", shlex.quote(_path), *filter(None, rest)])

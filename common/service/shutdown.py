@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT: the first asks the service to drain, the second ends the process at once."""
+"""SIGTERM and SIGINT: the first asks the service to drain, the second ends the process at once.
+
+SIGHUP ends nothing: it calls what `hangups` holds, such as reading secrets again.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,15 @@ from contextlib import asynccontextmanager
 from types import FrameType
 
 from common.service.logs import get_logger
+from common.settings.secret_file import read_all_again
+from common.tasks import told
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 log = get_logger("common.shutdown")
+
+#: Called on the event loop, one after the other, when SIGHUP comes while a service runs.
+hangups: list[Callable[[], None]] = [read_all_again]
 
 
 def exit_at_once(number: int) -> None:
@@ -27,8 +35,9 @@ async def stop_on_signals(
 ) -> AsyncIterator[asyncio.Event]:
     """An event that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
-    To be entered in the main thread. On leaving, the former handlers are back; with `deaf_afterwards` signals
-    are ignored from then on: a process that has done its work ends with its own exit code.
+    SIGHUP calls `hangups`. To be entered in the main thread. On leaving, the former handlers are back; with
+    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own
+    exit code.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -43,12 +52,25 @@ async def stop_on_signals(
         else:
             loop.call_soon_threadsafe(_ask, stop, number)
 
+    def on_hangup(_number: int, _frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(_hang_up)
+
     former = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    former[signal.SIGHUP] = signal.signal(signal.SIGHUP, on_hangup)
     try:
         yield stop
     finally:
         for number, handler in former.items():
             signal.signal(number, signal.SIG_IGN if deaf_afterwards else handler)
+
+
+def _hang_up() -> None:
+    log.info("hangup, going on", action="hangup", read_again=len(hangups))
+    for call in hangups:
+        try:
+            call()
+        except Exception as error:  # the service goes on with what it had
+            told(error, "service", "hangup")
 
 
 def _ask(stop: asyncio.Event, number: int) -> None:

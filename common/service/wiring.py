@@ -40,6 +40,7 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
         objects or open_objects(settings.store),
         layout_of(settings.store),
         spool_dir=Path(settings.spool_dir) if settings.spool_dir else None,
+        subject_statistics=settings.store.subject_statistics,
     )
 
 

@@ -9,6 +9,10 @@ from pydantic import ConfigDict, Field, ValidationInfo, model_validator
 
 from common.settings.base import Section, needed, option
 from common.settings.types import FROM_FILE, Duration, Flag, Label, Range, Required, Size, Text, Whole, refuse
+from common.settings.units import format_duration
+
+LEAST_AGE = 60.0  # seconds; what is younger may have neighbours that are still on their way
+LONG_READER = 6 * 3600.0  # seconds; a replay of a large archive takes hours
 
 _LEVELS = (
     {
@@ -95,9 +99,33 @@ class CompactionSettings(Section):
     delete_grace: Duration = option(
         "24h", "how long merged inputs stay, for readers that hold an older listing"
     )
+    allow_short_times: Flag = option(
+        False,
+        "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store",
+    )
     retention: RetentionSettings = option({}, "when segments are deleted for good")
 
+    def cautions(self) -> Iterator[tuple[str, str]]:
+        """Keys that are allowed as they are, and what can happen."""
+        if self.delete and self.delete_grace < LONG_READER and not self.allow_short_times:
+            yield (
+                "delete_grace",
+                f"{format_duration(self.delete_grace)} is shorter than a long replay or query may take: what "
+                "reads by an older listing finds segments deleted; Floe lists again, a Spark or DuckDB query "
+                f"fails; expected at least {format_duration(LONG_READER)}",
+            )
+
     def combinations(self) -> Iterator[tuple[str, str]]:
+        override = "or allow_short_times: true, where nobody else reads the store"
+        if self.delete and not self.delete_grace and not self.allow_short_times:
+            yield (
+                "delete_grace",
+                f"expected a time in which readers of an older listing end, as 24h, found 0s; {override}",
+            )
+        for index, level in enumerate(self.levels):
+            if level.min_age < LEAST_AGE and not self.allow_short_times:
+                found = format_duration(level.min_age)
+                yield f"levels.{index}.min_age", f"expected at least 1m, found {found}; {override}"
         first: dict[int, int] = {}
         for index, level in enumerate(self.levels):
             other = first.setdefault(level.from_, index)

@@ -62,6 +62,9 @@ class NatsSettings(Section):
     user: Label = option("", "a user; with `password`")
     password: Secret = option("", "the password of `user`")
     tls: NatsTlsSettings = option({}, "TLS; used where the server asks for it or the URL begins with tls://")
+    allow_plaintext: Flag = option(
+        False, "send user, password or token without TLS to another host; whoever listens on the way has them"
+    )
     jetstream_domain: Label = option("", "the JetStream domain to speak to")
     inbox_prefix: Subject = option("", "what reply subjects begin with; empty: `_INBOX`")
     connect_timeout: Annotated[Duration, Range("100ms", "5m")] = option("5s", "to connect to one server")

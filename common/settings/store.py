@@ -68,6 +68,10 @@ class StoreSettings(Section):
         "", "empty: the bucket's default"
     )
     encryption: EncryptionSettings = option({}, "encryption at rest")
+    subject_statistics: Flag = option(
+        True,
+        "false: no least and greatest subject in the metadata of segments, where they are easy to read",
+    )
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         secret = self.secret_access_key.get_secret_value()

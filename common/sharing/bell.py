@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-from common.clock import wait_for
+from common.clock import first_of, wait_for
 from common.errors import FloeError, Refused
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.lease import Leases
 from common.service.logs import get_logger
+from common.tasks import Tell, Trouble, guarded
 
 log = get_logger("sharing.bell")
 
@@ -47,24 +48,26 @@ class Bell:
             self._prefix + "*": self._on_member,
         }
         subscriptions: list[RawSubscription] = []
-        forget = self._client.add_listener(self._on_connection)
+        trouble = Trouble()
+        forget = self._client.add_listener(guarded(self._on_connection, trouble.tell))
         try:
             for pattern, heard in patterns.items():
-                if (found := await self._subscribe(pattern, heard, stop)) is not None:
+                if (found := await self._subscribe(pattern, heard, trouble.tell, stop)) is not None:
                     subscriptions.append(found)
-            await stop.wait()
+            await first_of(stop.wait(), trouble.told.wait())
+            trouble.check()
         finally:
             forget()
             for subscription in subscriptions:
                 await subscription.unsubscribe()
 
     async def _subscribe(
-        self, pattern: str, heard: Callable[[str, bytes | None], None], stop: asyncio.Event
+        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell, stop: asyncio.Event
     ) -> RawSubscription | None:
         """The subscription once it stands; None where it is refused or `stop` came first."""
         while not stop.is_set():
             try:
-                return await self._leases.listen(pattern, heard)
+                return await self._leases.listen(pattern, heard, tell)
             except Refused as error:
                 log.warning("releases are not heard", action="bell_refused", error=str(error))
                 return None

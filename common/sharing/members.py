@@ -6,7 +6,7 @@ import asyncio
 
 from common.jetstream.kv import BucketGone, state_key
 from common.jetstream.lease import Lease, Leases
-from common.tasks import end
+from common.tasks import end, orphaned, watched
 
 
 class Members:
@@ -28,7 +28,7 @@ class Members:
         await self._stop_keeping()
         self._lease = await self._leases.acquire(self.key)
         if self._lease is not None:
-            self._keeping = asyncio.create_task(self._lease.keep(), name="member")
+            self._keeping = watched(self._lease.keep(), orphaned, name="member")
 
     async def listed(self) -> set[str]:
         """The keys of all members, this one's among them. Raises Unavailable where nobody can say."""

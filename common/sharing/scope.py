@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
+
 
 @dataclass(frozen=True, slots=True)
 class Scope:

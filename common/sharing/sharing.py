@@ -23,7 +23,7 @@ from common.sharing.members import Members
 from common.sharing.scope import Counts, Scope
 from common.sharing.seat import Seat, Told
 from common.sharing.shares import circle_of, fair_share, surplus
-from common.tasks import end
+from common.tasks import again, end, orphaned, watched
 
 log = get_logger("sharing")
 
@@ -62,6 +62,11 @@ class Sharing:
         self._share, self._count, self._asking = 0, 0, 0
         self._failure = ""
 
+    @property
+    def owner(self) -> str:
+        """What this member's leases are held by."""
+        return self._leases.owner
+
     def seat(self, key: str, told: Told) -> Seat:
         """The place of one of the keys; once for each."""
         self._seats[key] = Seat(key, told, self._vacated)
@@ -74,8 +79,15 @@ class Sharing:
             await lease.release()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Take and give back until `stop` is set. Then this is no member any more, before all else."""
-        listening = asyncio.create_task(self._bell.run(stop), name="bell")
+        """Take and give back until `stop` is set. Then this is no member any more, before all else.
+
+        After an error that nobody foresaw it begins again.
+        """
+        await again("sharing", lambda: self._share_out(stop), self._clock)
+
+    async def _share_out(self, stop: asyncio.Event) -> None:
+        hearing = again("sharing", lambda: self._bell.run(stop), self._clock)
+        listening = watched(hearing, orphaned, name="bell")
         try:
             await self._gather_siblings(stop)
             await self._look_on(stop)

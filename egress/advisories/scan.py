@@ -14,6 +14,7 @@ from typing import Any
 from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.streams import ack_numbers, create_consumer, delete_consumer
+from common.tasks import Trouble
 from egress.frames import ConsumerTrouble, Heartbeat, RequestOver, parse_status
 
 SECOND = 1_000_000_000  # nanoseconds
@@ -93,6 +94,7 @@ class _Reading:
         self._generation = client.generation
         self._frames: list[tuple[bytes, bytes, bytes | None]] = []
         self._arrived = asyncio.Event()
+        self._trouble = Trouble(self._arrived)
         self._next, self._owed = 1, 0
         self._window = max(asked.window, client.max_payload + MESSAGE_ROOM)
         #: Everything up to this sequence was handed over, or is not on the subject.
@@ -110,7 +112,7 @@ class _Reading:
         if subject:
             config["filter_subject"] = subject
         self._inbox = self._client.new_inbox()
-        self._subscription = await self._client.subscribe_raw(self._inbox, self._sink)
+        self._subscription = await self._client.subscribe_raw(self._inbox, self._sink, self._trouble.tell)
         await create_consumer(self._client, self._stream, config)
         self._pull()
 
@@ -142,6 +144,7 @@ class _Reading:
             await asyncio.wait_for(self._arrived.wait(), SILENT * self._asked.heartbeat)
         except TimeoutError:
             raise Unavailable(f"stream {self._stream}: nothing heard of the consumer") from None
+        self._trouble.check()
         if self._client.generation != self._generation:
             raise Unavailable(f"stream {self._stream}: the connection was lost while reading")
         self._arrived.clear()

@@ -8,6 +8,7 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.requests import NOBODY
 from common.service.logs import get_logger
+from common.service.metrics import begin
 from egress import metrics
 from egress.advisories.event import Advisory
 from egress.advisories.subject import filter_of
@@ -36,6 +37,7 @@ class Tally:
         self._chain, self._template = chain, template
         self._labels = chain.site, chain.feed, str(chain.partition)
         self._failing = ""
+        begin("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
         self.waiting(0)
         metrics.advisories_failing.labels(*self._labels).set(0)
 

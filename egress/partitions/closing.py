@@ -42,6 +42,11 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     next: _StreamWire | None
 
 
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_DECODER = msgspec.json.Decoder(_Wire)
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """Where a partition ends (`end` 0: nothing is covered), and its `first` in the next incarnation, which
@@ -109,13 +114,13 @@ class Closing:
     def to_json(self) -> bytes:
         ends = {str(n): _EndWire(e.end, e.first, e.created) for n, e in self.ends.items()}
         wire = _Wire(FORMAT_VERSION, ends, _decision_wire(self.decision), _stream_wire(self.next))
-        return msgspec.json.encode(wire, order="sorted")
+        return _ENCODER.encode(wire)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Closing:
         """What `to_json` wrote. Raises ValueError."""
         try:
-            wire = msgspec.json.decode(raw, type=_Wire)
+            wire = _DECODER.decode(raw)
         except RecursionError:
             raise ValueError("nested too deeply") from None
         if wire.format_version != FORMAT_VERSION:

@@ -25,7 +25,7 @@ from common.jetstream.streams import StreamInfo, consumer_names, delete_consumer
 from common.segments.documents import ChainDocument
 from common.service.logs import get_logger
 from common.settings.egress import FeedSettings
-from common.tasks import either, end
+from common.tasks import either, end, orphaned, watched
 from egress.archive import Archive, Marks
 from egress.consumers import INTEREST, WORK_QUEUE, Wanted, create
 from egress.controller import lease_key
@@ -118,9 +118,7 @@ class Repartition:
         return Reach(archive.first, archive.end)
 
     async def _load(self, part: Slice) -> Incarnation:
-        parts = self._opened.parts
-        history = History(part, parts.chains, parts.objects, self._opened.pools.io, parts.clock)
-        found = await history.load()
+        found = await self.history(part).load()
         if found is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         return found
@@ -177,7 +175,7 @@ class Repartition:
                 code="E-LEASE",
             )
         stack.push_async_callback(lease.release)
-        stack.push_async_callback(end, asyncio.create_task(lease.keep(), name=f"lease {chain}"))
+        stack.push_async_callback(end, watched(lease.keep(), orphaned, name=f"lease {chain}"))
         return lease
 
     async def _close(self, plan: Plan, leases: Sequence[Lease], stop: asyncio.Event) -> None:
@@ -195,9 +193,7 @@ class Repartition:
         failpoint("repartition.before_stream")
         if not all(lease.is_usable() for lease in leases):
             raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was cut, try again")
-        parts, chain = self._opened.parts, plan.current.next_incarnation()
-        history = History(self._new[0], parts.chains, parts.objects, self._opened.pools.io, parts.clock)
-        await self._opened.pools.io.run(history.open_next, chain, document)
+        await self.history(self._new[0]).open_next(plan.current.next_incarnation(), document)
         failpoint("repartition.after_stream")
         await self._drop_durables(info, plan.old)
 
@@ -231,10 +227,17 @@ class Repartition:
     def opened(self) -> Opened:
         return self._opened
 
+    def history(self, part: Slice) -> History:
+        """The incarnations of one partition."""
+        parts = self._opened.parts
+        return History(part, parts.chains, parts.objects, self._marks, self._opened.pools.io, parts.clock)
+
     async def current(self, part: Slice) -> tuple[Incarnation, Archive]:
-        """The open incarnation and its archive."""
+        """The open incarnation and its archive, with all holes: nothing reads it again."""
         current = await self._load(part)
-        return current, await self._archive(current)
+        archive = await self._archive(current)
+        await archive.survey()
+        return current, archive
 
 
 class _CatchingUp:
@@ -245,8 +248,7 @@ class _CatchingUp:
         parts, pools, report = opened.parts, opened.pools, opened.report(part)
         self._repartition, self._part, self._lease = repartition, part, lease
         self._acceptances = Acceptances(parts.state)
-        history = History(part, parts.chains, parts.objects, pools.io, parts.clock)
-        self._succession = Succession(part, parts, history, report)
+        self._succession = Succession(part, parts, repartition.history(part), report)
         self.inquiry = Inquiry(part, parts, pools.io)
         self._reading = Reading(part, parts, pools, report, self.inquiry, self._succession)
 
@@ -276,7 +278,8 @@ class _CatchingUp:
         evidence, verdict = await self.inquiry.judge(current, archive, held.received if held else None)
         if not verdict.is_same or evidence.source is None:
             proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
-            raise stopped_error(self._part, current.chain, evidence, verdict, proposal)
+            continues = current.stream.continues
+            raise stopped_error(self._part, current.chain, evidence, verdict, proposal, continues=continues)
         if held is not None:
             held.discard()
             self._reading.held = None

@@ -18,6 +18,11 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
 
 
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_DECODER = msgspec.json.Decoder(_Wire)
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """The stream created at `created` is taken for the one that was archived up to `end`, whatever differs
@@ -28,13 +33,13 @@ class Acceptance:
     end: int
 
     def to_json(self) -> bytes:
-        return msgspec.json.encode(_Wire(FORMAT_VERSION, self.created, self.end), order="sorted")
+        return _ENCODER.encode(_Wire(FORMAT_VERSION, self.created, self.end))
 
     @classmethod
     def from_json(cls, raw: bytes) -> Acceptance:
         """What `to_json` wrote. Raises ValueError."""
         try:
-            wire = msgspec.json.decode(raw, type=_Wire)
+            wire = _DECODER.decode(raw)
         except RecursionError:
             raise ValueError("nested too deeply") from None
         if wire.format_version != FORMAT_VERSION or not 0 <= wire.end <= MAX_SEQUENCE:

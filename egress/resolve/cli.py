@@ -197,5 +197,5 @@ def _lines(case: Case) -> list[str]:
         lines.append(f"  {choice.meaning}:")
         lines.append(f"    {command(case.part.settings.name, choice.options, partition)}")
     if case.advice:
-        lines.append(f"  {case.advice}")
+        lines += [f"  {line}" for line in case.advice.split("\n")]
     return [escaped(line) for line in lines]

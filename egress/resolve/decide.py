@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from common.errors import DataError, UsageError
 from common.service.logs import get_logger
 from egress.archive import Marks
+from egress.identity import Kind
 from egress.opened import Opened
 from egress.partitions.closing import Decision
 from egress.partitions.closings import Closings
 from egress.resolve.acceptance import Acceptance
-from egress.resolve.choices import can_be_same
+from egress.resolve.choices import can_be_same, parting
 from egress.resolve.decisions import Acceptances
 from egress.resolve.look import OF_LISTING, Case
 
@@ -77,7 +78,11 @@ def check_same(case: Case) -> Acceptance:
             hint="--new-incarnation loses nothing",
         )
     if not can_be_same(evidence, verdict):
-        raise UsageError(f"{case.chain}: --same is not a choice where it is {verdict.kind.value}")
+        is_unknown, parted = verdict.kind is Kind.UNKNOWN, parting(evidence, case.proposal)
+        why = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
+        raise UsageError(
+            f"{case.chain}: --same is not a choice {why}", hint="--new-incarnation loses nothing"
+        )
     return Acceptance(evidence.source.created, evidence.end)
 
 

@@ -6,6 +6,7 @@ import shlex
 
 from common.chain import Chain
 from common.service.pasting import command
+from egress.slices import Slice
 
 
 def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
@@ -17,6 +18,15 @@ def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
 def repartition(feed: str) -> str:
     """Cut a feed as it is configured now."""
     return command("egress repartition", "--feed", shlex.quote(feed))
+
+
+def bring_back(part: Slice, chain: Chain, *, continues: bool) -> str:
+    """Make the stream again with what the archive holds of it: of its incarnation, or of all where that goes
+    on with the history of the one before.
+    """
+    words = ["--site", part.site, "--feed", shlex.quote(chain.feed)]
+    words += ["--incarnation", str(chain.incarnation)] if chain.incarnation and not continues else []
+    return command("replay", *words, "--target", shlex.quote(part.stream), "--into-source --create")
 
 
 def believe_listing(chain: Chain) -> str:

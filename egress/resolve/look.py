@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.chain import Chain
+from common.chain import MAX_INCARNATION, Chain
 from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.streams import stream_info
-from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from egress.archive import Archive, Marks
 from egress.consumers import check_start
@@ -18,8 +16,7 @@ from egress.identity import Evidence, Kind, Verdict, Witness
 from egress.inquiry import Inquiry
 from egress.opened import Opened
 from egress.partitions.closings import Closings
-from egress.position import end_of
-from egress.resolve.choices import CODES, Choice, bounds, choices, gone_advice, never_begun
+from egress.resolve.choices import CODES, Choice, bounds, choices, gone_advice, never_begun, parting
 from egress.resolve.decisions import Acceptances
 from egress.slices import Slice
 
@@ -30,15 +27,15 @@ OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may be others tha
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One partition. `current`: None for one that has not begun. `refs`: as listed now. `error`: what keeps
-    it from being judged. `proposal`: where its next incarnation should begin, None where nothing is wrong.
-    `incarnation`: the newest, where `current` cannot be read.
+    """One partition. `current`: None for one that has not begun. `end`: where the listing ends now, 0 where
+    it is empty. `error`: what keeps it from being judged. `proposal`: where its next incarnation should
+    begin, None where nothing is wrong. `incarnation`: the newest, where `current` cannot be read.
     """
 
     part: Slice
     current: Incarnation | None = None
     first: int = 1
-    refs: Sequence[SegmentRef] = ()
+    end: int = 0
     evidence: Evidence | None = None
     verdict: Verdict | None = None
     proposal: int | None = None
@@ -50,11 +47,6 @@ class Case:
         if self.current is None:
             return replace(self.part.chain, incarnation=self.incarnation)
         return self.current.chain
-
-    @property
-    def end(self) -> int:
-        """Where the listing ends; 0 where it is empty."""
-        return end_of(ref.coverage for ref in self.refs)
 
     @property
     def code(self) -> str:
@@ -74,13 +66,12 @@ class Case:
     def choices(self) -> list[Choice]:
         """The ways on by command."""
         if self.code in OF_LISTING:
-            what = (
-                f"the listing is right: it ends at {self.end}" if self.refs else "nothing was ever archived"
-            )
+            what = f"the listing is right: it ends at {self.end}" if self.end else "nothing was ever archived"
             return [Choice("--believe-listing", what)]
         if self.evidence is None or self.verdict is None or self.verdict.is_same:
             return []
-        return choices(self.evidence, self.verdict, self.proposal)
+        is_cut = len(self.part.settings.filters()) > 1
+        return choices(self.evidence, self.verdict, self.proposal, is_cut=is_cut)
 
     @property
     def advice(self) -> str:
@@ -88,7 +79,8 @@ class Case:
         if self.choices:
             return ""
         if self.verdict is not None and self.verdict.kind is Kind.GONE:
-            return gone_advice(self.part)
+            continues = self.current is not None and self.current.stream.continues
+            return gone_advice(self.part, self.chain, continues=continues)
         return self.error.hint if self.error else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -96,6 +88,8 @@ class Case:
         evidence, verdict = self.evidence, self.verdict
         source = evidence.source if evidence else None
         why = self.error.message if self.error else verdict.why if verdict else "not begun"
+        if evidence is not None and self.error is None:
+            why += parting(evidence, self.proposal)
         return {
             "chain": str(self.chain),
             "stream": self.part.stream,
@@ -123,11 +117,14 @@ def _witness(witness: Witness) -> dict[str, Any]:
 async def look(opened: Opened, part: Slice) -> Case:
     """One partition as it is now. Raises Unavailable where nothing can be asked."""
     parts, io = opened.parts, opened.pools.io
-    history = History(part, parts.chains, parts.objects, io, parts.clock)
+    history = History(part, parts.chains, parts.objects, Marks(parts.state), io, parts.clock)
     number = 0
     try:
         newest = await io.run(newest_incarnation, parts.chains, part.chain)
         number = newest or 0
+        following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
+        if (lost := await _lost(history, replace(part.chain, incarnation=following))) is not None:
+            return Case(part, error=lost, incarnation=following)
         current = await history.load()
         if current is None:
             await _check_beginning(opened, part)
@@ -141,8 +138,17 @@ async def look(opened: Opened, part: Slice) -> Case:
     except (Unavailable, DataError) as error:
         if error.code not in OF_LISTING:
             raise
-        return Case(part, current, archive.first, archive.refs, error=error)
+        await archive.survey()
+        return Case(part, current, archive.first, archive.end, error=error)
     return await _judged(opened, part, current, archive)
+
+
+async def _lost(history: History, chain: Chain) -> FloeError | None:
+    """What keeps an incarnation from being made: an archive of it that was lost, or a mark that is none."""
+    try:
+        return await history.lost(chain)
+    except DataError as spoiled:
+        return spoiled
 
 
 async def _check_beginning(opened: Opened, part: Slice) -> None:
@@ -160,11 +166,11 @@ async def _judged(opened: Opened, part: Slice, current: Incarnation, archive: Ar
         inquiry.acceptance = await Acceptances(parts.state).get(current.chain)
         await Closings(parts.state).get(current.chain)
     except DataError as spoiled:
-        return Case(part, current, archive.first, archive.refs, error=spoiled)
+        return Case(part, current, archive.first, archive.end, error=spoiled)
     evidence, verdict = await inquiry.look(current, archive)
     source = evidence.source
     is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
     error = archive.hollow(source.first) if is_hollow and source is not None else None
     asked = not verdict.is_same and verdict.kind is not Kind.GONE
     proposal = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
-    return Case(part, current, archive.first, archive.refs, evidence, verdict, proposal, error)
+    return Case(part, current, archive.first, archive.end, evidence, verdict, proposal, error)

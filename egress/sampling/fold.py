@@ -20,7 +20,7 @@ from egress.sampling.settings import Sampling
 from egress.sampling.silence import Limits, due_places, oldest
 from egress.sampling.spread import period_ns
 from egress.sampling.state import Notice, SamplerState
-from egress.sampling.table import NEVER, Table
+from egress.sampling.table import NEVER, Table, later
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,11 @@ class Sampler:
                 passes = passes or not before or abs(size - before) >= size_trigger
             if passes or now >= due_at[place]:
                 kept[number] = 1
-                due_at[place] = now + period_ns(key, duration)
+                due_at[place] = later(now, period_ns(key, duration))
 
     def _meet(self, key: str, now: int, size: int, found: list[Advisory]) -> None:
         """A key that is not in the table."""
-        self._table.add(key, now, now + period_ns(key, self._duration), size)
+        self._table.add(key, now, later(now, period_ns(key, self._duration)), size)
         self._wait(now)
         if self._tracks:
             found.append(Advisory(Event.NEW, key, now, now))
@@ -186,9 +186,9 @@ class Sampler:
         self._wait(now)
         if self._tracks:
             if notice == Notice.NONE:
-                found.append(Advisory(Event.TIMEOUT, key, seen, seen + self._warn))
+                found.append(Advisory(Event.TIMEOUT, key, seen, later(seen, self._warn)))
             if unknown and notice < Notice.EXPIRE:
-                found.append(Advisory(Event.EXPIRE, key, seen, seen + self._duration))
+                found.append(Advisory(Event.EXPIRE, key, seen, later(seen, self._duration)))
             if unknown or notice == Notice.EXPIRE:
                 found.append(Advisory(Event.NEW, key, now, now))
             else:
@@ -210,10 +210,10 @@ class Sampler:
         table = self._table
         key, seen, notice = table.key(place), table.seen[place], table.notices[place]
         if self._tracks and notice == Notice.NONE and seen < limits.timeout:
-            found.append(Advisory(Event.TIMEOUT, key, seen, seen + self._warn))
+            found.append(Advisory(Event.TIMEOUT, key, seen, later(seen, self._warn)))
             table.notices[place] = Notice.TIMEOUT
         if self._tracks and notice < Notice.EXPIRE and seen <= limits.expire:
-            found.append(Advisory(Event.EXPIRE, key, seen, seen + self._duration))
+            found.append(Advisory(Event.EXPIRE, key, seen, later(seen, self._duration)))
             table.notices[place] = Notice.EXPIRE
         if seen <= limits.forget:
             table.forget(place)
@@ -237,7 +237,7 @@ class Sampler:
             if table.seen[place] > to_ns:
                 table.seen[place] = to_ns
                 table.notices[place] = Notice.NONE
-                table.due[place] = min(table.due[place], to_ns + period_ns(key, duration))
+                table.due[place] = min(table.due[place], later(to_ns, period_ns(key, duration)))
         self._watermark = to_ns
         self._look_again()
 

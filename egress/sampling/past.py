@@ -74,16 +74,17 @@ class Past:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
-            if not _times(footer):
-                continue  # nothing was examined for it
-            if max(_times(footer)) < horizon_ns:
+            # What the segment did not read others may have; how young that is no footer of it tells.
+            unread = footer.unread and footer.unread.intersection(stretch.rows)
+            if _times(footer) and max(_times(footer)) < horizon_ns:
                 return Reach(first, True)
-            if footer.first_timestamp_ns is None:
-                continue
+            first = unread.first if unread else first
+            if not _times(footer) or footer.first_timestamp_ns is None:
+                continue  # nothing was examined for it, or nothing was kept
             within = Reach(stretch.rows.first, False)
             if footer.first_timestamp_ns < horizon_ns:
                 within = self._within(stretch, horizon_ns)
-            first = within.first or first
+            first = min([r for r in (within.first, unread and unread.first) if r], default=first)
             if within.is_whole:
                 return Reach(first, True)
         return Reach(first, False)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 from common.errors import DataError
-from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import preference
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress import metrics
 from egress.advisories.event import Advisory
+from egress.archive import Archive
 from egress.identity import Source
 from egress.position import Position
 from egress.sampling.candidates import Candidates
@@ -69,7 +69,7 @@ class Resumed:
 async def resume(
     part: Slice,
     chain: Chain,
-    refs: Sequence[SegmentRef],
+    archive: Archive,
     place: Position,
     source: Source,
     snapshots: Snapshots,
@@ -78,13 +78,13 @@ async def resume(
     *,
     first: int,
 ) -> Resumed:
-    """The sampler of `chain` for reading on at `place`. `refs`: all its segments; `first`: where it begins.
+    """The sampler of `chain` for reading on at `place`. `archive`: its segments; `first`: where it begins.
 
     A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
     segment. Raises what the store raises; ValueError for a feed that is not sampled.
     """
     abandoned = threading.Event()
-    resuming = _Resuming(part, chain, refs, place, source, snapshots, store, first, abandoned)
+    resuming = _Resuming(part, chain, archive, place, source, snapshots, store, first, abandoned)
     try:
         return await threads.run(resuming.run)
     except asyncio.CancelledError:
@@ -99,7 +99,7 @@ class _Resuming:
         self,
         part: Slice,
         chain: Chain,
-        refs: Sequence[SegmentRef],
+        archive: Archive,
         place: Position,
         source: Source,
         snapshots: Snapshots,
@@ -110,7 +110,7 @@ class _Resuming:
         sampling = Sampling.of(part.settings)
         if sampling is None:
             raise ValueError(f"feed {part.settings.name}: expected one that is sampled")
-        self._part, self._chain, self._refs = part, chain, refs
+        self._part, self._chain, self._archive = part, chain, archive
         self._place, self._source, self._first = place, source, first
         self._snapshots, self._store, self._abandoned = snapshots, store, abandoned
         self._sampling, self._tracks = sampling, bool(part.settings.advisory.subject)
@@ -171,7 +171,7 @@ class _Resuming:
             self._store,
             self._sampling,
             self._chain,
-            self._refs,
+            self._archive.refs(base[1].position if base else 1),
             self._place.first - 1,
             filter_subject=self._part.filter_subject,
             abandoned=self._abandoned,
@@ -194,7 +194,7 @@ class _Resuming:
 
     def _written_by(self) -> str:
         """The digest of the settings that the newest segment was sampled by; empty for a whole copy."""
-        newest = max(self._refs, key=preference, default=None)
+        newest = max(self._archive.newest, key=preference, default=None)
         try:
             return "" if newest is None else self._store.footer(newest).sampling_digest
         except DataError:

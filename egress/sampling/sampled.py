@@ -20,6 +20,7 @@ from egress.advisories.advising import Advisories
 from egress.builder import Builder
 from egress.evidence import source_of
 from egress.identity import Source
+from egress.loops import Claims
 from egress.parts import Parts, Pools
 from egress.position import Position
 from egress.sampling.intake import Intake, Stretch
@@ -72,6 +73,7 @@ class Sampled:
             keep_ns=sampling.max_age_ns,
             newest_ns=resumed.newest_ns,
             sampler=resumed.sampler,
+            claims=Claims(chain),
         )
         self._tracking = Tracking(resumed.sampler, self._advisories, _again(part, source, place))
         # What fills a hole stands below snapshots that are there already.

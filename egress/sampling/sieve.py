@@ -1,10 +1,12 @@
 """Which received messages are kept. Reasons for leaving out, in this order: looped, too old, sampled out.
 
 What a reason leaves out is not shown to the next one: a message that is too old never touches the sampler.
+Nor does one that claims to have come round (`egress.loops`): it passes, and is compared before it is written.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from egress.columns import chosen
 from egress.sifted import LOOPED, SAMPLED_OUT, TOO_OLD, Sifted
 
 if TYPE_CHECKING:
+    from egress.loops import Claims
     from egress.sampling.fold import Choices, Sampler
 
 # From whether a message is kept (1 or 0) to its code, and from its code to whether it is still in question.
@@ -26,7 +29,8 @@ class Sieve:
 
     `site`: messages that came through it are left out where `relay` is true. `keep_ns`: messages older than
     this before the newest one seen are left out; 0 keeps all. `newest_ns`: the newest seen so far, 0 if none
-    was. `sampler`: None keeps what the others let pass. `choices`: what it chose of the last batch, if asked.
+    was. `sampler`: None keeps what the others let pass. `claims`: which messages it is not shown. `choices`:
+    what it chose of the last batch, if asked.
     """
 
     def __init__(
@@ -37,8 +41,10 @@ class Sieve:
         keep_ns: int = 0,
         newest_ns: int = 0,
         sampler: Sampler | None = None,
+        claims: Claims | None = None,
     ) -> None:
         self._site, self._relay, self._keep_ns, self._sampler = site, relay, keep_ns, sampler
+        self._claims = claims
         self.newest_ns = newest_ns
         self.choices: Choices | None = None
 
@@ -100,9 +106,26 @@ class Sieve:
     def _sampled(self, columns: Columns) -> Sifted:
         if self._sampler is None:
             return Sifted.whole(columns)
-        self.choices = choices = self._sampler.fold(columns)
+        claiming = [] if self._claims is None else self._claims.places(columns)
+        self.choices = choices = _around(self._sampler, columns, claiming)
         codes = bytes(choices.kept).translate(_FROM_CHOICE)
         return Sifted(columns, codes, chosen(columns, choices.kept, choices.keys))
+
+
+def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> Choices:
+    """What the sampler chooses of all but those at the places `claiming`, which pass without a key."""
+    if not claiming:
+        return sampler.fold(columns)
+    shown = bytearray(b"\1") * len(columns.sequences)
+    for place in claiming:
+        shown[place] = 0
+    choices = sampler.fold(chosen(columns, shown))
+    kept, keys = iter(choices.kept), iter(choices.keys)
+    return replace(
+        choices,
+        kept=bytearray(next(kept) if each else 1 for each in shown),
+        keys=[next(keys) if each else None for each in shown],
+    )
 
 
 def _merged(codes: bytearray, rest: bytes | bytearray) -> bytearray:

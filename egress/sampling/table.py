@@ -17,6 +17,11 @@ from egress.sampling.state import CHUNK, Notice, SamplerState
 NEVER = 2**63 - 1
 
 
+def later(time_ns: int, by_ns: int) -> int:
+    """`time_ns + by_ns`, as far as a column holds it: message times may be any that a server can write."""
+    return min(NEVER, time_ns + by_ns)
+
+
 class Table:
     """Keys and columns. A place is reused only after `forget`.
 

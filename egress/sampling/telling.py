@@ -6,6 +6,7 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.segments.snapshots import SnapshotRef
 from common.service.logs import get_logger
+from common.service.metrics import begin
 from egress import metrics
 from egress.sampling.fold import Choices
 
@@ -18,6 +19,7 @@ class SamplingReport:
     def __init__(self, chain: Chain) -> None:
         self._labels = chain.site, chain.feed, str(chain.partition)
         self._chain = chain
+        begin("egress_", "sampled", site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
     def chose(self, choices: Choices) -> None:
         """A batch was sampled."""

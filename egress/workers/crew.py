@@ -47,6 +47,11 @@ class Crew:
         for worker in self.workers:
             worker.send(signal.SIGKILL)
 
+    def hang_up(self) -> None:
+        """SIGHUP for all."""
+        for worker in self.workers:
+            worker.send(signal.SIGHUP)
+
     async def _pass_on(self, stop: asyncio.Event) -> None:
         await stop.wait()
         self._ending.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import os
 import random
@@ -13,9 +12,9 @@ from common.errors import FloeError
 from common.service.endings import is_debug
 from common.service.logs import flush
 from common.service.monitor import Health, Monitor
-from common.service.shutdown import exit_at_once, stop_on_signals
+from common.service.shutdown import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
-from common.tasks import end
+from common.tasks import end, orphaned, watched
 from egress.slices import require_feeds
 from egress.workers.crew import Crew
 from egress.workers.pages import WorkerPages
@@ -58,11 +57,13 @@ async def _run(crew: Crew, health: Health, clock: Clock) -> int:
         flush()
         exit_at_once(number)
 
+    hangups.append(crew.hang_up)
     async with stop_on_signals(second=kill) as stop:
-        beating = asyncio.create_task(_beat(health, clock))
+        beating = watched(_beat(health, clock), orphaned, name="beat")
         try:
             return await crew.run(stop)
         finally:
+            hangups.remove(crew.hang_up)
             await end(beating)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from common.service.logs import get_logger
-from common.tasks import end
+from common.service.metrics import begin
+from common.tasks import end, told, watched
 from egress.workers.codes import exit_code
 from egress.workers.place import Place
 
@@ -30,6 +31,7 @@ class WorkerProcess:
         self.index, self._count = index, count
         self._command, self._environment = tuple(command), environment
         self.pid, self.port, self.restarts = 0, 0, 0
+        begin("egress_worker_", worker=str(index))
 
     async def run_once(self, ending: asyncio.Event, patience: float) -> int:
         """Run one process to its end; its exit code. Raises OSError where none can be started.
@@ -44,7 +46,7 @@ class WorkerProcess:
                 other.close()
             self.pid = process.pid
             log.info("worker started", action="worker_started", worker=self.index, pid=process.pid)
-            reading = asyncio.create_task(self._read(mine))
+            reading = watched(self._read(mine), self._unreadable, name=f"line of worker {self.index}")
             try:
                 return exit_code(await self._wait(process, ending, patience))
             finally:
@@ -74,6 +76,11 @@ class WorkerProcess:
                 return
             text += part
         self.port = int(json.loads(text)["port"])
+
+    def _unreadable(self, error: Exception) -> None:
+        """A worker that nobody can look into is ended, and started again."""
+        told(error, "worker", f"line of worker {self.index}")
+        self.send(signal.SIGTERM)
 
     async def _wait(self, process: asyncio.subprocess.Process, ending: asyncio.Event, patience: float) -> int:
         ended = asyncio.ensure_future(process.wait())

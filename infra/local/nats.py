@@ -23,8 +23,9 @@ from pathlib import Path
 from types import TracebackType
 
 from infra.local.ports import free_port
+from infra.local.tether import spawn
 
-START_TIMEOUT = 30.0  # seconds until JetStream must answer
+START_TIMEOUT = 120.0  # seconds until JetStream must answer
 STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
 
 
@@ -163,7 +164,7 @@ class NatsServer:
         config = self.folder / "nats.conf"
         config.write_text(self._config())
         with (self.folder / "stderr").open("wb") as stderr:
-            self._process = subprocess.Popen(
+            self._process = spawn(
                 [self._binary, "-c", config],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -188,6 +189,10 @@ class NatsServer:
             self._signal(signal.SIGKILL)
         self._wait(STOP_TIMEOUT)
         self._process = None
+
+    def use(self, binary: Path) -> None:
+        """Another program from the next start on: an upgrade, or the way back."""
+        self._binary = binary
 
     def restart(self) -> None:
         """Stop, and start on the same ports and store."""

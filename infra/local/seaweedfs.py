@@ -18,8 +18,9 @@ from types import TracebackType
 from common.errors import ConfigError, Unavailable
 from infra.local.ports import PAIR_DISTANCE, free_ports
 from infra.local.signed import SignedClient, request
+from infra.local.tether import spawn
 
-START_TIMEOUT = 60.0  # seconds; a start takes 3.4, now and then 7.5, a restart 2.2
+START_TIMEOUT = 120.0  # seconds; a start takes 3.4, now and then 7.5, a restart 2.2
 _POLL = 0.05  # seconds
 _SERVICES = ("master", "volume", "filer", "s3")
 _STARTS = 3  # tries, each on other ports
@@ -126,7 +127,7 @@ class SeaweedFS:
         config.touch(mode=0o600)
         config.write_text(json.dumps(self._identities()))
         with self.log_path.open("wb") as log:
-            return subprocess.Popen(
+            return spawn(
                 [str(_program()), "-logtostderr=true", "server", *self._options(data, config)],
                 cwd=self._folder,
                 env=self._environment(),

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from common.chain import Chain
+from common.segments.gaps import accept_command, of_chain, way_out, way_out_filled
+from common.segments.quarantine import quarantine_command
 from common.sequences import SequenceRange
 from common.service.pasting import command
 from ingress.checkpoints.commands import set_command
 
+__all__ = ["accept_command", "of_chain", "resume", "set_position", "way_out", "way_out_filled", "way_out_of"]
 
-def of_chain(chain: Chain) -> str:
-    """The options that name a chain; incarnation and partition only where they are not the first."""
-    words = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
-    words += ["--incarnation", str(chain.incarnation)] if chain.incarnation else []
-    words += ["--partition", str(chain.partition)] if chain.partition else []
-    return " ".join(words)
+SHOWN = 5  # damaged segments
 
 
-def accept(chain: Chain, hole: SequenceRange) -> str:
-    """Give up a hole, for all targets."""
-    return command("gap accept", of_chain(chain), f"--first {hole.first} --last {hole.last} --yes")
+def way_out_of(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
+    """What to do about a hole; first about segments that would cover it and are `damaged`: their keys."""
+    if not damaged:
+        return way_out(chain, hole)
+    away = "\n".join(map(quarantine_command, damaged[:SHOWN]))
+    text = "put a good copy of the damaged segment back; or put it away, so that egress may archive it again:"
+    return f"{text}\n{away}\n{way_out(chain, hole)}"
 
 
 def resume(target: str, chain: Chain) -> str:

@@ -9,6 +9,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Stopped
 from common.service.logs import get_logger
+from common.service.pasting import ways
 from ingress.chains import advice
 from ingress.chains.lane import Lane
 from ingress.chains.roster import Roster
@@ -151,7 +152,7 @@ def _with_way_out(error: FloeError, look_again: str) -> FloeError:
     """The error; where its hint names no command, with the one that has the chain looked at at once."""
     if "floe " in error.hint:
         return error
-    then = f"then, to have it looked at at once: {look_again}"
-    told = FloeError(error.message, hint=f"{error.hint}; {then}" if error.hint else then, code=error.code)
+    then = ways(("then, to have it looked at at once", look_again))
+    told = FloeError(error.message, hint=ways(error.hint, then) if error.hint else then, code=error.code)
     told.exit_code = error.exit_code
     return told

@@ -72,6 +72,26 @@ class GivingUp:
         context = chain.log_context()
         log.warning("gap passed", action="gap_passed", gap=str(part), why=why, target=self._target, **context)
 
+    def pass_missing(self, chain: Chain, part: SequenceRange, missing: int, why: str) -> None:
+        """Write down, count and tell that the target goes on though `missing` sequences of `part` are gone,
+        unless that was done before: whoever begins again inside of it passes it again.
+        """
+        gaps = self._gaps(chain)
+        if any(gap.range.encloses(part) for gap in gaps.copy()):
+            return
+        gap = AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True)
+        gaps.append(self._documents.pass_gap(self._target, chain, gap))
+        metrics.lost_sequences.labels(self._target, chain.site, chain.feed, str(chain.partition)).inc(missing)
+        log.warning(
+            "missing sequences of a filled hole passed",
+            action="gone_from_hole_passed",
+            gap=str(part),
+            missing=missing,
+            why=why,
+            target=self._target,
+            **chain.log_context(),
+        )
+
     def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
         """Segments that arrived behind gaps of the chain that are passed (they end before `position`), each
         told once. Raises what the store raises.
@@ -81,7 +101,8 @@ class GivingUp:
         for _ in range(min(WATCHED, len(gaps))):
             gap = gaps[0]
             gaps.rotate(-1)
-            if gap.range.last < position:
+            # In the range of one that was filled any merge stands; rows that come are `verify`'s to find.
+            if gap.range.last < position and not gap.from_hole:
                 found += [(gap, ref) for ref in self._behind(chain, gap) if self._is_news(ref)]
         return found
 

@@ -15,6 +15,7 @@ from common.service.logs import get_logger
 from ingress.chains import advice
 from ingress.chains.looking import Search
 from ingress.chains.plan import ChainPlan, Phase
+from ingress.rows.decoder import FromHole
 from ingress.rows.prepare import Preparer
 
 log = get_logger("ingress.chains.lane")
@@ -29,10 +30,12 @@ class Lane:
     says, a hint; 0 where unknown. `given_up`: what is passed next without a row; `is_beginning`: that is what
     the chain leaves out before it begins. `rechecked`: the position at which damaged segments were read once
     more. `surveyed`: a lost hole for which everything was looked through, and what of it nothing covers.
-    `stopped`: why nothing more of it is carried until it is looked at again, at `retry_at` (in monotonic
-    seconds) or when an operator asks for it. `paused`: an operator wants nothing of it carried. `waits_for`:
-    why it has not begun. `unreached`: an end of coverage that was still before the moment at which it is to
-    begin; 0: none was.
+    `gone`: where it stands because a hole was filled and something was missing by then; `stands_since`: its
+    first sequence, and since when by the store's clock; `passed`: what of such ranges is given up. `stopped`:
+    why nothing more of it is carried until it is looked at again, at `retry_at` (in monotonic seconds) or
+    when an operator asks for it. `paused`: an operator wants nothing of it carried. `waits_for`: why it has
+    not begun. `unreached`: an end of coverage that was still before the moment at which it is to begin; 0:
+    none was.
     """
 
     chain: Chain
@@ -48,6 +51,9 @@ class Lane:
     damaged: set[str] = field(default_factory=set)
     rechecked: int = 0
     surveyed: tuple[SequenceRange, SequenceRange] | None = None
+    gone: FromHole | None = None
+    stands_since: tuple[int, float] | None = None
+    passed: list[SequenceRange] = field(default_factory=list)
     stopped: FloeError | None = None
     retry_at: float = float("inf")
     is_retried: bool = False
@@ -105,6 +111,16 @@ class Lane:
             self.position = 0
         self.passes()
         self.look_everywhere = self.look_everywhere or everywhere
+
+    def stands(self, gone: FromHole) -> None:
+        """Nothing is read from where `gone` begins until what is missing comes, or is given up.
+
+        Compaction puts the segment anew, with a new LastModified: that does not begin the waiting again.
+        """
+        first, since = gone.rows.first, gone.segment.modified
+        before = self.stands_since[1] if self.stands_since and self.stands_since[0] == first else since
+        self.gone, self.stands_since = gone, (first, min(before, since))
+        self.replan()
 
     def fail(self) -> None:
         """The last look or read did not come to its end: everything is to be looked at again."""
@@ -187,7 +203,11 @@ class Lane:
         if self.plan.hole is not None:
             state["hole"] = str(self.plan.hole)
             state["waiting_since"] = self.plan.waiting_since
-            state["hint"] = f"to go on without these sequences: {advice.accept(self.chain, self.plan.hole)}"
+            away = sorted(self.damaged) if self.plan.phase is Phase.DAMAGED else []
+            if self.gone:
+                state["hint"] = advice.way_out_filled(self.chain, self.plan.hole)
+            else:
+                state["hint"] = advice.way_out_of(self.chain, self.plan.hole, away)
         if self.waits_for:
             state["waits_for"] = self.waits_for
         if self.paused:

@@ -11,19 +11,23 @@ at everything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from common.chain import Chain
+from common.errors import SegmentCorrupt
+from common.segments.faults import Forked, SegmentGone
 from common.segments.layout import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, extends, preference
 from ingress.chains.plan import ChainPlan, Phase, plan_chain
+from ingress.rows.decoder import FromHole, standing_in
 
 LISTED = 100  # segments of one level that a look takes
 SURVEYED = 1000  # segments that a survey lists at a time
+LEFT_OUT = 10  # damaged segments at one position that a look into them passes
 
 _LEADS_ON = (Phase.READY, Phase.DONE)
 NONE: frozenset[str] = frozenset()
@@ -116,6 +120,42 @@ def _searched(
 
 
 @dataclass(frozen=True, slots=True)
+class Inside:
+    """A plan by what segments hold, not by their names only. `damaged`: keys of those left out, each of which
+    would continue; `gone`: why the chain stands at its position though a segment covers it.
+    """
+
+    plan: ChainPlan
+    damaged: tuple[str, ...] = ()
+    gone: FromHole | None = None
+
+
+def look_into(
+    store: SegmentStore, chain: Chain, position: int, end: int | None, passed: Sequence[SequenceRange]
+) -> Inside:
+    """What ingress finds at `position` once it opens what continues there; for commands.
+
+    `passed`: what is given up of filled holes. Blocking; raises what the store raises.
+    """
+    damaged: tuple[str, ...] = ()
+    while True:
+        plan = look(store, chain, position, end, frozenset(damaged))
+        if not plan.stretches or len(damaged) >= LEFT_OUT:
+            return Inside(plan, damaged)
+        segment = plan.stretches[0].segment
+        try:
+            gone = standing_in(store, plan.stretches[0], frozenset(damaged), passed)
+        except SegmentCorrupt:
+            damaged = (*damaged, segment.key)
+            continue
+        except (SegmentGone, Forked):  # being replaced right now; a matter of `segments verify`
+            return Inside(plan, damaged)
+        if gone is None or gone.rows.first != position:
+            return Inside(plan, damaged)
+        return Inside(ChainPlan(Phase.LATE, (), gone.rows, segment.modified, plan.beyond), damaged, gone)
+
+
+@dataclass(frozen=True, slots=True)
 class Surveyed:
     """What all there is of a chain says about a hole: an undamaged segment that continues after all
     (`leads_on`), or how much of the hole, from its first sequence on, no such segment covers (`free`).
@@ -140,6 +180,12 @@ def survey(store: SegmentStore, chain: Chain, hole: SequenceRange, damaged: Abst
         else:
             reach = ref.coverage.first - 1
     return Surveyed(leads_on=best) if best else Surveyed(free=SequenceRange(hole.first, reach))
+
+
+def has_news(store: SegmentStore, gone: FromHole) -> bool:
+    """Whether a segment stands where something was missing that was not there, as far as one page tells."""
+    refs = store.list(gone.segment.chain, position=gone.rows.first, limit=LISTED)
+    return any(ref.coverage.overlaps(gone.rows) and ref.key not in gone.known for ref in refs)
 
 
 def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[SegmentRef]:

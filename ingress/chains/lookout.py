@@ -21,12 +21,13 @@ from ingress.chains import advice
 from ingress.chains.giving_up import GivingUp
 from ingress.chains.lane import Lane
 from ingress.chains.late import Decision, Fate, Patience
-from ingress.chains.looking import look, survey
+from ingress.chains.looking import has_news, look, survey
 from ingress.chains.plan import ChainPlan, Phase, first_position
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
 from ingress.chains.starts import Beginning, Starts
 from ingress.errors import passes_by_itself
+from ingress.rows.decoder import FromHole
 
 log = get_logger("ingress.chains.lookout")
 
@@ -132,13 +133,24 @@ class Lookout:
         if lane.is_done:
             lane.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
             return
-        plan = (await self._plan(lane)).since(lane.plan)
+        plan = (await self._standing(lane, await self._plan(lane))).since(lane.plan)
         if not plan.waits:
             lane.looked(plan, self._clock.monotonic())
             return
         plan = await self._with_end(lane, plan)
         lane.looked(plan, self._clock.monotonic())
         await self._settle(lane, plan)
+
+    async def _standing(self, lane: Lane, plan: ChainPlan) -> ChainPlan:
+        """`plan`; late where the lane stands at a hole filled in part, as long as nothing has come."""
+        gone, lane.gone = lane.gone, None
+        if gone is None or not plan.stretches or plan.stretches[0].segment.key != gone.segment.key:
+            return plan
+        if gone.rows.first != lane.position or await self._threads.run(has_news, self._store, gone):
+            return plan
+        lane.gone = gone
+        since = lane.stands_since[1] if lane.stands_since else gone.segment.modified
+        return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
 
     async def _plan(self, lane: Lane) -> ChainPlan:
         # Whoever asks for it meanwhile asks for another look; one that fails is made again everywhere.
@@ -178,7 +190,9 @@ class Lookout:
         decision = await self._threads.run(self.giving_up.decide, lane.chain, plan, patience)
         if not self._is_current(lane):
             return
-        if decision.fate is Fate.HALT:
+        if lane.gone is not None and decision.fate is Fate.GIVE_UP:
+            await self._pass_missing(lane, lane.gone, decision)
+        elif decision.fate is Fate.HALT:
             await self._halt(lane, plan, decision)
         elif decision.fate is Fate.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
             # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
@@ -197,12 +211,24 @@ class Lookout:
         elif found.free is not None:
             lane.given_up = found.free
 
+    async def _pass_missing(self, lane: Lane, gone: FromHole, decision: Decision) -> None:
+        """Go on behind what is missing of a filled hole; the rows that are there are carried."""
+        assert decision.part is not None, "what is given up is named"
+        part, missing = decision.part, min(gone.missing, len(decision.part))
+        await self._threads.run(self.giving_up.pass_missing, lane.chain, part, missing, decision.why)
+        lane.gone = None
+        lane.passed.append(part)
+        await self._look(lane)
+
     async def _halt(self, lane: Lane, plan: ChainPlan, decision: Decision) -> None:
         """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
 
         Looked through once for each hole: from then on the usual looks find what arrives.
         """
         assert decision.part is not None, "what is lost is named"
+        if lane.gone is not None:
+            lane.plan = replace(plan, phase=Phase.LOST)
+            raise _missing(lane.chain, lane.gone, decision.why)
         if lane.surveyed is None or lane.surveyed[0] != decision.part:
             damaged = frozenset(lane.damaged)
             found = await self._threads.run(survey, self._store, lane.chain, decision.part, damaged)
@@ -232,7 +258,16 @@ class Lookout:
 def _lost(chain: Chain, part: SequenceRange, why: str) -> Stopped:
     return Stopped(
         f"chain {chain}: sequences {part} are lost: {why}",
-        hint=f"put the segment back; or to go on without them: {advice.accept(chain, part)}",
+        hint=advice.way_out(chain, part),
+        code="E-LOST",
+    )
+
+
+def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:
+    return Stopped(
+        f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
+        f"{gone.missing} of them were gone from the source by then: {why}",
+        hint=advice.way_out_filled(chain, gone.rows),
         code="E-LOST",
     )
 

@@ -12,6 +12,7 @@ from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
 from common.service.logs import get_logger
+from common.service.pasting import ways
 from common.service.threads import Threads
 from ingress.chains.covering import covering
 from ingress.chains.relays import Relays
@@ -25,7 +26,7 @@ from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
 from ingress.rows.prepare import Preparer
-from ingress.rows.refusals import RowRefused
+from ingress.rows.refusals import RowRefused, oversize_hint
 
 log = get_logger("ingress.chains.recall")
 
@@ -79,15 +80,17 @@ class Recall:
         """A row of the open intent that the target takes no more: what is done about a chain cannot help,
         since the intent is finished as it stands.
         """
-        target = self._roster.target
-        if error.code == "E-SUBJECT":
-            mend = "let the target take the subject again"
-        else:
-            mend = "raise max_payload or the target's max_msg_size again"
+        message, target = f"{error.message}; the row is part of the open intent", self._roster.target
+        drop = set_command(target, "--accept --yes")
+        if error.code != "E-SUBJECT":
+            message += f"; max_payload of the server is {self._roster.shape.max_payload}"
+            return Stopped(message, hint=oversize_hint(target), code="E-OVERSIZE-INTENT")
         return Stopped(
-            f"{error.message}; the row is part of the open intent",
-            hint=f"{mend}: it goes on by itself; or drop the rest of the intent, so that the chain stops "
-            f"instead: {set_command(target, '--accept --yes')}",
+            message,
+            hint=ways(
+                "let the target take the subject again: it goes on by itself",
+                ("or drop the rest of the intent, so that the chain stops instead", drop),
+            ),
             code=error.code,
         )
 
@@ -136,14 +139,17 @@ class Recall:
         damaged: set[str] = set()
         refs = await self._named(piece)
         while True:
+            # By its name the segment gives the very rows of the intent; what others may have of what it did
+            # not read is none of them. Where it is gone, the cover holds them, and may hold more by now.
             stretches = [Stretch(ref, piece.rows) for ref in refs if ref.key not in damaged]
+            is_named = bool(stretches)
             if not stretches:
                 stretches = await self._threads.run(
                     covering, self._store, piece.chain, piece.rows, frozenset(damaged)
                 )
             if not stretches:
                 raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
-            found = await self._read(piece, stretches, damaged)
+            found = await self._read(piece, stretches, damaged, alone=is_named)
             if found is not None:
                 return found
 
@@ -156,7 +162,7 @@ class Recall:
         return [ref for ref in refs if ref.segment == name]
 
     async def _read(
-        self, piece: Piece, stretches: list[Stretch[SegmentRef]], damaged: set[str]
+        self, piece: Piece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
     ) -> list[Block] | None:
         """The blocks of the stretches; None where a segment turned out damaged or gone, which is then
         noted.
@@ -164,7 +170,8 @@ class Recall:
         blocks: list[Block] = []
         try:
             for stretch in stretches:
-                await self._read_stretch(stretch, frozenset(piece.left_out), blocks)
+                without = frozenset(piece.left_out), frozenset(damaged)
+                await self._read_stretch(stretch, *without, blocks, alone=alone)
             self._check_count(piece, blocks)
         except (SegmentCorrupt, SegmentGone) as error:
             log.warning("segment not usable", action="recall", error=str(error), **piece.chain.log_context())
@@ -177,11 +184,19 @@ class Recall:
         return blocks
 
     async def _read_stretch(
-        self, stretch: Stretch[SegmentRef], leaves_out: frozenset[int], blocks: list[Block]
+        self,
+        stretch: Stretch[SegmentRef],
+        leaves_out: frozenset[int],
+        avoided: frozenset[str],
+        blocks: list[Block],
+        *,
+        alone: bool,
     ) -> None:
         ref = stretch.segment
         preparer = await self._preparer(ref.chain, leaves_out)
-        problem = await self._decoder.read(ref, stretch.rows, preparer, blocks.append, wait=False)
+        problem = await self._decoder.read(
+            ref, stretch.rows, preparer, blocks.append, wait=False, alone=alone, avoided=avoided
+        )
         if problem is not None:
             raise problem
 
@@ -198,6 +213,8 @@ class Recall:
         drop = set_command(self._roster.target, "--accept")
         return Stopped(
             f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
-            hint=f"put the segment back, or one with the same rows; or drop the rest of the intent: {drop}",
+            hint=ways(
+                ("put the segment back, or one with the same rows; or drop the rest of the intent", drop)
+            ),
             code="E-INTENT",
         )

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from common.chain import Chain
 from common.errors import ConfigError, Stopped
+from common.service.metrics import begin
+from common.service.pasting import ways
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress.chains.advice import set_position
 from ingress.chains.lane import Lane
@@ -27,11 +29,18 @@ class Roster:
         self._archived: dict[Chain, int] = {}
         self._previous: dict[Chain, Mapping[int, int] | None] = {}
         self._unread: dict[Chain, str] = {}
+        for site, feed in self._sources:
+            begin("ingress_", site=site, feed=feed)
 
     @property
     def target(self) -> str:
         """The name of the target stream."""
         return self._settings.stream
+
+    @property
+    def shape(self) -> Shape:
+        """What rows are made ready for."""
+        return self._shape
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._lanes.values()))
@@ -54,8 +63,12 @@ class Roster:
         if source is None:
             raise ConfigError(
                 f"target {self._settings.stream}: sources: expected {chain.site}/{chain.feed}, found none",
-                hint="an intent holds rows of it: list it again until it ran once; or drop the rest of "
-                f"the intent: {set_command(self.target, '--accept')}",
+                hint=ways(
+                    (
+                        "an intent holds rows of it: list it again until it ran once; or drop the rest of it",
+                        set_command(self.target, "--accept"),
+                    )
+                ),
                 code="E-SOURCES",
             )
         return Preparer(chain, rule_of(source), self._shape)
@@ -79,6 +92,8 @@ class Roster:
         lane = self._lanes.get(chain)
         if lane is None:
             lane = self._lanes[chain] = self._lane(chain, positions)
+            partition = str(chain.partition)
+            begin("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
         return lane
 
     def archive(self, chain: Chain, end: int) -> None:
@@ -164,13 +179,13 @@ class Roster:
         if self._previous.get(_whole(chain)) is None:
             raise Stopped(
                 f"chain {chain}: stream.json: expected the ends of the incarnation before, found none",
-                hint=f"to begin it all the same: {begin}",
+                hint=ways(("to begin it all the same", begin)),
                 code="E-INCARNATION",
             )
         if self._settings.on_new_incarnation == "halt":
             raise Stopped(
                 f"chain {chain}: a new incarnation begins at {first}",
-                hint=f"to go on with it: {begin}",
+                hint=ways(("to go on with it", begin)),
                 code="E-INCARNATION",
             )
 

@@ -41,6 +41,11 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     ends: dict[str, int] = {}
 
 
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_DECODER = msgspec.json.Decoder(_Wire)
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where the copy of one feed begins. `moment_ns`: with what is at or after it (ns since 1970 UTC); None:
@@ -54,12 +59,12 @@ class Start:
 
     def to_json(self) -> bytes:
         wire = _Wire(FORMAT_VERSION, self.moment_ns, self.sequence, dict(self.ends))
-        return msgspec.json.encode(wire, order="sorted")
+        return _ENCODER.encode(wire)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Start:
         """What `to_json` wrote. Raises ValueError."""
-        wire = msgspec.json.decode(raw, type=_Wire)
+        wire = _DECODER.decode(raw)
         numbers = (wire.sequence, *wire.ends.values())
         if wire.format_version != FORMAT_VERSION or not all(0 <= n <= MAX_SEQUENCE for n in numbers):
             raise ValueError(f"expected a start of version {FORMAT_VERSION}, found {wire}")

@@ -26,7 +26,7 @@ from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
 from common.service.logs import get_logger
 from common.service.threads import Threads
-from common.tasks import together
+from common.tasks import Trouble, together
 from ingress import metrics
 from ingress.chains.attendant import LOOK_AT_STOPPED, AskShape, Attendant, Decisions
 from ingress.chains.lane import Lane
@@ -38,7 +38,7 @@ from ingress.checkpoints.intent import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_
 from ingress.parked.store import ParkedStore
 from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
-from ingress.rows.decoder import Decoder
+from ingress.rows.decoder import Decoder, FromHoleError
 
 log = get_logger("ingress.chains.supply")
 
@@ -84,6 +84,7 @@ class Supply:
         self._decoder = Decoder(store, threads, self._budget, parked)
         self.recall = Recall(store, threads, self._budget, roster, self._relays, parked)
         self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
+        self._trouble = Trouble()
         self._turns: asyncio.Queue[Lane] = asyncio.Queue()
         self._ready: deque[Block] = deque()
         self._filled = asyncio.Event()
@@ -110,7 +111,8 @@ class Supply:
             # The others are looked at by the next tick, which first reads where incarnations ended.
             if not lane.is_due:
                 self._wake(lane)
-        await together(self._attendant.run(), *(self._take_turns() for _ in range(TURNS)))
+        turns = (self._take_turns() for _ in range(TURNS))
+        await together(self._attendant.run(), self._trouble.wait(), *turns)
 
     # For whoever publishes
 
@@ -215,8 +217,12 @@ class Supply:
         lane.look_behind = True
         if now - lane.looked_everywhere_at >= LOOK_EVERYWHERE:
             # A segment whose tail was never written may have been compacted since.
-            lane.look_everywhere = True
+            lane.look_everywhere, lane.gone = True, None
         return True
+
+    def fails(self, error: Exception) -> None:
+        """What discovery told of led to an error: it ends `run`, and so the target, which begins again."""
+        self._trouble.tell(error)
 
     # Turns
 
@@ -317,7 +323,16 @@ class Supply:
 
         lane.preparer.relay = await self._relays.of(lane.chain)
         try:
-            problem = await self._decoder.read(ref, stretch.rows, lane.preparer, emit)
+            problem = await self._decoder.read(
+                ref,
+                stretch.rows,
+                lane.preparer,
+                emit,
+                avoided=frozenset(lane.damaged),
+                passed=tuple(lane.passed),
+            )
+        except FromHoleError as error:
+            lane.stands(error.found)
         except SegmentCorrupt as error:
             self._leave_out(lane, ref, error)
         else:

@@ -13,6 +13,7 @@ from common.errors import OutcomeUnknown
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore, status
 from common.jetstream.streams import create_consumer, delete_consumer, next_message, parse_ack
+from common.tasks import Trouble
 
 BATCH = 5_000  # messages of one pull request
 PATIENCE = 10.0  # seconds without a message before the reading is given up
@@ -115,7 +116,7 @@ async def _ask(client: FloeClient, stream: str, census: Census) -> None:
 async def _read(client: FloeClient, stream: str, census: Census) -> None:
     pull = _Pull(census)
     inbox = client.new_inbox()
-    subscription = await client.subscribe_raw(inbox, pull.sink)
+    subscription = await client.subscribe_raw(inbox, pull.sink, pull.trouble.tell)
     consumer = await create_consumer(
         client,
         stream,
@@ -146,6 +147,7 @@ class _Pull:
 
     def __init__(self, census: Census) -> None:
         self._census, self._left, self._moved = census, BATCH, asyncio.Event()
+        self.trouble = Trouble(self._moved)
         self.is_done = False
 
     def sink(self, _subject: bytes, reply: bytes, _payload: bytes, headers: bytes | None) -> None:
@@ -161,12 +163,16 @@ class _Pull:
         self.is_done = self.is_done or ack.pending == 0 or ack.stream_sequence >= self._census.last
 
     async def all_of_one(self) -> None:
-        """Until everything of one request came. Raises OutcomeUnknown where nothing more comes."""
+        """Until everything of one request came.
+
+        Raises OutcomeUnknown where nothing more comes, and what counting raised.
+        """
         self._left, before = BATCH, self._census.held
         while self._left > 0 and not self.is_done:
             self._moved.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._moved.wait(), PATIENCE)
+            self.trouble.check()
             if not self._moved.is_set():
                 break
         if not self.is_done and self._census.held == before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE
 from common.service.cli import Sequence, config_option, json_option, load_settings, run_command
 from ingress.options import (
-    chain_of,
+    Named,
     confirm,
     dry_run_option,
     history_options,
@@ -22,63 +23,72 @@ from ingress.options import (
 )
 
 if TYPE_CHECKING:
+    from common.settings.root import Settings
     from ingress.checkpoints.correcting import Desk, Plan
 
 POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
 
 
 class Position(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`, as a pair."""
+    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`, as a pair of a `Named` and the sequence."""
 
     name = "chain=sequence"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Chain, int]:
+    ) -> tuple[Named, int]:
+        from common.segments.naming import parse
+
         name, _, sequence = str(value).rpartition("=")
         try:
-            chain, at = Chain.parse(name), int(sequence)
-        except ValueError as error:
+            site, feed, *numbers = parse(name)
+            named, at = Named(site, feed or "", *numbers), int(sequence)
+        except (ValueError, UsageError) as error:
             self.fail(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}", param, ctx)
         if not 1 <= at <= MAX_SEQUENCE:
             self.fail(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {at}", param, ctx)
-        return chain, at
+        return named, at
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What the command line asks for."""
 
-    chain: Chain | None
+    named: Named | None
     sequence: int
     accept: bool
+    stored: int | None
     from_target: bool
     forget: bool
     forget_unlisted: bool
-    told: dict[Chain, int]
+    told: dict[Named, int]
     repeats: bool
     yes: bool
     dry_run: bool
     as_json: bool
 
-    def planning(self, desk: Desk) -> Callable[[], Awaitable[Plan]]:
-        """What makes the plan."""
+    def planning(
+        self, desk: Desk, chain: Chain | None, told: dict[Chain, int]
+    ) -> Callable[[], Awaitable[Plan]]:
+        """What makes the plan. `chain`, `told`: what is meant by the names."""
         if self.accept:
-            return lambda: desk.accept(self.told, self.repeats)
+            return lambda: desk.accept(told, self.repeats)
+        stored = self.stored
+        if stored is not None:
+            return lambda: desk.count_stored(stored)
         if self.from_target:
             return lambda: desk.rebuild(self.repeats)
         if self.forget:
             return desk.forget
         if self.forget_unlisted:
             return desk.forget_unlisted
-        chain = self.chain
         assert chain is not None, "one of them stands there"
         return lambda: desk.move(chain, self.sequence)
 
     @property
     def while_at_work(self) -> bool:
         """Whether it may be done while ingress carries: it touches single chains only."""
-        return self.chain is not None or self.forget_unlisted
+        return self.named is not None or self.forget_unlisted
 
 
 @click.command("set")
@@ -89,6 +99,7 @@ class Wish:
 @history_options
 @click.option("--sequence", type=Sequence(), help="The sequence that the chain goes on at.")
 @click.option("--accept", is_flag=True, help="Take the target as it is now.")
+@click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
 @click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
@@ -103,8 +114,8 @@ async def checkpoint_set(
     target: str,
     site: str,
     feed: str,
-    incarnation: int,
-    partition: int,
+    incarnation: int | None,
+    partition: int | None,
     sequence: int | None,
     **options: Any,
 ) -> int:
@@ -115,29 +126,33 @@ async def checkpoint_set(
     \b
     Example: floe checkpoint set -c central.yaml --target FLEET --accept
              floe checkpoint set -c central.yaml --target FLEET --from-target --dry-run
+             floe checkpoint set -c central.yaml --target FLEET --stored 11
              floe checkpoint set -c central.yaml --target FLEET --forget
              floe checkpoint set -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
-    chain = _chain(site, feed, incarnation, partition, sequence)
+    named = _named(site, feed, incarnation, partition, sequence)
     told = dict(options.pop("told"))
-    wish = Wish(chain=chain, sequence=sequence or 0, told=told, **options)
+    wish = Wish(named=named, sequence=sequence or 0, told=told, **options)
     _check(wish)
     return await run(config, target, wish)
 
 
-def _chain(site: str, feed: str, incarnation: int, partition: int, sequence: int | None) -> Chain | None:
+def _named(
+    site: str, feed: str, incarnation: int | None, partition: int | None, sequence: int | None
+) -> Named | None:
     if not site and not feed and sequence is None:
         return None
     if not site or not feed or sequence is None:
         raise UsageError("expected --site, --feed and --sequence together")
-    return chain_of(site, feed, incarnation, partition)
+    return Named(site, feed, incarnation, partition)
 
 
 def _check(wish: Wish) -> None:
-    asked = (wish.chain is not None, wish.accept, wish.from_target, wish.forget, wish.forget_unlisted)
-    if sum(asked) != 1:
+    is_counted = wish.stored is not None
+    asked = (wish.named is not None, wish.accept, wish.from_target, wish.forget, wish.forget_unlisted)
+    if sum((*asked, is_counted)) != 1:
         raise UsageError(
-            "expected one of --accept, --from-target, --forget, --forget-unlisted and "
+            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and "
             "--site, --feed, --sequence"
         )
     if wish.told and not wish.accept:
@@ -150,8 +165,9 @@ async def run(config: str, target: str, wish: Wish) -> int:
     """Plan, show, ask, do; the exit code."""
     from ingress.checkpoints.correcting import opened
 
-    async with opened(load_settings(config, quiet=True), target) as desk:
-        planning = wish.planning(desk)
+    settings = load_settings(config, quiet=True)
+    async with opened(settings, target) as desk:
+        planning = wish.planning(desk, *await _meant(settings, desk, wish))
         plan = await (desk.patiently(planning) if wish.while_at_work else planning())
         if not wish.as_json:
             _show(desk.target, plan)
@@ -165,6 +181,17 @@ async def run(config: str, target: str, wish: Wish) -> int:
             await desk.apply(plan)
         _end(wish, desk.target, plan, "done: ingress goes on by itself")
     return 0
+
+
+async def _meant(settings: Settings, desk: Desk, wish: Wish) -> tuple[Chain | None, dict[Chain, int]]:
+    """The chains that are meant by the names."""
+    names = [*wish.told, *([wish.named] if wish.named else [])]
+    if not names:
+        return None, {}
+    state = (await desk.known()).state
+    carried = list(state.checkpoint.positions) if state else []
+    found = {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names}
+    return found.get(wish.named) if wish.named else None, {found[name]: at for name, at in wish.told.items()}
 
 
 def _show(target: str, plan: Plan) -> None:

@@ -27,6 +27,8 @@ from ingress.checkpoints.marks import CorrectionRefused, Marks, Sightings
 from ingress.checkpoints.state import ROLE, StateStore
 from ingress.parked.side_by_side import PARALLEL, in_threads
 from ingress.parked.store import ParkedStore
+from ingress.preflight import control_headers
+from ingress.replicas import kv_replicas
 from ingress.verdicts.target import read
 from ingress.verdicts.verdict import Reading
 
@@ -88,6 +90,7 @@ class Desk:
         self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
         self._parked = parked
         self.target = settings.stream
+        self._control_headers = control_headers(settings)
         self._key = state_key(ROLE, self.target)
         self._store = StateStore(bucket, self._key, self.target)
 
@@ -107,7 +110,8 @@ class Desk:
     async def seen(self) -> Seen:
         """What the target says now."""
         info = await stream_info(self._client, self.target)
-        return Seen(info, None if info is None else await read(self._client, self.target))
+        reading = None if info is None else await read(self._client, self.target, self._control_headers)
+        return Seen(info, reading)
 
     async def _census(self, info: StreamInfo, census: Census) -> Census:
         retention = str(info.config.get("retention", "limits"))
@@ -133,6 +137,12 @@ class Desk:
         correction = corrections.accept(
             state, reading, census, told, repeats=repeats, exclusive=self._settings.exclusive
         )
+        return Plan(known, correction, reading.last_sequence)
+
+    async def count_stored(self, stored: int) -> Plan:
+        """So many rows of the open intent are stored."""
+        known, (_, reading) = await self.known(), (await self.seen()).there()
+        correction = corrections.count_stored(self._state(known), reading, stored)
         return Plan(known, correction, reading.last_sequence)
 
     async def rebuild(self, repeats: bool) -> Plan:
@@ -247,8 +257,8 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[Desk]:
         raise UsageError(f"--target: expected one of {named}, found {target}")
     client = await connect(settings.nats_for("ingress"), name="floe checkpoint")
     try:
-        replicas = settings.ingress.kv_replicas or 1
-        bucket = await KeyValue.open(client, settings.ingress.state_bucket, replicas=replicas)
+        replicas = await kv_replicas(client, settings.ingress)
+        bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
         yield Desk(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
     finally:
         await client.aclose()

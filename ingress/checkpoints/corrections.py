@@ -25,7 +25,7 @@ from ingress.checkpoints.marks import (
     sighted_again,
 )
 from ingress.parked.names import Entry
-from ingress.verdicts.verdict import Finding, Origin, Reading, judge
+from ingress.verdicts.verdict import Finding, Origin, Reading, counts, judge
 
 Positions = Mapping[Chain, int]
 
@@ -73,7 +73,8 @@ def consequences(before: Positions, after: Positions) -> list[str]:
         elif now > was:
             lines.append(f"{chain}: {was} to {now - 1} are not carried any more")
         else:
-            lines.append(f"{chain}: {now} to {was - 1} are carried again: what is stored is stored twice")
+            twice = f"what is stored is stored twice, at most {was - now:,} messages"
+            lines.append(f"{chain}: {now} to {was - 1} are carried again: {twice}")
     return lines
 
 
@@ -222,6 +223,34 @@ def _others(census: Census) -> list[str]:
     return lines
 
 
+def count_stored(state: TargetState, reading: Reading, stored: int) -> Correction:
+    """Of the open intent `stored` rows are stored; the others are sent behind what the target ends with now.
+
+    Raises CorrectionRefused where there is no such intent, or the target cannot hold so many of its rows.
+    """
+    checkpoint, intent = state.checkpoint, state.intent
+    if intent is None or not counts(state):
+        raise CorrectionRefused(
+            "--stored: expected an open intent of which rows can be counted, found none",
+            hint="take the target as it is (--accept)",
+        )
+    last = reading.last_sequence
+    most = min(intent.count, last - checkpoint.target_sequence)
+    if reading.created != checkpoint.target_created or not 0 <= stored <= most:
+        raise CorrectionRefused(
+            f"--stored: expected from 0 to {most} rows in the stream created {checkpoint.target_created}, "
+            f"found {stored} in the one created {reading.created}"
+        )
+    base, left = last - stored, intent.count - stored
+    moved = replace(checkpoint, target_sequence=base, begins=last)
+    lines = [
+        f"rows 1 to {stored} of the {intent.count} of the open intent count as stored",
+        f"the other {left} are sent behind target sequence {last}: what of them is stored is stored twice",
+        "stop every paused or cut off instance of ingress first",
+    ]
+    return Correction(TargetState(moved, replace(intent, base=base)), lines)
+
+
 # The state is lost, or an old copy
 
 
@@ -249,6 +278,11 @@ def rebuild(
     for chain, standing in census.chains.items():
         positions[chain] = max(positions.get(chain, 0), standing.newest + 1)
     lines = _stands(census)
+    if state is not None and reading.created == state.checkpoint.target_created:
+        lost = state.checkpoint.target_sequence - reading.last_sequence
+        if lost > 0:
+            told = "are carried again: whoever has read them from the target before gets them twice"
+            lines.append(f"the last {lost} messages, which the target has lost, {told}")
     if census.gone:
         lines.append(f"{census.gone} messages are gone: what of them was newer than what stands is repeated")
     lines += _others(census)

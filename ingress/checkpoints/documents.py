@@ -11,6 +11,7 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.segments.layout import Layout, SegmentName
 from common.sequences import SequenceRange
+from common.service.pasting import ways
 from ingress.checkpoints.commands import set_command
 from ingress.checkpoints.intent import (
     Checkpoint,
@@ -67,8 +68,12 @@ def from_json(target: str, raw: bytes) -> TargetState:
 def _refuse(target: str, error: Exception, raw: bytes) -> NoReturn:
     raise Stopped(
         f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
-        hint="restore the key from a backup of the bucket; or go on behind what the target holds: "
-        + set_command(target, "--from-target"),
+        hint=ways(
+            (
+                "restore the key from a backup of the bucket; or go on behind what the target holds",
+                set_command(target, "--from-target"),
+            )
+        ),
         code="E-STATE-KV",
     ) from error
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import OutcomeUnknown, Stopped
+from common.service.pasting import ways
 from ingress.checkpoints.commands import set_command
 from ingress.checkpoints.documents import from_json, to_json
 from ingress.checkpoints.intent import TargetState
@@ -72,8 +73,12 @@ class StateStore:
         if len(value) > MAX_STATE:
             raise Stopped(
                 f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}",
-                hint="spread its sources over several targets; or forget chains that are listed no more: "
-                + set_command(self._target, "--forget-unlisted"),
+                hint=ways(
+                    (
+                        "spread its sources over several targets; or forget chains that are listed no more",
+                        set_command(self._target, "--forget-unlisted"),
+                    )
+                ),
                 code="E-STATE-SIZE",
             )
         try:

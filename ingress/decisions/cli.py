@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import secrets
 import socket
@@ -23,8 +24,8 @@ from common.service.cli import (
     table,
 )
 from ingress.options import (
+    Named,
     any_chain_options,
-    chain_of,
     chain_options,
     confirm,
     dry_run_option,
@@ -37,9 +38,12 @@ if TYPE_CHECKING:
     from common.segments.gaps import AcceptedGap
     from common.sequences import SequenceRange
     from common.settings.root import Settings
+    from ingress.decisions.holes import Hole
     from ingress.decisions.pauses import Pauses, PauseStore
 
-GAP_COLUMNS = ("site", "feed", "incarnation", "partition", "first", "last", "since", "behind", "accepted")
+GAP_COLUMNS = (
+    "site", "feed", "incarnation", "partition", "first", "last", "kind", "since", "behind", "accepted",
+)  # fmt: skip
 
 
 def _somebody() -> str:
@@ -73,23 +77,45 @@ def gap() -> None:
 async def gap_ls(config: str, as_json: bool) -> None:
     """List the holes of every chain that flows into a target, from where the target stands.
 
-    since: when the first segment behind the hole was stored. accepted: whether ingress goes on behind it.
+    kind: hole, no segment covers it; at the position of the target also gone (a hole was filled in part) and
+    damaged. since: when the first segment behind the hole was stored. accepted: whether ingress goes on
+    behind it.
 
     Example: floe gap ls -c central.yaml --json
     """
-    from ingress.decisions.holes import look_up
+    from ingress.decisions.holes import look_up, standing_at
     from ingress.reports import read_states
 
     settings = load_settings(config, quiet=True)
     states = await read_states(settings)
     store, documents = open_store(settings), open_chains(settings)
     try:
-        rows = []
+        found: list[Hole] = []
         for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
-            rows += [hole.row() for hole in look_up(store, documents, chain, position).holes()]
+            archived = look_up(store, documents, chain, position)
+            at_position = standing_at(store, archived)
+            found += [*([at_position] if at_position else []), *archived.holes()]
     finally:
         store.close()
+    rows = [hole.row() for hole in found]
     print_json(rows) if as_json else table(rows, GAP_COLUMNS)
+    if not as_json:
+        _show_ways_out(found)
+
+
+def _show_ways_out(found: list[Hole]) -> None:
+    """What to do about holes that nobody has accepted; giving up comes last."""
+    from common.segments.gaps import BEFORE_GIVING_UP, accept_command
+
+    for hole in found:
+        if hole.kind != "hole":
+            click.echo("\n".join(hole.ways_out()), err=True)
+    missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.left]
+    if missing:
+        click.echo(f"{BEFORE_GIVING_UP}", err=True)
+        click.echo("only when nobody has them any more, give them up for all targets:", err=True)
+    for chain, part in missing:
+        click.echo(accept_command(chain, part), err=True)
 
 
 def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Chain, int | None]:
@@ -123,8 +149,8 @@ def gap_accept(
     config: str,
     site: str,
     feed: str,
-    incarnation: int,
-    partition: int,
+    incarnation: int | None,
+    partition: int | None,
     first: int,
     last: int,
     note: str,
@@ -134,21 +160,28 @@ def gap_accept(
 ) -> None:
     """Give up sequences that no segment covers: every target goes on behind them, within a poll.
 
+    The last resort: the source may still hold them. Egress at the site looks within six hours, and at once
+    when it is started again; what it archives fills the hole.
+
     Segments that arrive before a target has passed the gap are carried all the same; what arrives later is
-    reported. Refused where a sound segment covers a part.
+    reported. Refused where a sound segment covers a part. Without --incarnation the newest is meant, unless
+    an older one has a hole there, too.
 
     Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
     """
     from common.sequences import SequenceRange
-    from ingress.decisions.holes import check, look_up
+    from ingress.decisions.holes import check, look_up, refuse_doubt
 
     if first > last:
         raise UsageError(f"--first {first} is greater than --last {last}")
-    chain, wanted = chain_of(site, feed, incarnation, partition), SequenceRange(first, last)
+    named, wanted = Named(site, feed, incarnation, partition), SequenceRange(first, last)
     decision = _decision(wanted, note)
     settings = load_settings(config, quiet=True)
     store, documents = open_store(settings), open_chains(settings)
     try:
+        chain = named.chain(settings)
+        if incarnation is None:
+            refuse_doubt(store, documents, chain, wanted)
         found = check(store, look_up(store, documents, chain, first), wanted)
         for problem in found.damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
@@ -202,8 +235,8 @@ async def chain_pause(
     target: str,
     site: str,
     feed: str,
-    incarnation: int,
-    partition: int,
+    incarnation: int | None,
+    partition: int | None,
     note: str,
     as_json: bool,
 ) -> None:
@@ -217,9 +250,8 @@ async def chain_pause(
 
     if len(note) > 1000:
         raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
-    named = chain_of(site, feed, incarnation, partition)
-    pause = Pause(_now(), _somebody(), note)
-    pauses = await _decide(config, target, lambda pauses: pauses.pause(named, pause))
+    named, pause = Named(site, feed, incarnation, partition), Pause(_now(), _somebody(), note)
+    pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause))
     _show_pauses(target, pauses, as_json)
 
 
@@ -236,8 +268,8 @@ async def chain_resume(
     target: str,
     site: str,
     feed: str,
-    incarnation: int,
-    partition: int,
+    incarnation: int | None,
+    partition: int | None,
     is_all: bool,
     yes: bool,
     as_json: bool,
@@ -257,8 +289,9 @@ async def chain_resume(
     if is_all:
         pauses = await _resume_all(config, target, at, yes)
     else:
-        named = chain_of(site, feed, incarnation, partition)
-        pauses = await _decide(config, target, lambda pauses: pauses.resume(named, at))
+        named = Named(site, feed, incarnation, partition)
+        pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
+        click.echo(f"{site}/{feed}: a running ingress looks at it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
 
@@ -300,11 +333,15 @@ async def chain_ls(config: str, as_json: bool) -> None:
 PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
 
 
-async def _decide(config: str, target: str, step: Callable[[Pauses], Pauses]) -> Pauses:
+async def _decide(config: str, target: str, named: Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
     from ingress.decisions.opened import pause_stores
 
-    async with pause_stores(load_settings(config, quiet=True)) as stores:
-        return await _of(stores, target).change(step)
+    settings = load_settings(config, quiet=True)
+    async with pause_stores(settings) as stores:
+        store = _of(stores, target)
+        paused, carried = (await store.read()).paused, await store.carried()
+        chain = await asyncio.to_thread(named.chain, settings, paused, carried)
+        return await store.change(lambda pauses: step(pauses, chain))
 
 
 def _of(stores: dict[str, PauseStore], target: str) -> PauseStore:

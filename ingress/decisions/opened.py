@@ -6,18 +6,25 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from common.jetstream.client import connect
-from common.jetstream.kv import KeyValue
+from common.jetstream.kv import KeyValue, state_key
 from common.settings.root import Settings
+from ingress.checkpoints.state import ROLE, StateStore
 from ingress.decisions.pauses import PauseStore
+from ingress.errors import check_targets
+from ingress.replicas import kv_replicas
 
 
 @asynccontextmanager
 async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore]]:
     """A store for each target, by its name. Raises what connecting raises."""
+    check_targets(settings.ingress)
     client = await connect(settings.nats_for("ingress"), name="floe chain")
     try:
-        replicas = settings.ingress.kv_replicas or 1
-        bucket = await KeyValue.open(client, settings.ingress.state_bucket, replicas=replicas)
-        yield {target.stream: PauseStore(bucket, target.stream) for target in settings.ingress.targets}
+        replicas = await kv_replicas(client, settings.ingress)
+        bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
+        names = [target.stream for target in settings.ingress.targets]
+        yield {
+            name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names
+        }
     finally:
         await client.aclose()

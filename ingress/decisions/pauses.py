@@ -18,8 +18,8 @@ import msgspec
 from common.chain import Chain
 from common.errors import Stopped
 from common.jetstream.kv import state_key
-from common.service.pasting import command
-from ingress.checkpoints.state import Entry
+from common.service.pasting import command, ways
+from ingress.checkpoints.state import Entry, StateStore
 
 VERSION = 1
 ROLE = "pauses"
@@ -37,6 +37,11 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: str
     paused: dict[str, _PauseWire]
     resumed: dict[str, str]
+
+
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_DECODER = msgspec.json.Decoder(_Wire)
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +90,24 @@ class Bucket(Protocol):
 
 
 class PauseStore:
-    """The pauses of one target."""
+    """The pauses of one target. `states`: its state, for whoever asks what it carries."""
 
-    def __init__(self, bucket: Bucket, target: str) -> None:
+    def __init__(self, bucket: Bucket, target: str, states: StateStore | None = None) -> None:
         self._bucket, self._target, self._key = bucket, target, state_key(ROLE, target)
+        self._states = states
 
     async def read(self) -> Pauses:
         """What is decided now. Raises Stopped (E-PAUSES) for an unreadable value, and as the bucket does."""
         entry = await self._bucket.get(self._key)
         return self._parsed(None if entry is None else entry.value)
+
+    async def carried(self) -> list[Chain]:
+        """The chains of which the target has a position; none where its state is not known."""
+        try:
+            state = (await self._states.load()).state if self._states else None
+        except Stopped:
+            return []
+        return [] if state is None else list(state.checkpoint.positions)
 
     async def change(self, step: Callable[[Pauses], Pauses]) -> Pauses:
         """Have stored what `step` makes of it, whoever else changes it too. Raises as `read`."""
@@ -123,7 +137,7 @@ class PauseStore:
         if value is None:
             return Pauses()
         try:
-            wire = msgspec.json.decode(value, type=_Wire)
+            wire = _DECODER.decode(value)
             if (wire.version, wire.target) != (VERSION, self._target):
                 raise ValueError(
                     f"expected {VERSION} of {self._target}, found {wire.version} {wire.target:.80}"
@@ -133,7 +147,9 @@ class PauseStore:
         except ValueError as error:
             raise Stopped(
                 f"pauses of target {self._target} cannot be read: {error} (begins {value[:40]!r})",
-                hint=f"restore {self._key} of {self._bucket.bucket}; or have nothing paused: {self._anew()}",
+                hint=ways(
+                    (f"restore {self._key} of {self._bucket.bucket}; or have nothing paused", self._anew())
+                ),
                 code="E-PAUSES",
             ) from error
 
@@ -143,4 +159,4 @@ class PauseStore:
     def _json(self, pauses: Pauses) -> bytes:
         paused = {str(c): _PauseWire(p.at, p.by, p.note) for c, p in pauses.paused.items()}
         resumed = {str(c): at for c, at in pauses.resumed.items()}
-        return msgspec.json.encode(_Wire(VERSION, self._target, paused, resumed))
+        return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))

@@ -1,8 +1,9 @@
 """What is in the store, and when it is looked at.
 
-Three loops. One lists `tails/` now and then, which tells which chains have grown. One looks at the chains
-that notifications name, and at no others. One looks up all chains every few minutes. Whatever a notification
-says, what is carried is what the store holds: a lost, repeated, forged or late one costs a look or a poll.
+Four loops. One lists `tails/` now and then, which tells which chains have grown. One looks at the chains
+that notifications name, and at no others. One looks up all chains every few minutes. One reads the signs of
+life of egress once a minute. Whatever a notification says, what is carried is what the store holds: a lost,
+repeated, forged or late one costs a look or a poll.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock, first_of
-from common.errors import FloeError
+from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.segments.documents import ChainStore
+from common.segments.naming import Pair, suggestion
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.threads import Threads
-from common.tasks import together
+from common.tasks import guarded, together
+from ingress import metrics
+from ingress.discovery.sites import Sites
 from ingress.errors import leading, passes_by_itself
 
 log = get_logger("ingress.discovery")
 
+LOOK_AT_SITES = 60.0  # seconds between two looks at the signs of life
 LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
 LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
 TICK = 10.0  # seconds at most between two looks at chains that wait
@@ -39,25 +44,37 @@ class Listener(Protocol):
     def found(self, chain: Chain, end: int | None = None) -> None: ...
     def wake(self, chain: Chain) -> None: ...
     async def tick(self) -> None: ...
+    def fails(self, error: Exception) -> None: ...
 
 
 class Discovery:
-    """Looks at the store for all targets of this process. `poll_interval`: seconds between two polls."""
+    """Looks at the store for all targets of this process. `poll_interval`: seconds between two polls.
+
+    `sites`: also looked at, once a minute.
+    """
 
     def __init__(
-        self, documents: ChainStore, threads: Threads, clock: Clock, health: Health, poll_interval: float
+        self,
+        documents: ChainStore,
+        threads: Threads,
+        clock: Clock,
+        health: Health,
+        poll_interval: float,
+        sites: Sites | None = None,
     ) -> None:
-        self._documents, self._threads = documents, threads
+        self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
         self._listeners: list[Listener] = []
         self._pairs: frozenset[tuple[str, str]] = frozenset()
         self._known: dict[Chain, int | None] = {}
+        self._missing: frozenset[Pair] = frozenset()
         self._etags: dict[Chain, str] = {}
         self._woken: set[Chain] = set()
         self._new: set[Chain] = set()
         self._has_worked = False
         self._told: dict[str, str] = {}  # why looks fail, by what they are for
         self._soon, self._at_once, self._anew = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._new_sites = asyncio.Event()
 
     # For targets
 
@@ -66,8 +83,8 @@ class Discovery:
         self._listeners.append(listener)
         self._gather_pairs()
         self._tell(self._known, [listener])
-        self._soon.set()
-        self._anew.set()
+        for event in (self._soon, self._anew, self._new_sites):
+            event.set()
 
     def remove(self, listener: Listener) -> None:
         """Tell it nothing more."""
@@ -107,7 +124,7 @@ class Discovery:
         has refused from the first poll on: that is raised.
         """
         try:
-            await together(self._poll(), self._follow(), self._look_up())
+            await together(self._poll(), self._follow(), self._look_up(), self._look_at_sites())
         except BaseExceptionGroup as errors:
             raise leading(errors) from None
 
@@ -127,6 +144,13 @@ class Discovery:
         if error is not None and not (self._has_worked or passes_by_itself(error)):
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
+        if self._listeners:  # else nobody was asked
+            self._shows(is_answered=error is None or not isinstance(error, Unavailable | OutcomeUnknown))
+
+    def _shows(self, *, is_answered: bool) -> None:
+        metrics.store_reachable.set(is_answered)
+        if is_answered:
+            metrics.store_answered.set(self._clock.now())
 
     async def _follow(self) -> None:
         while True:
@@ -140,6 +164,15 @@ class Discovery:
             self._anew.clear()
             error = await self._error_of("chains", self.look_up_all())
             await first_of(self._anew.wait(), self._clock.sleep(TICK if error else LOOK_UP_ALL))
+
+    async def _look_at_sites(self) -> None:
+        """What egress says of itself; nothing that is carried depends on it."""
+        while self.sites is not None:
+            self._new_sites.clear()
+            if self._pairs:
+                await self._error_of("alive", self.sites.look(self._pairs))
+            await first_of(self._new_sites.wait(), self._clock.sleep(LOOK_AT_SITES))
+        await asyncio.Event().wait()
 
     async def _error_of(self, what: str, look: Awaitable[None]) -> FloeError | None:
         """What kept the store from answering, told once for each reason; None if nothing did."""
@@ -192,14 +225,36 @@ class Discovery:
         await self._add_chains(chain for chain in found if chain not in self._known)
         for failed in (answer for answer in answers if isinstance(answer, BaseException)):
             raise failed
+        await self._tell_missing()
+
+    async def _tell_missing(self) -> None:
+        """Say once of each feed of `sources` that nothing is archived of it: a slip, or not begun yet."""
+        missing = self._pairs - {(chain.site, chain.feed) for chain in self._known}
+        new, self._missing = missing - self._missing, missing
+        if new:
+            tails = await self._threads.run(self._documents.tails)
+            names = {f"{chain.site}/{chain.feed}" for chain in tails}
+            for site, feed in sorted(new):
+                log.warning(
+                    "nothing archived of a feed of `sources`",
+                    action="source_missing",
+                    site=site,
+                    feed=feed,
+                    hint=suggestion(f"{site}/{feed}", names),
+                )
+        if missing:
+            self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(missing)]})
+        else:
+            self._health.forget("sources")
 
     async def _look_at_named(self) -> None:
         """Look at the chains that notifications named since the last time."""
         woken, self._woken = self._woken, set()
         new, self._new = self._new, set()
         for listener in self._listeners:
+            wake = guarded(listener.wake, listener.fails)
             for chain in woken:
-                listener.wake(chain)
+                wake(chain)
         exist = await asyncio.gather(*(self._exists(chain) for chain in new))
         await self._add_chains(chain for chain, is_there in zip(new, exist, strict=True) if is_there)
 
@@ -226,10 +281,12 @@ class Discovery:
                 await listener.tick()
             except FloeError as error:
                 failures.append(error)
+            except Exception as error:  # the target's own, and no other's
+                listener.fails(error)
         for failed in failures:
             raise failed
 
     def _tell(self, chains: Iterable[Chain], listeners: list[Listener]) -> None:
         for chain in chains:
             for listener in listeners:
-                listener.found(chain, self._known[chain])
+                guarded(listener.found, listener.fails)(chain, self._known[chain])

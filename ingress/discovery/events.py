@@ -8,6 +8,7 @@ from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.objects.open import open_queue
 from common.segments.layout import Layout
+from common.service.metrics import begin
 from common.service.monitor import Health
 from common.settings.root import Settings
 from ingress import metrics
@@ -25,6 +26,8 @@ class Notified:
     ) -> None:
         self._source, self._bucket, self._layout = source, bucket, layout
         self._discovery, self._health = discovery, health
+        if source:
+            begin("ingress_", source=source)
 
     @property
     def is_wanted(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from common.clock import Clock
+from common.clock import Clock, first_of
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.service.logs import get_logger
+from common.tasks import Trouble, guarded
 from ingress.discovery.listening import FIRST_PAUSE, Notifiable, longer
 
 log = get_logger("ingress.discovery.nats")
@@ -23,17 +24,20 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notifiable,
     def sink(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         notified.take(payload)
 
-    forget = client.add_listener(lambda is_up: notified.listening() if is_up else None)
+    trouble = Trouble()
+    forget = client.add_listener(guarded(lambda is_up: notified.listening() if is_up else None, trouble.tell))
     pause = FIRST_PAUSE
     try:
         while True:
             try:
-                subscription = await client.subscribe_raw(subject, sink)
-                pause = FIRST_PAUSE
-                log.info("listening", action="events", subject=subject)
-                notified.listening()
-                error = await _refused(client, subject, clock)
-                await subscription.unsubscribe()
+                subscription = await client.subscribe_raw(subject, sink, trouble.tell)
+                try:
+                    pause = FIRST_PAUSE
+                    log.info("listening", action="events", subject=subject)
+                    notified.listening()
+                    error = await _refused(client, subject, clock, trouble)
+                finally:
+                    await subscription.unsubscribe()
             except FloeError as raised:
                 error = raised
             notified.failed(error.message)
@@ -44,8 +48,9 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notifiable,
         forget()
 
 
-async def _refused(client: FloeClient, subject: str, clock: Clock) -> FloeError:
-    """What the server says against the subscription, once it does: rights may change."""
+async def _refused(client: FloeClient, subject: str, clock: Clock, trouble: Trouble) -> FloeError:
+    """What the server says against the subscription, once it does: rights may change. Raises `trouble`."""
     while (refused := client.refusal(subject.encode())) is None:
-        await clock.sleep(CHECK_SPACING)
+        await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
+        trouble.check()
     return refused

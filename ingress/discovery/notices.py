@@ -20,6 +20,7 @@ MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues take no more, and a no
 MAX_WRAPPINGS = 3  # envelopes around a document: SNS around EventBridge is two
 
 _CREATED = ("ObjectCreated:", "s3:ObjectCreated:")
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 class Written(NamedTuple):
@@ -72,7 +73,7 @@ def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
 def _decoded(raw: bytes | str) -> Any:
     """None for what is no JSON."""
     try:
-        return msgspec.json.decode(raw)
+        return _DECODER.decode(raw)
     except (ValueError, RecursionError):
         return None
 

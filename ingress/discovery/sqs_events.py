@@ -11,6 +11,7 @@ from typing import Protocol
 from common.errors import FloeError
 from common.objects.sqs import Received
 from common.service.logs import get_logger
+from common.tasks import guarded, told
 from ingress.discovery.listening import FIRST_PAUSE, Notifiable, longer
 
 log = get_logger("ingress.discovery.sqs")
@@ -89,17 +90,21 @@ class _Receiver:
 
     def _failed(self, error: Exception, pause: float) -> None:
         why = error.message if isinstance(error, FloeError) else str(error)
-        trace = {} if isinstance(error, FloeError) else {"exc_info": error}
-        log.warning("no notifications", action="events_failed", error=str(error), pause=pause, **trace)
-        with suppress(TimeoutError):
+        if not isinstance(error, FloeError | TimeoutError):
+            told(error, "events", "events of sqs")
+        log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
+        with suppress(Exception):  # it is told of already
             self._on_loop(lambda: self._notified.failed(why))
 
     def _on_loop(self, call: Callable[[], None]) -> None:
-        """Have `call` made on the event loop, and wait until it was. Raises TimeoutError."""
+        """Have `call` made on the event loop, and wait until it was. Raises TimeoutError, and what it raises:
+        this thread takes notifications again after a pause, the loop would only end.
+        """
         done = threading.Event()
+        failed: list[Exception] = []
 
         def make() -> None:
-            call()
+            guarded(call, failed.append)()
             done.set()
 
         try:
@@ -109,3 +114,5 @@ class _Receiver:
         else:
             if not done.wait(TAKE_TIMEOUT) and not self.stop.is_set():
                 raise TimeoutError(f"the event loop took nothing for {TAKE_TIMEOUT} s")
+            if failed:
+                raise failed[0]

@@ -19,8 +19,8 @@ from common.service.cli import (
     run_command,
     table,
 )
-from common.service.pasting import command
-from ingress.options import chain_of, chain_options, confirm, target_option, yes_option
+from common.service.pasting import command, ways
+from ingress.options import Named, chain_options, confirm, target_option, yes_option
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -47,9 +47,10 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
     Example: floe parked ls -c central.yaml --target FLEET
     """
     settings = load_settings(config, quiet=True)
-    names = [each.stream for each in settings.ingress.targets if target in ("", each.stream)]
+    known = [each.stream for each in settings.ingress.targets]
+    names = [name for name in known if target in ("", name)]
     if target and not names:
-        raise UsageError(f"--target: expected a target of the configuration, found {target}")
+        raise UsageError(f"--target: expected one of {', '.join(known) or 'none'}, found {target}")
     stores = [_store(config, name) for name in names]
     rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
     if as_json:
@@ -71,8 +72,8 @@ async def parked_cat(
     target: str,
     site: str,
     feed: str,
-    incarnation: int,
-    partition: int,
+    incarnation: int | None,
+    partition: int | None,
     sequence: int,
     is_headers: bool,
     as_json: bool,
@@ -82,14 +83,15 @@ async def parked_cat(
     \b
     Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
-    chain = chain_of(site, feed, incarnation, partition)
+    named = Named(site, feed, incarnation, partition)
     store = await _current(config, target)
+    chain = _meant(config, store, named, sequence)
     entry = _entry(store, chain, sequence)
     message = store.read(entry.name)
     if message is None:
         raise DataError(
             f"message {sequence} of {chain} is not in the store any more",
-            hint=f"put it back from a copy of the bucket; what there is: {_ls(target)}",
+            hint=ways(("put it back from a copy of the bucket; what there is", _ls(target))),
             code="E-PARKED",
         )
     if as_json:
@@ -116,8 +118,8 @@ async def parked_retry(
     target: str,
     site: str,
     feed: str,
-    incarnation: int,
-    partition: int,
+    incarnation: int | None,
+    partition: int | None,
     sequence: int | None,
     is_all: bool,
     yes: bool,
@@ -133,8 +135,9 @@ async def parked_retry(
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")
-    chain = chain_of(site, feed, incarnation, partition)
+    named = Named(site, feed, incarnation, partition)
     store = await _current(config, target)
+    chain = _meant(config, store, named, sequence)
     wanted = _wanted(store, chain, sequence)
     if not as_json:
         table([_row(store, entry) for entry in wanted], COLUMNS)
@@ -157,14 +160,18 @@ def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[Entr
     if entry.state is State.DELIVERED:
         raise DataError(
             f"message {sequence} of {chain}: expected one to deliver, it is delivered",
-            hint=f"what there is: {_ls(store.target)}",
+            hint=ways(("what there is", _ls(store.target))),
             code="E-PARKED",
         )
     if entry.state is State.PENDING:
         raise DataError(
             f"message {sequence} of {chain}: expected one that its chain has passed, it has not",
-            hint="its turn comes; where the target holds it already, there is nothing to do: "
-            + command("checkpoint ls"),
+            hint=ways(
+                (
+                    "its turn comes; where the target holds it already, there is nothing to do",
+                    command("checkpoint ls"),
+                )
+            ),
             code="E-PARKED",
         )
     return [entry]
@@ -188,11 +195,31 @@ async def _current(config: str, target: str) -> ParkedStore:
     if known.state is None:
         raise DataError(
             f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
-            hint=f"to see what ingress makes of it: {command('status')}",
+            hint=ways(("to see what ingress makes of it", command("status"))),
             code="E-PARKED",
         )
     store.kept_as = known.state.checkpoint.parked_as
     return store
+
+
+def _meant(config: str, store: ParkedStore, named: Named, sequence: int | None) -> Chain:
+    """The chain of which it is parked. Raises UsageError where that may be several."""
+    found = sorted(
+        {
+            name.chain
+            for name in store.entries()
+            if (name.chain.site, name.chain.feed) == (named.site, named.feed)
+            and named.incarnation in (None, name.chain.incarnation)
+            and named.partition in (None, name.chain.partition)
+            and sequence in (None, name.sequence)
+        }
+    )
+    if len(found) > 1:
+        raise UsageError(
+            f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, found))}",
+            hint="name --incarnation and --partition",
+        )
+    return found[0] if found else named.chain(load_settings(config, quiet=True))
 
 
 def _of_chain(store: ParkedStore, chain: Chain) -> dict[ParkedName, Entry]:
@@ -206,7 +233,7 @@ def _entry(store: ParkedStore, chain: Chain, sequence: int) -> Entry:
             return entry
     raise DataError(
         f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
-        hint=f"to see what there is: {_ls(store.target)}",
+        hint=ways(("to see what there is", _ls(store.target))),
         code="E-PARKED",
     )
 

@@ -67,7 +67,7 @@ class AtomicPublisher:
             self._ask_all = unclear is not None
             self._learn(unclear, sum(map(len, batch.parts)))
             if unclear is not None:
-                return Outcome(stored, unclear)
+                return Outcome(stored, unclear, batch.stop)
             stored, batch = batch.stop, following
         return Outcome(stored)
 

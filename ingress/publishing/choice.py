@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.jetstream.client import FloeClient
+from common.service.pasting import ways
 from ingress.publishing.atomic import AtomicPublisher
 from ingress.publishing.fast import FastPublisher
 from ingress.publishing.publisher import ACK_TIMEOUT, Publisher
@@ -65,7 +66,10 @@ def choose(target: str, setting: str, against: Mapping[str, str]) -> str:
     if against[setting]:
         raise ConfigError(
             f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}",
-            hint=f"publisher: auto, or where the stream lacks it nats stream edit {target} {ALLOW[setting]}",
+            hint=ways(
+                "set `publisher: auto`",
+                ("or, where only the stream lacks it", f"nats stream edit {target} {ALLOW[setting]}"),
+            ),
             code="E-PUBLISHER",
         )
     return setting

@@ -104,6 +104,10 @@ class Answers(Reply):
         super().lost()
         self.news.set()
 
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self.news.set()
+
 
 class FastPublisher:
     """Fast-ingest batches, one in flight: two would lose a message.
@@ -131,7 +135,7 @@ class FastPublisher:
         batch = self._batch(rows, base, outcome.stored)
         unclear = await self._publish(batch)
         self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
-        return Outcome(batch.start, unclear) if unclear else Outcome(batch.stop)
+        return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(batch.stop)
 
     async def aclose(self) -> None:
         await self._replies.aclose()
@@ -167,8 +171,8 @@ class FastPublisher:
             if batch.answers.refusal or batch.answers.decisive.done():
                 return None
             self._client.send(frames)
-            await self._client.flush_writes()
             batch.sent = end
+            await self._client.flush_writes()
             failpoint("ingress.mid_batch")
             if end == 1 < batch.count and (unclear := await self._wait_for_pace(batch)):
                 return unclear

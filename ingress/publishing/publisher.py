@@ -5,7 +5,7 @@ the target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ingress.publishing.replies import Unclear
@@ -16,10 +16,15 @@ ACK_TIMEOUT = 5.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How many rows of the intent are stored for certain, and why it is not known whether there are more."""
+    """How many rows of the intent are stored for certain, and why it is not known whether there are more.
+
+    `handed`: the rows from this index on were not given to the connection by this call; it never is less than
+    what was.
+    """
 
     stored: int
     unclear: Unclear | None = None
+    handed: int = field(default=0, compare=False)
 
 
 class Publisher(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 
 from common.clock import within
 from common.jetstream.client import FloeClient, RawSubscription
+from common.tasks import guarded
 
 NO_RESPONDERS = b"NATS/1.0 503"
 WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -89,6 +90,12 @@ class Reply:
         """No answer will come any more."""
         self._decide(None)
 
+    def fail(self, error: Exception) -> None:
+        """Answers cannot be taken any more: raised where they are waited for."""
+        if not self.decisive.done():
+            self.decisive.set_exception(error)
+            self.decisive.exception()  # where nobody waits, it is told by the next batch
+
     def _decide(self, answer: Answer | None) -> None:
         if not self.decisive.done():
             self.decisive.set_result(answer)
@@ -103,13 +110,15 @@ class Replies:
         self._waiting: Reply | None = None
         self._count = 0
         self._subscription: RawSubscription | None = None
-        self._remove_listener = client.add_listener(self._on_connection)
+        self._remove_listener = client.add_listener(guarded(self._on_connection, self._fail))
+        self._failure: Exception | None = None
 
     @classmethod
     async def open(cls, client: FloeClient) -> Replies:
         """Subscribe. Raises Unavailable, Refused."""
         replies = cls(client, client.new_inbox())
-        replies._subscription = await client.subscribe_raw(f"{replies.inbox}.>", replies._sink)
+        inbox = f"{replies.inbox}.>"
+        replies._subscription = await client.subscribe_raw(inbox, replies._sink, replies._fail)
         return replies
 
     async def aclose(self) -> None:
@@ -130,6 +139,8 @@ class Replies:
     def listen(self, reply: Reply) -> None:
         """Take the answers to this batch from now on, and drop those to all others."""
         self._waiting = reply
+        if self._failure is not None:
+            reply.fail(self._failure)
 
     async def judged(self, reply: Reply, expected: Expected, timeout: float) -> Unclear | None:
         """None once `expected` is acknowledged; else why not, at the latest after `timeout` seconds."""
@@ -146,6 +157,12 @@ class Replies:
     def _sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if self._waiting is not None and subject.startswith(self._waiting.prefix):
             self._waiting.take(subject, payload, headers)
+
+    def _fail(self, error: Exception) -> None:
+        """What an answer led to ends whoever waits for it, now or next, and not the connection."""
+        self._failure = error
+        if self._waiting is not None:
+            self._waiting.fail(error)
 
     def _on_connection(self, up: bool) -> None:
         if not up and self._waiting is not None:

@@ -30,7 +30,7 @@ class SinglePublisher:
         for subject, tail, payload in rows.messages(stored, stop):
             unclear = await self._send(subject, tail, payload, base + stored)
             if unclear is not None:
-                return Outcome(stored, unclear)
+                return Outcome(stored, unclear, stored + 1)
             stored += 1
         return Outcome(stored)
 

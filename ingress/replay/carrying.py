@@ -10,11 +10,11 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue
 from common.jetstream.streams import StreamInfo
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, holes
+from common.service.pasting import ways
 from common.service.threads import Threads
 from common.settings.service import ServiceSettings
 from common.tasks import beside, either
@@ -22,6 +22,7 @@ from ingress.carrier import Carrier
 from ingress.checkpoints.intent import TargetState
 from ingress.checkpoints.state import StateStore
 from ingress.errors import leading
+from ingress.limits import ServerLimits
 from ingress.preflight import shape_of
 from ingress.publishing.choice import choose, make, offered
 from ingress.publishing.publisher import Publisher
@@ -35,6 +36,8 @@ from ingress.replay.preparing import ReplayRoster, target_settings
 from ingress.replay.progress import Standing, Teller, progress_line, standing
 from ingress.replay.receipt import Receipt, ReceiptBucket, receipt_key
 from ingress.replay.source import ReplaySource
+from ingress.replicas import open_bucket
+from ingress.rows.prepare import Shape
 from ingress.verdicts.choices import Choices
 from ingress.verdicts.settler import Settler
 from ingress.verdicts.target import Target
@@ -57,11 +60,10 @@ class Surroundings:
     clock: Clock
     teller: Teller
 
-    async def keeper(self, receipt: Receipt, info: StreamInfo) -> tuple[StateStore, ReceiptBucket]:
+    async def keeper(self, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
         """Where the state of this replay is kept."""
-        replicas = self.settings.kv_replicas or int(info.config.get("num_replicas", 1))
-        bucket = await KeyValue.open(self.client, self.settings.state_bucket, replicas=replicas)
         name = receipt.request.target
+        bucket = await open_bucket(self.client, self.settings, self.settings.state_bucket, target=name)
         around = ReceiptBucket(bucket, receipt)
         return StateStore(around, receipt_key(name), name), around
 
@@ -84,9 +86,10 @@ class Carrying:
         info = await target.look(self._around.client, self._receipt.request)
         if info is None:
             raise ReplayChoices(self._advice).no_checkpoint(None)
-        keeper, envelope = await self._around.keeper(self._receipt, info)
-        source, publisher = await self._source(info), await self._publisher(info, stop)
-        carrier = self._carrier(keeper, source, publisher)
+        keeper, envelope = await self._around.keeper(self._receipt)
+        roster = self._roster(info)
+        source, publisher = await self._source(roster), await self._publisher(info, stop)
+        carrier = self._carrier(keeper, source, publisher, roster)
         try:
             await self._run_beside(carrier, source, stop)
         finally:
@@ -140,10 +143,20 @@ class Carrying:
 
     # The components
 
-    async def _source(self, info: StreamInfo) -> ReplaySource:
+    def _roster(self, info: StreamInfo) -> ReplayRoster:
+        settings = target_settings(self._receipt.request)
+        shape = shape_of(self._around.client, info, settings)
+        return ReplayRoster(settings, shape, self._receipt.request)
+
+    async def _shape(self) -> Shape:
+        """What the target takes now. Raises as looking at it."""
+        info = await target.look(self._around.client, self._receipt.request)
+        if info is None:
+            raise ReplayChoices(self._advice).no_checkpoint(None)
+        return shape_of(self._around.client, info, target_settings(self._receipt.request))
+
+    async def _source(self, roster: ReplayRoster) -> ReplaySource:
         around, receipt = self._around, self._receipt
-        settings = target_settings(receipt.request)
-        roster = ReplayRoster(settings, shape_of(around.client, info, settings), receipt.request)
         gaps = {each.chain: await self._gaps(each.chain) for each in receipt.ranges}
         skips = receipt.skips_holes or around.options.skip_holes
 
@@ -174,12 +187,16 @@ class Carrying:
         pace = around.options.pace
         return publisher if pace is None else PacedPublisher(publisher, pace, around.clock, stop)
 
-    def _carrier(self, keeper: StateStore, source: ReplaySource, publisher: Publisher) -> Carrier:
+    def _carrier(
+        self, keeper: StateStore, source: ReplaySource, publisher: Publisher, roster: ReplayRoster
+    ) -> Carrier:
         around, name = self._around, self._target
         looker = Target(around.client, name, around.connect)
         spacing = around.options.look_spacing
         settler = Settler(ReplayChoices(self._advice), keeper, looker, self._tenures, around.clock, spacing)
-        return Carrier(name, keeper, settler, publisher, source, around.clock)
+        hint = self._advice.refused("E-MSG-TOO-LARGE")
+        limits = ServerLimits(around.client, roster, self._shape, source.reset, hint)
+        return Carrier(name, keeper, settler, publisher, source, around.clock, limits=limits)
 
 
 class ReplayChoices(Choices):
@@ -189,11 +206,12 @@ class ReplayChoices(Choices):
         super().__init__(advice.request.target)
         self._advice = advice
 
-    def error(self, verdict: Verdict, seen: Sequence[Reading]) -> FloeError:
-        found = super().error(verdict, seen)
-        found.hint = f"stop what else writes to it, {self._advice.anew()}"
+    def error(self, verdict: Verdict, seen: Sequence[Reading], described: str = "") -> FloeError:
+        found = super().error(verdict, seen, described)
+        found.hint = self._advice.anew("stop what else writes to it, ")
         if verdict.finding is Finding.GONE:
-            found.hint = f"make it again and begin anew: {self._advice.same('--again', '--create')}"
+            anew = self._advice.same("--again", "--create")
+            found.hint = ways(("make it again and begin anew", anew))
         return found
 
     def no_checkpoint(self, reading: Reading | None) -> FloeError:

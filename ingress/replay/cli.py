@@ -106,7 +106,11 @@ async def replay(
         async with work.connected() as client, stop_on_signals() as stop:
             if dry_run:
                 view = await work.outlook(client)
-                print_json(plan_json(view, request)) if as_json else _echo(plan_lines(view, request))
+                refused = await work.refusal(client, view)
+                document = plan_json(view, request, refused)
+                print_json(document) if as_json else _echo(plan_lines(view, request))
+                if refused is not None:
+                    raise refused
                 return 0
             result = await work.run(client, stop)
     finally:

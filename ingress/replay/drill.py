@@ -21,7 +21,7 @@ from common.segments.parquet import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
-from common.service.pasting import command
+from common.service.pasting import command, ways
 from common.service.threads import Threads
 from common.settings.root import Settings
 from common.settings.units import format_duration
@@ -37,6 +37,7 @@ from ingress.replay.receipt import Remembered
 from ingress.replay.request import Request
 from ingress.replay.scratch import NAME, ROOT, Scratch
 from ingress.replay.service import Replay
+from ingress.replay.survey import known_chains
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds
 SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
@@ -128,7 +129,7 @@ class Drill:
                 return await self._drilled(work, client, stop)
         except Stopped as error:
             # Its commands name the scratch stream, which is gone by now.
-            error.hint = f"mend what the message names, and drill again: {self._again(request)}"
+            error.hint = ways(("mend what the message names, and drill again", self._again(request)))
             raise
         finally:
             self._threads.close()
@@ -181,7 +182,7 @@ class Drill:
         """`request`; the last sequences where it has no bounds. Blocking."""
         if any((request.by_sequence, request.from_time, request.to_time, request.since)):
             return request
-        chains = request.chains(self._documents.chains(request.site, request.feed))
+        chains = request.chains(known_chains(self._documents, request))
         newest = [chain for chain in chains if chain.incarnation == chains[-1].incarnation]
         ends = [ref.coverage.last for chain in newest for ref in self._store.list(chain)]
         if not ends:

@@ -9,14 +9,16 @@ from contextlib import asynccontextmanager
 from common.clock import Clock, wait_for
 from common.errors import LeaseLost
 from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, owner_text
+from common.service.pasting import ways
 from common.settings.service import ServiceSettings
-from common.tasks import end
+from common.tasks import end, orphaned, watched
 from ingress.checkpoints.state import ROLE as INGRESS
 from ingress.replay.advice import Advice
 from ingress.replay.progress import Teller
 from ingress.replay.receipt import receipt_key
+from ingress.replicas import open_bucket
 
 
 class HeldError(LeaseLost):
@@ -55,20 +57,43 @@ async def leased(
     An ingress that is told of the target meanwhile then waits too. Raises HeldError where a holder lives on,
     or `stop` is set first.
     """
-    ttl, replicas = settings.lease_ttl, settings.kv_replicas or 1
-    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
+    ttl = settings.lease_ttl
+    bucket = await open_bucket(client, settings, settings.lease_bucket, ttl=ttl, target=target)
     waiting = _Waiting(Leases(bucket, owner, ttl, clock), target, clock, teller, stop, advice)
     held: dict[Lease, asyncio.Task[None]] = {}
     try:
         for key in (receipt_key(target), state_key(INGRESS, target)):
             lease = await waiting.acquired(key)
             # From now on: planning may take longer than a lease lives.
-            held[lease] = asyncio.create_task(lease.keep(), name=f"keep-{key}")
+            held[lease] = watched(lease.keep(), orphaned, name=f"keep-{key}")
         yield Tenures(*held)
     finally:
         for lease, keeping in held.items():
             await end(keeping)
             await lease.release()
+
+
+async def check_free(client: FloeClient, settings: ServiceSettings, target: str, advice: Advice) -> None:
+    """Raises HeldError where somebody holds a lease on `target` now. Makes no bucket and takes no lease."""
+    bucket = KeyValue(client, settings.lease_bucket, ttl=settings.lease_ttl, replicas=1)
+    for key in (receipt_key(target), state_key(INGRESS, target)):
+        try:
+            entry = await bucket.get(key)
+        except BucketGone:
+            return
+        if entry is not None:
+            raise held_error(advice, target, key, owner_text(entry.value.decode("utf-8", "backslashreplace")))
+
+
+def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
+    """What to say where `holder` holds the lease `key` on the target."""
+    what, then = "a replay", "wait until it is done, or stop it there"
+    if key == state_key(INGRESS, target):
+        what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
+    return HeldError(
+        f"target {target}: {what} by {holder} carries into it",
+        hint=ways((f"{then}; then", advice.same())),
+    )
 
 
 class _Waiting:
@@ -92,18 +117,9 @@ class _Waiting:
         while (lease := await self._leases.acquire(key)) is None:
             holder = owner_text(await self._leases.holder(key) or "nobody any more")
             if self._stop.is_set() or self._clock.monotonic() > deadline:
-                raise self._held(key, holder)
+                raise held_error(self._advice, self._target, key, holder)
             if not self._told:
                 self._teller.say(f"waiting for the lease of {holder}")
                 self._told = True
             await wait_for(self._stop, min(0.5, self._leases.ttl / 4))
         return lease
-
-    def _held(self, key: str, holder: str) -> HeldError:
-        what, then = "a replay", "wait until it is done, or stop it there"
-        if key == state_key(INGRESS, self._target):
-            what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
-        return HeldError(
-            f"target {self._target}: {what} by {holder} carries into it",
-            hint=f"{then}; then: {self._advice.same()}",
-        )

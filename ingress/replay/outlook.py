@@ -9,6 +9,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue
 from common.jetstream.streams import StreamInfo
 from common.segments.document_values import StreamDocument
+from common.service.pasting import ways
 from ingress.replay import target
 from ingress.replay.advice import Advice
 from ingress.replay.plan import Plan
@@ -78,7 +79,7 @@ def check_plan(plan: Plan, advice: Advice) -> None:
     if plan.is_lossy and not advice.options.allow_lossy:
         raise Stopped(
             f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
-            hint=f"replay a feed that is whole; or what there is: {advice.same('--allow-lossy')}",
+            hint=ways(("replay a feed that is whole; or what there is", advice.same("--allow-lossy"))),
             code="E-REPLAY-LOSSY",
         )
     if plan.holes and not advice.options.skip_holes:
@@ -88,6 +89,6 @@ def check_plan(plan: Plan, advice: Advice) -> None:
 
 def lossy_text(plan: Plan) -> str:
     """How much of what was published is there: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
-    kept = sum(part.footer.rows for part in plan.parts)
+    kept = sum(part.kept for part in plan.parts)
     counts = [f"{name} {count:,}" for name, count in plan.ledger.to_json().items()]
     return f"kept {kept:,} of {kept + plan.missing:,} messages ({', '.join(counts) or 'sampled'})"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
-from common.segments.segment import Footer, Ledger, Reason, SegmentRef
+from common.segments.segment import UNREAD, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 
 # What a message of the source may have been that the archive does not hold, and nobody chose to delete.
-LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, Reason.GONE_BEFORE_READ, Reason.LOST)
+LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD, Reason.LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,15 @@ class ChainRange:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch that will be read, and what its segment says of itself."""
+    """A stretch that will be read, and what its segment says of itself.
+
+    `gone`: how many of the sequences that it did not read no other segment has either, at most; None where
+    no other segment covers any of them.
+    """
 
     stretch: Stretch[SegmentRef]
     footer: Footer
+    gone: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -36,8 +41,24 @@ class Part:
 
     @property
     def rows(self) -> int:
-        """Its messages; at most so many where it is not whole."""
-        return self.footer.rows if self.is_whole else min(self.footer.rows, len(self.stretch.rows))
+        """Its messages; at most so many where it is not whole, or others may hold some of them."""
+        return min(self.kept, len(self.stretch.rows))
+
+    @property
+    def kept(self) -> int:
+        """The rows of the segment, with what others have of what it did not read."""
+        return self.footer.rows + self.footer.ledger.unread() - self.ledger.unread()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The segment's, without what others have."""
+        if self.gone is None:
+            return self.footer.ledger
+        counts, left = dict(self.footer.ledger.counts), self.gone
+        for reason in UNREAD:
+            counts[reason] = min(counts.get(reason, 0), left)
+            left -= counts[reason]
+        return Ledger({reason: count for reason, count in counts.items() if count})
 
     @property
     def raw_bytes(self) -> int:
@@ -83,7 +104,7 @@ class Plan:
     @property
     def is_exact(self) -> bool:
         """Whether `rows` is more than a bound."""
-        return not self.is_filtered and all(part.is_whole for part in self.parts)
+        return not self.is_filtered and all(part.is_whole and part.gone is None for part in self.parts)
 
     @property
     def raw_bytes(self) -> int:
@@ -112,7 +133,7 @@ class Plan:
         """Why sequences of the segments have no row."""
         total = Ledger()
         for part in self.parts:
-            total = total.plus(part.footer.ledger)
+            total = total.plus(part.ledger)
         return total
 
     @property
@@ -133,7 +154,7 @@ class Plan:
         return (min(first), max(last)) if first and last else None
 
     def as_json(self) -> dict[str, Any]:
-        kept = sum(part.footer.rows for part in self.parts)
+        kept = sum(part.kept for part in self.parts)
         return {
             "rows": self.rows,
             "exact": self.is_exact,

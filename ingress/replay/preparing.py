@@ -37,14 +37,14 @@ class ReplayRoster(Roster):
 
     def __init__(self, settings: TargetSettings, shape: Shape, request: Request) -> None:
         super().__init__(settings, shape)
-        self._replay_shape, self._request = shape, request
+        self._request = request
 
     def preparer(self, chain: Chain) -> ReplayPreparer:
         """A new one; used by one thread at a time."""
         request = self._request
         mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
         rule = SubjectRule(request.prefix.encode())
-        return ReplayPreparer(chain, rule, self._replay_shape, mark, request.subjects)
+        return ReplayPreparer(chain, rule, self.shape, mark, request.subjects)
 
 
 def target_settings(request: Request) -> TargetSettings:

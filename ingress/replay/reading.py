@@ -13,6 +13,7 @@ from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import status
 from common.jetstream.streams import StreamInfo, create_consumer, delete_consumer, parse_ack
 from common.segments.segment import Message
+from common.tasks import Trouble
 
 PULL = {"batch": 1000, "max_bytes": 16 * 1024 * 1024, "no_wait": True}
 SILENCE = 30.0  # seconds without an answer until the reading fails
@@ -26,7 +27,7 @@ CONSUMER = {
 
 async def read_all(client: FloeClient, info: StreamInfo, take: Callable[[Message], None]) -> None:
     """Give each message of the stream, in order, to `take`. Raises OutcomeUnknown where the server is silent,
-    DataError where one is left out.
+    DataError where one is left out, and what `take` raises.
     """
     if not info.messages:
         return
@@ -48,11 +49,12 @@ class _Reading:
         self._subject = client.api_subject(f"CONSUMER.MSG.NEXT.{info.name}.{consumer}").encode()
         self._delivered, self._sequence, self._left = 0, 0, 0
         self._over = asyncio.Event()
+        self._trouble = Trouble(self._over)
         self._failed = False
 
     async def run(self) -> None:
         inbox = self._client.new_inbox()
-        subscription = await self._client.subscribe_raw(inbox, self._sink)
+        subscription = await self._client.subscribe_raw(inbox, self._sink, self._trouble.tell)
         try:
             while self._sequence < self._last:
                 self._over.clear()
@@ -60,6 +62,7 @@ class _Reading:
                 self._client.send(frame(self._subject, json.dumps(PULL).encode(), None, inbox.encode()))
                 if not await wait_for(self._over, SILENCE):
                     raise OutcomeUnknown(f"nothing read from the scratch stream for {SILENCE:g} s")
+                self._trouble.check()
                 if self._failed:
                     raise DataError("reading the scratch stream: a message was left out by the server")
         finally:

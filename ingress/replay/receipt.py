@@ -14,6 +14,7 @@ from common.chain import Chain
 from common.errors import FloeError, Stopped
 from common.jetstream.kv import Entry, KeyValue, state_key
 from common.sequences import SequenceRange
+from common.service.pasting import ways
 from ingress.checkpoints.documents import from_json
 from ingress.checkpoints.intent import TargetState
 from ingress.replay.advice import Advice
@@ -124,7 +125,7 @@ def other(advice: Advice, receipt: Receipt) -> Stopped:
     return Stopped(
         f"target {request.target}: another replay into it is not finished: expected {request.words()}, "
         f"found {found.words()}",
-        hint=f"finish that one: {Advice(found).same()}; or {advice.anew()}",
+        hint=ways(("finish that one", Advice(found).same()), advice.anew("or ")),
         code="E-REPLAY-OTHER",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from common.errors import FloeError
 from common.settings.units import format_duration
 from ingress.replay.bounds import time_text
 from ingress.replay.options import Result
@@ -17,8 +18,8 @@ from ingress.replay.request import Request
 SHOWN = 10  # chains and holes
 
 
-def plan_json(view: Outlook, request: Request) -> dict[str, Any]:
-    """What `--dry-run --json` prints."""
+def plan_json(view: Outlook, request: Request, refused: FloeError | None = None) -> dict[str, Any]:
+    """What `--dry-run --json` prints. `refused`: why it would not begin."""
     former = view.former.receipt if isinstance(view.former, Remembered) else None
     return {
         "request": request.to_json(),
@@ -29,6 +30,7 @@ def plan_json(view: Outlook, request: Request) -> dict[str, Any]:
         "create": view.recipe and {"config": view.recipe.config, "left_out": list(view.recipe.left_out)},
         "former": former and {"request": former.request.to_json(), "finished": bool(former.finished)},
         "notes": list(view.notes),
+        "refused": refused and {"code": refused.code, "message": refused.message, "hint": refused.hint},
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import UsageError
+from common.segments.naming import unknown
 from common.settings.types import is_filter
 from common.settings.units import format_duration, parse_time
 
@@ -67,6 +68,10 @@ class Request:
         """Whether a bound is a sequence, which means something in one incarnation only."""
         return bool(self.from_sequence or self.to_sequence)
 
+    def is_behind(self, end: int) -> bool:
+        """Whether it asks, by its number, for what an incarnation has behind `end`, where it ended."""
+        return self.incarnation is not None and (self.from_sequence or 0) > end
+
     def moments(self, now: float) -> tuple[int | None, int | None]:
         """From (inclusive) and to (exclusive) in ns since 1970, at `now` (seconds); None: no such bound.
 
@@ -83,17 +88,14 @@ class Request:
         return begin, end
 
     def chains(self, known: Sequence[Chain]) -> list[Chain]:
-        """Those of `known` that are asked for, by incarnation and partition.
+        """Those of `known` that are asked for, by incarnation and partition; without any of the feed, `known`
+        are all there are.
 
         By sequences without an incarnation: of the newest. Raises UsageError where there are none.
         """
         feed = [c for c in known if (c.site, c.feed) == (self.site, self.feed)]
         if not feed:
-            there = sorted({f"{c.site}/{c.feed}" for c in known})
-            raise UsageError(
-                f"expected a feed of the archive, found {self.site}/{self.feed}; there are "
-                f"{', '.join(there[:20]) or 'none'}"
-            )
+            raise unknown({(c.site, c.feed) for c in known}, self.site, self.feed)
         newest = max(c.incarnation for c in feed)
         wanted = newest if self.incarnation is None and self.by_sequence else self.incarnation
         found = [c for c in feed if wanted in (None, c.incarnation) and self.partition in (None, c.partition)]

@@ -15,6 +15,7 @@ from common.jetstream.streams import STREAM_NOT_FOUND, ask, create_stream
 from common.service.logs import get_logger
 from common.settings.service import ServiceSettings
 from ingress.replay.receipt import receipt_key
+from ingress.replicas import open_bucket
 
 log = get_logger("ingress.replay.scratch")
 
@@ -85,13 +86,9 @@ class Scratch:
 
     async def _leases(self) -> Leases:
         settings = self._settings
-        bucket = await KeyValue.open(
-            self._client,
-            settings.lease_bucket,
-            ttl=settings.lease_ttl,
-            replicas=settings.kv_replicas or 1,
-        )
-        return Leases(bucket, self._owner, settings.lease_ttl, self._clock)
+        ttl = settings.lease_ttl
+        bucket = await open_bucket(self._client, settings, settings.lease_bucket, ttl=ttl)
+        return Leases(bucket, self._owner, ttl, self._clock)
 
 
 def _key(stream: str) -> str:

@@ -29,7 +29,7 @@ from ingress.errors import passes_by_itself
 from ingress.replay import target
 from ingress.replay.advice import Advice
 from ingress.replay.carrying import Carrying, Surroundings
-from ingress.replay.leasing import HeldError, leased
+from ingress.replay.leasing import HeldError, check_free, leased
 from ingress.replay.options import Options, Result
 from ingress.replay.outlook import Outlook, check_plan, continued, former_of, outlook
 from ingress.replay.progress import Teller
@@ -86,6 +86,27 @@ class Replay:
         """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
         return await outlook(client, self.survey, self._advice, self.service.state_bucket)
 
+    async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
+        """Why `run` would refuse now; None where it would begin, or go on. Nothing is written."""
+        try:
+            if continued(self._advice, view.former) is None:
+                await self._check(client, view)
+            await check_free(client, self.service, self.request.target, self._advice)
+        except FloeError as error:
+            return error
+        return None
+
+    async def _check(self, client: FloeClient, view: Outlook) -> None:
+        """Raises what speaks against beginning the replay of `view`."""
+        await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
+        check_plan(view.found.plan, self._advice)
+        if view.info is None:
+            if not self._options.create:
+                raise target.missing(self._advice)
+            target.recipe(self.request, view.found.stream)
+        elif view.info.messages and not self._options.append:
+            raise target.not_empty(self._advice, view.info)
+
     @property
     def _advice(self) -> Advice:
         """Commands for hints; once the replay has begun, they go on with it."""
@@ -124,6 +145,9 @@ class Replay:
 
     async def _attempt(self, client: FloeClient, stop: asyncio.Event, started: float) -> Result:
         name = self.request.target
+        if not self._begun and await former_of(client, self.service.state_bucket, name) is None:
+            # Before its lease: nobody shall stop an ingress for what is refused afterwards.
+            await target.check_ingress(client, self._settings.ingress.state_bucket, name)
         async with leased(
             client, self.service, name, self._owner, self._clock, self._teller, stop, self._advice
         ) as tenures:
@@ -167,16 +191,13 @@ class Replay:
         view = await self.outlook(around.client)
         for note in view.notes:
             self._teller.say(f"note: {note}")
-        check_plan(view.found.plan, self._advice)
-        await target.check_ingress(around.client, self._settings.ingress.state_bucket, self.request.target)
+        await self._check(around.client, view)
         info = view.info or await self._created(around.client, view)
-        if info.messages and not self._options.append:
-            raise target.not_empty(self._advice, info)
         receipt = self._receipt(view, info)
         positions = {each.chain: each.rows.first for each in receipt.ranges}
         # What stands there already need not be ours: it is not looked at.
         checkpoint = Checkpoint(info.last_sequence, info.created, positions, info.last_sequence)
-        await self._remember(around, info, receipt, TargetState(checkpoint), view.former)
+        await self._remember(around, receipt, TargetState(checkpoint), view.former)
         # Whatever comes now is gone on with, also by another attempt of this very run.
         self._again, self._begun = False, True
         failpoint("replay.begun")
@@ -195,24 +216,21 @@ class Replay:
         )
 
     async def _created(self, client: FloeClient, view: Outlook) -> StreamInfo:
-        if not self._options.create:
-            raise target.missing(self._advice)
         recipe = target.recipe(self.request, view.found.stream)
         if recipe.left_out:
             self._teller.say(f"note: made without {', '.join(recipe.left_out)} of the source")
-        return await target.create(client, recipe)
+        return await target.create(client, recipe, self._advice)
 
     async def _remember(
         self,
         around: Surroundings,
-        info: StreamInfo,
         receipt: Receipt,
         state: TargetState,
         former: Remembered | Unreadable | None,
     ) -> None:
         if former is not None:
             await self._forget(around, former)
-        keeper, _ = await around.keeper(receipt, info)
+        keeper, _ = await around.keeper(receipt)
         if await keeper.save(state, 0) is None:
             raise Unavailable(f"target {receipt.request.target}: another replay began at the same moment")
 

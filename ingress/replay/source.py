@@ -17,6 +17,7 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, cover
 from common.service.logs import get_logger
+from common.service.pasting import ways
 from common.service.threads import Threads
 from common.tasks import end
 from ingress.chains.recall import Recall
@@ -181,7 +182,9 @@ class ReplaySource:
 
         preparer = self._roster.preparer(turn.chain)
         preparer.relay = await self._relays.of(turn.chain)
-        problem = await self._decoder.read(stretch.segment, stretch.rows, preparer, emit)
+        problem = await self._decoder.read(
+            stretch.segment, stretch.rows, preparer, emit, avoided=frozenset(self._damaged)
+        )
         if problem is not None:
             raise Stopped(problem.message, hint=self._advice.refused(problem.code), code=problem.code)
 
@@ -243,7 +246,9 @@ class _Recall:
         try:
             return await self._recall.rows(intent, stored)
         except Stopped as error:
-            hint = f"put the segment back, and go on: {self._advice.same()}; or {self._advice.anew()}"
+            hint = ways(("put the segment back, and go on", self._advice.same()), self._advice.anew("or "))
+            if error.code != "E-INTENT":
+                hint = self._advice.refused(error.code)
             raise Stopped(error.message, hint=hint, code=error.code) from error
 
 

@@ -1,14 +1,15 @@
 """Looks into the archive: which chains and sequences a request means, which segments hold them, what is not
 there.
 
-Nothing is written. Of segments only footers are read; listings are taken anew where compaction removes what
-one named.
+Nothing is written. Of segments only footers are read, and the sequences of what came late; listings are
+taken anew where compaction removes what one named.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from common.chain import Chain
@@ -18,8 +19,9 @@ from common.segments.documents import ChainStore, StreamDocument
 from common.segments.faults import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
+from common.segments.unread import open_stretch
 from common.sequences import Stretch
-from common.service.pasting import command
+from common.service.pasting import command, ways
 from common.service.threads import Threads
 from ingress.replay.bounds import Held, Moments, check_meets
 from ingress.replay.plan import ChainPlan, ChainRange, Part, Plan, asked_range, stretches_of
@@ -27,6 +29,11 @@ from ingress.replay.request import Request
 from ingress.replay.timing import Timing
 
 LISTINGS = 3  # tries, each on a new listing
+
+
+def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
+    """The chains of the feed; where there is none, all that there are. Blocking."""
+    return documents.chains(request.site, request.feed) or documents.chains()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class Survey:
         """What `request` means now. Raises UsageError, what the store raises, DataError where damage
         lies behind damage, Unavailable where segments vanish time and again.
         """
-        chains = request.chains(await self._threads.run(self._documents.chains, request.site, request.feed))
+        chains = request.chains(await self._threads.run(known_chains, self._documents, request))
         stream = await self._threads.run(self._documents.read_stream, chains[-1])
         begin, end = request.moments(self._clock.now())
         notes = _first_notes(request, chains)
@@ -78,6 +85,9 @@ class Survey:
         """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
         refs = await self._threads.run(self._store.list, chain)
         begins, ends = await self._bounds(chain)
+        if ends is not None and request.is_behind(ends):
+            notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
+            ends = None
         covered = max((ref.coverage.last for ref in refs), default=0)
         held = Held(chain, asked_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
@@ -95,14 +105,12 @@ class Survey:
     async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
         """Where the chain begins, and where its incarnation ended (None: it has not)."""
         call = self._threads.run
-        document, floor, following = await asyncio.gather(
+        document, floor, end = await asyncio.gather(
             call(self._documents.read_chain, chain),
             call(self._documents.read_floor, chain),
-            call(self._documents.read_stream, chain.next_incarnation()),
+            call(self._documents.read_end, chain),
         )
-        begins = max(1 if document is None else document.first, floor or 1)
-        previous = None if following is None else following.previous
-        return begins, None if previous is None else previous.get(chain.partition, 0)
+        return max(1 if document is None else document.first, floor or 1), end
 
     # Which segments
 
@@ -115,21 +123,23 @@ class Survey:
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
             usable = [ref for ref in refs if ref.key not in lost.keys]
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
-            parts, now = await self._footers(stretches)
+            parts, now = await self._footers(stretches, usable)
             if not now.keys:
                 return ChainPlan(each, tuple(parts), tuple(holes), tuple(accepted))
             lost = lost.plus(now)
             notes += [f"damaged or gone, left out: {key}" for key in sorted(now.keys)]
         raise _vanishing(each.chain) if now.gone else _damaged(each.chain, lost.damaged)
 
-    async def _footers(self, stretches: list[Stretch[SegmentRef]]) -> tuple[list[Part], _Lost]:
-        """The stretches with their footers, and the keys of segments that cannot be read."""
+    async def _footers(
+        self, stretches: list[Stretch[SegmentRef]], refs: Sequence[SegmentRef]
+    ) -> tuple[list[Part], _Lost]:
+        """The stretches of `refs` with their footers, and the keys of segments that cannot be read."""
         parts: list[Part] = []
         gone, damaged = set[str](), set[str]()
 
         async def read(stretch: Stretch[SegmentRef]) -> Part | None:
             try:
-                return Part(stretch, await self._threads.run(self._store.footer, stretch.segment))
+                return await self._threads.run(_part, self._store, stretch, refs)
             except SegmentGone:
                 gone.add(stretch.segment.key)
             except SegmentCorrupt:
@@ -157,11 +167,26 @@ class _Lost:
         return _Lost(self.gone | other.gone, self.damaged | other.damaged)
 
 
+def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> Part:
+    """Blocking; reads rows only where others of `refs` may have what the segment did not read."""
+    footer = store.footer(stretch.segment)
+    unread = footer.unread and footer.unread.intersection(stretch.rows)
+    others = (ref for ref in refs if ref.key != stretch.segment.key)
+    if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
+        return Part(stretch, footer)
+    with open_stretch(store, stretch, refs=refs) as reader:
+        return Part(stretch, footer, reader.still_missing(stretch.rows))
+
+
 def _vanishing(chain: Chain) -> Unavailable:
     return Unavailable(
         f"chain {chain}: segments vanish while they are read, in {LISTINGS} listings",
-        hint="give the same command again when compaction is done; if it stays so, look at the store: "
-        + command("segments verify", f"{chain.site}/{chain.feed}"),
+        hint=ways(
+            (
+                "give the same command again when compaction is done; if it stays so, look at the store",
+                command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}")),
+            )
+        ),
         code="E-SEG-GONE",
     )
 
@@ -170,8 +195,12 @@ def _damaged(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
         f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",
-        hint="restore the objects; all that is damaged: "
-        + command("segments verify", f"{chain.site}/{chain.feed}"),
+        hint=ways(
+            (
+                "restore the objects; all that is damaged",
+                command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}")),
+            )
+        ),
         code="E-SEG-CORRUPT",
     )
 

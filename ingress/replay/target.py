@@ -13,6 +13,7 @@ from common.jetstream.requests import ApiError
 from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.segments.document_values import StreamDocument
 from common.service.logs import get_logger
+from common.service.pasting import ways
 from common.settings.units import format_size
 from ingress.checkpoints.commands import set_command
 from ingress.checkpoints.state import ROLE as INGRESS
@@ -48,6 +49,7 @@ KEPT = (
     "deny_delete",
     "deny_purge",
 )
+SUBJECTS_OVERLAP = 10065  # with those of another stream
 # Not settings of whoever made the stream.
 _OWN = ("name", "metadata", "first_seq", "allow_direct", "allow_atomic", "allow_batched", "mirror_direct")
 
@@ -65,7 +67,7 @@ def recipe(request: Request, document: StreamDocument | None) -> Recipe:
     if document is None:
         raise ConfigError(
             f"target {request.target}: expected stream.json of {request.site}/{request.feed}, found none",
-            hint=add_command(target_settings(request)),
+            hint=ways(("make it by hand", add_command(target_settings(request)))),
             code="E-TARGET-MISSING",
         )
     source = document.config
@@ -80,7 +82,7 @@ def recipe(request: Request, document: StreamDocument | None) -> Recipe:
     return Recipe(config, tuple(sorted(left_out)))
 
 
-async def create(client: FloeClient, recipe: Recipe) -> StreamInfo:
+async def create(client: FloeClient, recipe: Recipe, advice: Advice) -> StreamInfo:
     """Make the target. Raises ConfigError where the server refuses."""
     name = recipe.config["name"]
     try:
@@ -88,7 +90,7 @@ async def create(client: FloeClient, recipe: Recipe) -> StreamInfo:
     except ApiError as error:
         raise ConfigError(
             f"target {name}: cannot be created: {error.description}",
-            hint=f"create it by hand, and give the same command without --create: nats stream add {name}",
+            hint=advice.not_created(is_taken=error.err_code == SUBJECTS_OVERLAP),
             code="E-TARGET",
         ) from error
     log.info("target created", action="target_created", target=name)
@@ -108,8 +110,10 @@ def missing(advice: Advice) -> FloeError:
     request = advice.request
     return ConfigError(
         f"target {request.target}: expected a stream, found none",
-        hint=f"make it by hand: {add_command(target_settings(request))}; or as stream.json has it: "
-        + advice.same("--create"),
+        hint=ways(
+            ("make it by hand", add_command(target_settings(request))),
+            ("or as stream.json has it", advice.same("--create")),
+        ),
         code="E-TARGET-MISSING",
     )
 
@@ -119,8 +123,10 @@ def not_empty(advice: Advice, info: StreamInfo) -> FloeError:
     return Stopped(
         f"target {advice.request.target}: expected an empty stream, found {info.messages} messages up to "
         f"sequence {info.last_sequence}",
-        hint=f"empty it ({advice.empty}) and give the same command; or put the messages behind those: "
-        + advice.same("--append"),
+        hint=ways(
+            ("empty it, and give the same command again", advice.empty),
+            ("or put the messages behind those", advice.same("--append")),
+        ),
         code="E-TARGET-NOT-EMPTY",
     )
 
@@ -147,8 +153,12 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
     if entry is not None:
         raise Stopped(
             f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
-            hint="replay into another stream; or empty it and have ingress fill it again: "
-            + set_command(target, "--forget"),
+            hint=ways(
+                (
+                    "replay into another stream; or empty it and have ingress fill it again",
+                    set_command(target, "--forget"),
+                )
+            ),
             code="E-REPLAY-INGRESS",
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, repeat
 from typing import Any
 
+from common.chain import Chain
 from ingress.checkpoints.intent import Piece, merged
 
 # One message as the publisher needs it: subject, everything of its header block behind the version line, and
@@ -27,7 +28,7 @@ class Material:
     sequence. `tails`: for rows with a header block of their own, everything behind the version line;
     None where no row has one. `payloads`: a binary array. `ends`: for each row, the bytes of payloads
     and header blocks up to and including it. `end`: what closes the header block of rows without one of
-    their own.
+    their own. `most`: bytes of the largest row.
     """
 
     sequences: list[int]
@@ -38,6 +39,7 @@ class Material:
     payloads: Any
     ends: list[int]
     end: bytes = b"\r\n\r\n"
+    most: int = 0
 
     @property
     def size(self) -> int:
@@ -96,6 +98,23 @@ class Rows:
     def size(self) -> int:
         """Bytes in memory."""
         return sum(block.size for block in self.blocks)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest message in memory."""
+        return max((block.material.most for block in self.blocks if block.material), default=0)
+
+    def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
+        """Chain, sequence and bytes of the first message from index `start` on that is larger; None if none
+        is.
+        """
+        for block, begin in zip(self.blocks, self._starts, strict=True):
+            if block.material is None or block.material.most <= limit:
+                continue
+            for row, (before, end) in enumerate(pairwise([0, *block.material.ends])):
+                if end - before > limit and begin + row >= start:
+                    return block.piece.chain, block.material.sequences[row], end - before
+        return None
 
     def pieces(self) -> list[Piece]:
         """What the intent over these rows says."""

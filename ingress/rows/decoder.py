@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
@@ -14,9 +16,10 @@ from common.errors import Stopped
 from common.segments.layout import SegmentName
 from common.segments.reader import SegmentReader
 from common.segments.schema import raw_size
-from common.segments.segment import SegmentRef
+from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange
+from common.segments.unread import NOTHING, Part, StretchReader, open_stretch
+from common.sequences import SequenceRange, Stretch, holes
 from common.service.threads import Threads
 from ingress.checkpoints.intent import Piece
 from ingress.rows.blocks import Block
@@ -42,8 +45,51 @@ class Parking(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FromHole:
+    """Where a hole was filled and something was missing by then that was archived once, perhaps.
+
+    `rows`: what `segment` does not have all of; `missing`: how many of them no segment has. `known`: keys of
+    the segments that were looked into.
+    """
+
+    segment: SegmentRef
+    rows: SequenceRange
+    missing: int
+    known: frozenset[str]
+
+
+class FromHoleError(Exception):
+    """Rows were handed out up to where `found` begins, and no further."""
+
+    def __init__(self, found: FromHole) -> None:
+        super().__init__(str(found.rows))
+        self.found = found
+
+
+def standing_in(
+    store: SegmentStore,
+    stretch: Stretch[SegmentRef],
+    avoided: AbstractSet[str],
+    passed: Sequence[SequenceRange],
+) -> FromHole | None:
+    """Where ingress stands in the stretch because a hole was filled in part; None where it does not.
+
+    The fields as in `Decoder.read`. Reads the footer, and more only where that says that something is gone.
+    Blocking; raises as `open_stretch`, and E-FORK.
+    """
+    if not store.footer(stretch.segment).ledger.counts.get(Reason.GONE_FROM_HOLE):
+        return None
+    opening = _Opening(store, stretch, False, avoided, passed)
+    with open_stretch(store, stretch, avoided=avoided) as reader:
+        return opening.stands(reader)
+
+
 class Decoder:
     """Opens segments and hands out their rows, ready to be published, as blocks.
+
+    A block names the segment that its rows are of: what a segment did not read others may have, and an open
+    intent is finished from the segments that it names, whatever has come since.
 
     `parking`: where the messages go that a block leaves out, before the block is handed out.
     """
@@ -54,9 +100,22 @@ class Decoder:
         self._store, self._threads, self._budget, self._parking = store, threads, budget, parking
 
     async def read(
-        self, ref: SegmentRef, rows: SequenceRange, preparer: Preparer, emit: Emit, *, wait: bool = True
+        self,
+        ref: SegmentRef,
+        rows: SequenceRange,
+        preparer: Preparer,
+        emit: Emit,
+        *,
+        wait: bool = True,
+        alone: bool = False,
+        avoided: AbstractSet[str] = NOTHING,
+        passed: Sequence[SequenceRange] | None = None,
     ) -> Stopped | None:
         """Hand the rows `rows` of `ref` to `emit`, in blocks that together account for all of them.
+
+        With what others have of what it did not read, but for those whose keys are `avoided`; `alone`: its
+        own rows only. `passed`: what is given up of filled holes (None: all): FromHoleError is raised where
+        something else of them is missing.
 
         The bytes of a block are taken from the budget before it is decoded (with `wait` false:
         whatever is left) and belong to whoever got it. Returns the problem of the first row that
@@ -64,16 +123,27 @@ class Decoder:
         before are good), SegmentGone, what the store raises, and what `emit` raises.
         """
         begin = rows.first
-        async with self._open(ref, rows, preparer) as source:
-            while (prepared := await self._next(source, wait)) is not None:
+        opening = _Opening(self._store, Stretch(ref, rows), alone, avoided, passed)
+        async with self._open(opening, preparer) as source:
+            while (chunk := await self._next(source, wait)) is not None:
+                part, prepared = chunk
                 if _has_rows(prepared):
-                    begin = self._hand_out(_block(ref.segment, begin, prepared), emit)
+                    begin = self._account(ref, begin, part.since - 1, emit)
+                    begin = self._hand_out(_block(part.segment.segment, begin, prepared), emit)
                 if prepared.problem is not None:
                     return prepared.problem
-        if begin <= rows.last:
-            self._budget.force(CHUNK_BYTES)
-            self._hand_out(Block(Piece(ref.segment, SequenceRange(begin, rows.last), 0)), emit)
+        stands = source.stands
+        self._account(ref, begin, rows.last if stands is None else stands.rows.first - 1, emit)
+        if stands is not None:
+            raise FromHoleError(stands)
         return None
+
+    def _account(self, ref: SegmentRef, begin: int, last: int, emit: Emit) -> int:
+        """Hand out a block without rows from `begin` to `last`, if that is anything; the sequence behind."""
+        if begin > last:
+            return begin
+        self._budget.force(CHUNK_BYTES)
+        return self._hand_out(Block(Piece(ref.segment, SequenceRange(begin, last), 0)), emit)
 
     def _hand_out(self, block: Block, emit: Emit) -> int:
         """The sequence behind the block, once its bytes belong to whoever took it."""
@@ -85,23 +155,23 @@ class Decoder:
             raise
         return block.piece.rows.last + 1
 
-    async def _next(self, source: _Source, wait: bool) -> Prepared | None:
+    async def _next(self, source: _Source, wait: bool) -> tuple[Part, Prepared] | None:
         """The next rows, for which CHUNK_BYTES of the budget are then taken; None behind the last."""
         if wait:
             await self._budget.take(CHUNK_BYTES)
         else:
             self._budget.force(CHUNK_BYTES)
-        prepared = None
+        chunk = None
         try:
-            prepared = await self._threads.run(source.next)
+            chunk = await self._threads.run(source.next)
         finally:
-            if prepared is None or not _has_rows(prepared):
+            if chunk is None or not _has_rows(chunk[1]):
                 self._budget.give(CHUNK_BYTES)
-        return prepared
+        return chunk
 
     @asynccontextmanager
-    async def _open(self, ref: SegmentRef, rows: SequenceRange, preparer: Preparer) -> AsyncIterator[_Source]:
-        source = _Source(self._store, ref, rows, preparer, self._parking)
+    async def _open(self, opening: _Opening, preparer: Preparer) -> AsyncIterator[_Source]:
+        source = _Source(opening, preparer, self._parking)
         try:
             yield source
         finally:
@@ -122,40 +192,78 @@ def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     return Block(piece, material, material.size) if material else Block(piece)
 
 
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """What is to be opened, and how; the fields as in `Decoder.read`."""
+
+    store: SegmentStore
+    stretch: Stretch[SegmentRef]
+    alone: bool
+    avoided: AbstractSet[str]
+    passed: Sequence[SequenceRange] | None
+
+    def open(self) -> SegmentReader | StretchReader:
+        """Blocking. Raises as `open_stretch`."""
+        if self.alone:
+            return self.store.open(self.stretch.segment, rows=self.stretch.rows)
+        return open_stretch(self.store, self.stretch, avoided=self.avoided)
+
+    def stands(self, reader: StretchReader) -> FromHole | None:
+        """Where rows of a filled hole are missing that nobody has given up; None where none are."""
+        counts = reader.footer.ledger.counts
+        if self.passed is None or reader.unread is None or not counts.get(Reason.GONE_FROM_HOLE):
+            return None
+        for left in holes(self.passed, reader.unread):
+            if missing := reader.still_missing(left):
+                ref = self.stretch.segment
+                known = {ref.key, *self.avoided, *(other.key for other in reader.others)}
+                return FromHole(ref, left, missing, frozenset(known))
+        return None
+
+    def parts(self, reader: SegmentReader | StretchReader, stands: FromHole | None) -> Iterator[Part]:
+        """The rows up to where it stands."""
+        segment, rows = self.stretch.segment, self.stretch.rows
+        if isinstance(reader, SegmentReader):
+            return (Part(segment, rows.first, batch) for batch in reader.batches(rows))
+        if stands is None:
+            return reader.parts()
+        if stands.rows.first == rows.first:
+            return iter(())
+        return reader.parts(SequenceRange(rows.first, stands.rows.first - 1))
+
+
 class _Source:
-    """One open segment, used by one thread at a time and closed when none uses it."""
+    """One open stretch, used by one thread at a time and closed when none uses it.
 
-    def __init__(
-        self,
-        store: SegmentStore,
-        ref: SegmentRef,
-        rows: SequenceRange,
-        preparer: Preparer,
-        parking: Parking | None,
-    ) -> None:
-        self._store, self._ref, self._rows, self._preparer = store, ref, rows, preparer
-        self._parking = parking
+    `stands`: where its rows end before the stretch does, as far as they are read.
+    """
+
+    def __init__(self, opening: _Opening, preparer: Preparer, parking: Parking | None) -> None:
+        self._opening, self._preparer, self._parking = opening, preparer, parking
         self._lock = threading.Lock()
-        self._reader: SegmentReader | None = None
-        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._reader: SegmentReader | StretchReader | None = None
+        self._parts: Iterator[Part] = iter(())
         self._closed = False
+        self.stands: FromHole | None = None
 
-    def next(self) -> Prepared | None:
-        """The next rows; None behind the last."""
+    def next(self) -> tuple[Part, Prepared] | None:
+        """The next rows, and what they are ready as; None behind the last."""
         with self._lock:
             if self._closed:
                 return None
             if self._reader is None:
-                self._reader = self._store.open(self._ref, rows=self._rows)
-                self._batches = _chunked(self._reader.batches(self._rows))
-            batch = next(self._batches, None)
-            return None if batch is None else self._prepared(batch)
+                self._reader = self._opening.open()
+                if isinstance(self._reader, StretchReader):
+                    self.stands = self._opening.stands(self._reader)
+                self._parts = _chunked(self._opening.parts(self._reader, self.stands))
+            part = next(self._parts, None)
+            return None if part is None else (part, self._prepared(part))
 
-    def _prepared(self, batch: pa.RecordBatch) -> Prepared:
-        prepared = self._preparer.prepare(batch)
+    def _prepared(self, part: Part) -> Prepared:
+        prepared = self._preparer.prepare(part.batch)
         for oversize in prepared.oversize:
             assert self._parking is not None, "only who parks has messages to park"
-            self._parking.park(self._ref.chain, oversize)
+            self._parking.park(part.segment.chain, oversize)
         return prepared
 
     def close(self) -> None:
@@ -166,9 +274,10 @@ class _Source:
                 self._reader.close()
 
 
-def _chunked(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        yield from _halved(batch)
+def _chunked(parts: Iterator[Part]) -> Iterator[Part]:
+    for part in parts:
+        for batch in _halved(part.batch):
+            yield Part(part.segment, part.since, batch)
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

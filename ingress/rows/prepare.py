@@ -55,7 +55,8 @@ class Shape:
 
     `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of
     headers of the source that act again at the target. `parks`: a message that is too large is put aside
-    instead of stopping its chain. `target`: the stream's name, for what an operator is told.
+    instead of stopping its chain. `target`: the stream's name, for what an operator is told. `max_payload`:
+    of the server by which `max_message` was found.
     """
 
     accepting: Accepting
@@ -63,6 +64,7 @@ class Shape:
     control_headers: frozenset[bytes] = frozenset()
     parks: bool = False
     target: str = "TARGET"
+    max_payload: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ class Preparer:
             rows.payloads[:stop],
             list(accumulate(sizes[:stop])),
             b"\r\n%b\r\n" % self._extra,
+            max(sizes[:stop]),
         )
 
     def _stopped(self, refusal: Refusal, sequence: int) -> RowRefused:

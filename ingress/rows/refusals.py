@@ -12,7 +12,9 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.segments.rows import messages
 from common.segments.segment import Message
+from common.service.pasting import ways
 from ingress.chains.advice import resume, set_position
+from ingress.checkpoints.commands import set_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,20 @@ def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
     """What an operator does about a row that the target would refuse."""
     again, skip = resume(target, chain), set_position(target, chain, sequence + 1)
     if code == "E-SUBJECT":
-        mend = f"let the target take the subject ({again}), change the subject rules of this source"
+        mend, other = "let the target take the subject", "change the subject rules of this source"
     else:
-        mend = f"raise max_payload or the target's max_msg_size ({again}), set on_oversize: park"
-    return f"{mend}, or skip it: {skip}"
+        mend, other = "raise max_payload or the target's max_msg_size", "set `on_oversize: park`"
+    looked = f"{mend}, then have it looked at at once"
+    return ways((looked, again), (f"or {other}, and start ingress again; or skip it", skip))
+
+
+def oversize_hint(target: str) -> str:
+    """What is done about a row of the open intent that is too large: the intent is finished as it stands."""
+    return ways(
+        "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
+        "it goes on by itself",
+        (
+            "or drop the rest of the intent, so that the chain stops or parks instead",
+            set_command(target, "--accept --yes"),
+        ),
+    )

@@ -4,7 +4,9 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from common.clock import Clock
@@ -14,7 +16,18 @@ from ingress.checkpoints.state import StateMoved, Stored
 from ingress.ports import Looker, StateKeeper, Tenure
 from ingress.rows.blocks import Rows
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.verdict import Finding, Reading, Settled, Verdict, contradiction, judge
+from ingress.verdicts.verdict import (
+    Doubt,
+    Finding,
+    Reading,
+    Sending,
+    Sent,
+    Settled,
+    Verdict,
+    contradiction,
+    judge,
+    newest,
+)
 
 log = get_logger("ingress.verdicts.settler")
 
@@ -22,6 +35,8 @@ T = TypeVar("T")
 
 LOOKS = 3  # equal answers before a verdict that stops
 LOOK_SPACING = 10.0  # seconds between them
+MOST_READ = 1000  # messages that are read to find one of an intent that is doubted
+AT_ONCE = 50
 PATIENCE = 30.0  # seconds without an answer of the target before everything is begun again
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between two questions
 
@@ -39,10 +54,12 @@ class Settler:
         lease: Tenure,
         clock: Clock,
         look_spacing: float = LOOK_SPACING,
+        sending: Sending | None = None,
     ) -> None:
         self.target, self._choices = choices.target, choices
         self._keeper, self._looker, self._lease = keeper, looker, lease
         self._clock, self._look_spacing = clock, look_spacing
+        self.sending = sending or Sending()
         self._proved = (0, 0)  # a revision, and the target sequence up to which its intent's pieces are ours
 
     async def settle(self, known: Stored, rows: Rows | None) -> Settled:
@@ -95,7 +112,7 @@ class Settler:
 
     def _verdict(self, known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
         """What the last sequence and the last message say."""
-        return _judge(known, reading, rows)
+        return _judge(known, reading, rows, self.sending.of(known.revision))
 
     async def _proved_verdict(self, known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
         """The verdict, and where rows are stored, what the ends of the pieces before the last one say."""
@@ -104,7 +121,8 @@ class Settler:
         if verdict.finding is not Finding.STORED or intent is None:
             return verdict
         if self._proved[0] != known.revision:
-            self._proved = (known.revision, intent.base)
+            # What an operator accepted as it is need not be ours.
+            self._proved = (known.revision, max(intent.base, _begins(known)))
         places = [at for at in intent.ends(verdict.stored) if at > self._proved[1]]
         found = await self._patiently(lambda: self._looker.origins(places)) if places else {}
         against = contradiction(intent, found)
@@ -127,7 +145,10 @@ class Settler:
     async def _confirm(
         self, known: Stored, reading: Reading | None, verdict: Verdict, rows: Rows | None
     ) -> None:
-        """Look again, on fresh connections; returns if the answer changes, else raises what it means."""
+        """Look again, on fresh connections; returns if the answer changes, else raises what it means.
+
+        Where somebody else stores messages: the same answer three times, or one that still moves.
+        """
         finding, seen = verdict.finding, [reading]
         log.warning(
             "verdict to be confirmed",
@@ -136,7 +157,7 @@ class Settler:
             finding=finding.name,
             detail=verdict.detail,
         )
-        for _ in range(LOOKS - 1):
+        while not _is_answer(finding, seen):
             await self._clock.sleep(self._look_spacing)
             self.check_lease()
             seen.append(await self._looker.read_fresh())
@@ -144,10 +165,42 @@ class Settler:
             verdict = await self._proved_verdict(known, seen[-1], rows)
             if verdict.finding is not finding:
                 return
-        raise self._error(verdict, seen)
+        raise await self._error(known, verdict, [each for each in seen if each is not None])
 
-    def _error(self, verdict: Verdict, seen: list[Reading | None]) -> FloeError:
-        return self._choices.error(verdict, [each for each in seen if each is not None])
+    async def _error(self, known: Stored, verdict: Verdict, seen: list[Reading]) -> FloeError:
+        """What the verdict means for an operator, with what can be read of the messages that it is about."""
+        if verdict.doubt is not None and verdict.doubt.certain < verdict.doubt.counted:
+            verdict = replace(verdict, doubt=await self._less_doubt(known, verdict.doubt))
+        described = ""
+        if verdict.at and seen:
+            for at in dict.fromkeys((verdict.at, seen[-1].last_sequence)):
+                described = described or await self._described(at)
+        return self._choices.error(verdict, seen, described)
+
+    async def _described(self, at: int) -> str:
+        return await self._patiently(lambda: self._looker.described(at))
+
+    async def _less_doubt(self, known: Stored, doubt: Doubt) -> Doubt:
+        """What of the rows that count as stored can be read, from the last one back, at most `MOST_READ`."""
+        intent = None if known.state is None else known.state.intent
+        assert intent is not None, "only rows of an open intent are doubted"
+        above = intent.base + max(doubt.certain, doubt.counted - MOST_READ)
+        places = range(intent.base + doubt.counted, above, -1)
+        for start in range(0, len(places), AT_ONCE):
+            stretch = places[start : start + AT_ONCE]
+            found = await self._patiently(partial(self._looker.origins, stretch))
+            if certain := newest(intent, found):
+                return replace(doubt, certain=certain)
+        return doubt
+
+
+def _is_answer(finding: Finding, seen: Sequence[Reading | None]) -> bool:
+    """Whether enough was seen for a verdict that stops; `seen`: the looks with this finding, oldest first."""
+    if len(seen) < LOOKS:
+        return False
+    ends = [each.last_sequence for each in seen[-LOOKS:] if each is not None]
+    still = len(set(ends)) <= 1 or finding not in (Finding.AHEAD, Finding.FOREIGN, Finding.UNREAD)
+    return still or ends[-1] > ends[-2]
 
 
 def _base(known: Stored) -> int:
@@ -155,11 +208,16 @@ def _base(known: Stored) -> int:
     return known.state.checkpoint.target_sequence
 
 
-def _judge(known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
+def _begins(known: Stored) -> int:
+    assert known.state is not None, "only what exists is settled"
+    return known.state.checkpoint.begins
+
+
+def _judge(known: Stored, reading: Reading | None, rows: Rows | None, sent: Sent | None) -> Verdict:
     state = known.state
     assert state is not None, "only what exists is settled"
     expected = None
     if reading is not None and rows is not None and state.intent is not None:
         last = reading.last_sequence - state.intent.base - 1
         expected = rows.sequence(last) if 0 <= last < rows.count else None
-    return judge(state, reading, expected)
+    return judge(state, reading, expected, sent)

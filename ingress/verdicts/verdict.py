@@ -8,7 +8,7 @@ provenance must agree.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from common.chain import Chain
@@ -32,11 +32,59 @@ class Unread(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look at the target: its last sequence, when it was created, and what its last message says."""
+    """One look at the target: its last sequence, when it was created, and what its last message says.
+
+    `forgets`: the stream may let go of its last message by itself, so that it proves nothing that it is gone.
+    """
 
     last_sequence: int
     created: str
     tail: Origin | Unread
+    forgets: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What this process knows of the rows of an open intent: the first `acknowledged` are stored for certain;
+    those behind the first `handed` were never given to the connection (None: another process may have sent
+    them).
+    """
+
+    acknowledged: int
+    handed: int | None = None
+
+
+@dataclass(slots=True)
+class Sending:
+    """Remembers what was sent of the intent that was stored at `revision`, for as long as one lease lasts:
+    another process may send whatever it likes of an intent that it takes over.
+    """
+
+    revision: int = 0
+    _sent: Sent = Sent(0)
+
+    def opens(self, revision: int) -> None:
+        """This process opened the intent, and nothing of it was sent."""
+        self.revision, self._sent = revision, Sent(0, 0)
+
+    def settled(self, revision: int, stored: int) -> None:
+        """So many rows of the intent are known to be stored, whoever opened it."""
+        before = self.of(revision) or Sent(0)
+        self.revision, self._sent = revision, replace(before, acknowledged=max(before.acknowledged, stored))
+
+    def begins(self) -> Sent:
+        """Rows are about to be sent: until `ends` says more, any of them may be on its way."""
+        before, self._sent = self._sent, replace(self._sent, handed=None)
+        return before
+
+    def ends(self, before: Sent, stored: int, handed: int) -> None:
+        """`stored` rows are acknowledged; those from `handed` on were not given to the connection."""
+        most = None if before.handed is None else max(before.handed, stored, handed)
+        self._sent = Sent(max(before.acknowledged, stored), most)
+
+    def of(self, revision: int) -> Sent | None:
+        """What is known of the intent stored at that revision; None: nothing."""
+        return self._sent if revision == self.revision else None
 
 
 class Finding(Enum):
@@ -45,6 +93,7 @@ class Finding(Enum):
     STORED = "the arithmetic holds"
     AHEAD = "the target is further than this state explains"
     FOREIGN = "the last message is not the one that stands there by the intent"
+    UNREAD = "rows count as stored that nobody can read, and that the stream does not let go of by itself"
     MIXED = "messages of others may stand among those of the open intent"
     BEHIND = "the target ends before the checkpoint"
     RECREATED = "another stream of the same name"
@@ -56,11 +105,26 @@ NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED."""
+    """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED. `at`: where
+    the message stands that speaks against going on; 0: none does. `doubt`: how far the counting is trusted.
+    """
 
     finding: Finding
     stored: int = 0
     detail: str = ""
+    at: int = field(default=0, compare=False)
+    doubt: Doubt | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Of the `count` rows of the open intent the first `certain` are stored; `counted` are by the last
+    sequence, which something else may have moved.
+    """
+
+    certain: int
+    counted: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +137,13 @@ class Settled:
     stored: int
 
 
-def judge(state: TargetState, reading: Reading | None, expected: int | None = None) -> Verdict:
+def judge(
+    state: TargetState, reading: Reading | None, expected: int | None = None, sent: Sent | None = None
+) -> Verdict:
     """How much of the open intent (if any) is stored, or what speaks against going on.
 
     `reading`: None where there is no such stream. `expected`: the exact sequence of the chain's
-    message that must stand last, where the caller knows it.
+    message that must stand last, where the caller knows it. `sent`: what the caller knows of its rows.
     """
     if reading is None:
         return Verdict(Finding.GONE, detail="expected the stream, found none")
@@ -96,11 +162,52 @@ def judge(state: TargetState, reading: Reading | None, expected: int | None = No
     if not counts(state):
         return Verdict(Finding.MIXED, detail=NOT_COUNTED)
     if reading.last_sequence > state.expected_sequence:
-        detail = f"last sequence: expected at most {state.expected_sequence}, found {reading.last_sequence}"
-        return Verdict(Finding.AHEAD, detail=detail)
+        return _ahead(state, reading, state.expected_sequence, sent)
     if not agrees:
-        return Verdict(Finding.FOREIGN, detail=_disagreement(state, reading, expected))
-    return Verdict(Finding.STORED, reading.last_sequence - checkpoint.target_sequence)
+        detail = _disagreement(state, reading, expected)
+        return Verdict(Finding.FOREIGN, detail=detail, at=reading.last_sequence)
+    stored = reading.last_sequence - checkpoint.target_sequence
+    return _unread(state, reading, stored, sent or Sent(0)) or Verdict(Finding.STORED, stored)
+
+
+def _ahead(state: TargetState, reading: Reading, most: int, sent: Sent | None) -> Verdict:
+    """The target ends behind `most`, the last sequence that our own doing explains."""
+    last, intent, doubt = reading.last_sequence, state.intent, None
+    if intent is not None and reading.tail is Unread.GONE:
+        certain = sent.acknowledged if sent else 0
+        doubt = Doubt(certain, min(intent.count, last - intent.base), intent.count)
+    detail = f"last sequence: expected at most {most}, found {last}"
+    return Verdict(Finding.AHEAD, detail=detail, at=most + 1, doubt=doubt)
+
+
+def _unread(state: TargetState, reading: Reading, stored: int, sent: Sent) -> Verdict | None:
+    """What speaks against counting a last row that cannot be read; None: nothing does.
+
+    A purge up to a sequence beyond the end moves the last sequence without anything having been stored. What
+    this process never sent was stored by nobody; for what it may have sent, the stream must be one that lets
+    go of its last message. A row that can be read proves itself, whoever sent it.
+    """
+    intent, last = state.intent, reading.last_sequence
+    if intent is None or reading.tail is not Unread.GONE or last <= state.checkpoint.begins:
+        return None
+    if sent.handed is not None and stored > sent.handed:
+        return _ahead(state, reading, intent.base + sent.handed, sent)
+    if stored <= sent.acknowledged or reading.forgets:
+        return None
+    found = f"message {last}, row {stored} of the {intent.count} of the open intent, is gone"
+    doubt = Doubt(sent.acknowledged, stored, intent.count)
+    return Verdict(Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt)
+
+
+def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
+    """How many rows of the intent are stored at least, by what was `read` of the target, by its sequences."""
+    for at in sorted(read, reverse=True):
+        origin, index = read[at], at - intent.base - 1
+        if isinstance(origin, Origin) and 0 <= index < intent.count:
+            piece = intent.piece_at(index)[1]
+            if origin.chain == piece.chain and origin.sequence in piece.rows:
+                return index + 1
+    return 0
 
 
 def counts(state: TargetState) -> bool:
@@ -121,10 +228,10 @@ def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Verdic
         origin = read.get(at, Unread.GONE)
         expected = f"expected {piece.chain} {piece.rows}"
         if origin is Unread.FOREIGN:
-            return Verdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}")
+            return Verdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}", at=at)
         if isinstance(origin, Origin) and (origin.chain != piece.chain or origin.sequence not in piece.rows):
             found = f"message {at} is {origin.chain} {origin.sequence}"
-            return Verdict(Finding.FOREIGN, detail=f"{found}, {expected}")
+            return Verdict(Finding.FOREIGN, detail=f"{found}, {expected}", at=at)
     return None
 
 

@@ -9,10 +9,10 @@ import pytest
 from tests.scenarios.delivery import delivered
 from tests.support import seeded
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.servers
 
 
 async def test_six_chains_are_exact_in_spite_of_faults_of_servers_instances_and_lines(s3: Any) -> None:
-    found = await delivered(s3, seeded(), 30, "auto")
+    found = await delivered(s3, seeded(), 12, "auto")
     print(found)
     assert found["messages"] > 1000

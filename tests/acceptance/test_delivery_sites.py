@@ -1,4 +1,4 @@
-"""Many sites, a hostile one, and two instances of which one dies, short; `make soak` runs them longer."""
+"""A hostile site, and two instances of which one dies, short; `make soak` runs them longer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,16 @@ from typing import Any
 import pytest
 
 from tests.scenarios.foreign_site import foreign_site
-from tests.scenarios.many_sites import many_sites
 from tests.scenarios.takeover import take_overs
 from tests.support import seeded
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.servers
 
 
 async def test_what_a_site_writes_under_another_name_is_refused_and_the_others_go_on(s3: Any) -> None:
-    found = await foreign_site(s3, seeded(), 30)
+    found = await foreign_site(s3, seeded(), 12)
     print(found)
     assert found["hostile segments reported"] >= 14
-
-
-async def test_sixty_chains_keep_up_with_twenty_segments_a_second(s3: Any) -> None:
-    found = await many_sites(s3, seeded(), segments=900, seconds=30)
-    print(found)
-    assert found["segments"] > 1400
 
 
 async def test_another_instance_carries_within_lease_times_after_a_kill_and_a_pause(s3: Any) -> None:

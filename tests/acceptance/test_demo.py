@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import eventually
+from infra.local.tether import spawn
+from tests.support import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.servers
 
 
 def start_demo(*options: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return spawn(
         [sys.executable, "-m", "floe", "demo", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,7 +51,7 @@ def processes_below(folder: Path) -> list[str]:
 
 @pytest.mark.spark
 def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    demo = start_demo("--seconds", "12", "--rate", "150", "--json", env={"TMPDIR": str(tmp_path)})
+    demo = start_demo("--seconds", "8", "--rate", "150", "--json", env={"TMPDIR": str(tmp_path)})
 
     out, err = demo.communicate(timeout=240)
 
@@ -77,7 +78,7 @@ def test_an_interrupted_demo_leaves_no_process_and_no_folder(
     assert eventually(lambda: len(processes_below(tmp_path)) > 3)
 
     demo.send_signal(number)
-    _, err = demo.communicate(timeout=60)
+    _, err = demo.communicate(timeout=PATIENCE)
 
     assert demo.returncode == code, err
     assert "Traceback" not in err
@@ -91,7 +92,7 @@ def test_without_java_it_stops_at_once_with_the_line_that_installs_it() -> None:
         Path(folder, program).symlink_to(f"/usr/bin/{program}")
 
     demo = start_demo(env={"PATH": folder, "JAVA_HOME": ""})
-    out, err = demo.communicate(timeout=30)
+    out, err = demo.communicate(timeout=PATIENCE)
 
     assert demo.returncode == 78
     assert "E-JAVA" in err

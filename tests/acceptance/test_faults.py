@@ -1,4 +1,4 @@
-"""The fault runs of `make soak`, short. A failure prints the seed; FLOE_SEED repeats it."""
+"""Some fault runs of `make soak`, short. A failure prints the seed; FLOE_SEED repeats it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import pytest
 
 from tests.scenarios.bucket import compacted, shuffled
 from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
-from tests.scenarios.histories import recreated_unput, recreated_while_down, recreated_while_running
 from tests.support import seeded
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.servers
 
 
 def exact(outcome: Outcome) -> None:
@@ -19,33 +18,21 @@ def exact(outcome: Outcome) -> None:
     assert outcome.messages > 0
 
 
-async def test_the_target_is_exact_after_ten_rounds_of_random_kills(s3: Any) -> None:
-    exact(await kill_rounds(s3, seeded(), rounds=10))
+async def test_the_target_is_exact_after_rounds_of_random_kills(s3: Any) -> None:
+    exact(await kill_rounds(s3, seeded(), rounds=4))
 
 
 async def test_two_egress_and_two_ingress_at_once_give_the_same_result(s3: Any) -> None:
-    exact(await twins(s3, seeded(), seconds=15))
+    exact(await twins(s3, seeded(), seconds=8))
 
 
 async def test_a_standby_takes_over_and_the_result_is_the_same(s3: Any) -> None:
-    exact(await standby(s3, seeded(), seconds=15))
-
-
-async def test_a_stream_recreated_while_egress_is_down_is_carried_as_a_new_incarnation(s3: Any) -> None:
-    exact(await recreated_while_down(s3, seeded()))
-
-
-async def test_a_stream_recreated_while_egress_runs_is_carried_as_a_new_incarnation(s3: Any) -> None:
-    exact(await recreated_while_running(s3, seeded()))
-
-
-async def test_messages_held_when_the_stream_was_deleted_belong_to_the_old_incarnation(s3: Any) -> None:
-    exact(await recreated_unput(s3, seeded()))
+    exact(await standby(s3, seeded(), seconds=8))
 
 
 async def test_the_cover_gives_the_same_rows_while_compaction_merges_and_deletes(s3: Any) -> None:
-    exact(await compacted(s3, seeded(), seconds=15))
+    exact(await compacted(s3, seeded(), seconds=8))
 
 
 async def test_segments_that_arrive_late_and_shuffled_give_the_same_result(s3: Any) -> None:
-    exact(await shuffled(s3, seeded(), seconds=10))
+    exact(await shuffled(s3, seeded(), seconds=8))

@@ -9,10 +9,10 @@ import pytest
 from tests.scenarios.retention import retention
 from tests.support import seeded
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.servers
 
 
 async def test_every_message_is_archived_once_and_acknowledged(s3: Any) -> None:
-    outcome = await retention(s3, seeded(), seconds=12)
+    outcome = await retention(s3, seeded(), seconds=8)
     assert outcome.verdict.ok, outcome.verdict.report()
     assert outcome.messages > 500

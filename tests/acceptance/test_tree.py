@@ -25,9 +25,9 @@ from ingress.controller import Controller
 from tests.egress_bench import QUICK
 from tests.ingress_world import client_of, count_in
 from tests.scenarios.processes import Service
-from tests.support import seeded, soon
+from tests.support import PATIENCE, seeded, soon
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.servers
 
 DOCS = Path(__file__).parents[2] / "docs" / "ingress.md"
 REGIONS = {"eu": ["lyon", "turin"], "us": ["austin", "boston"]}
@@ -112,7 +112,7 @@ async def egress(config: Path) -> AsyncIterator[None]:
         yield
     finally:
         stop.set()
-        await asyncio.wait_for(task, 40)
+        await asyncio.wait_for(task, PATIENCE)
 
 
 @asynccontextmanager
@@ -125,7 +125,7 @@ async def ingress(config: Path) -> AsyncIterator[None]:
         yield
     finally:
         stop.set()
-        await asyncio.wait_for(task, 40)
+        await asyncio.wait_for(task, PATIENCE)
 
 
 async def published(client: FloeClient, city: str, wave: int) -> None:
@@ -168,7 +168,7 @@ async def test_each_message_of_each_city_reaches_the_centre_once_and_in_order(tr
             below = tree.below("lyon")
             await stack.enter_async_context(ingress(below))
             for stream, where in (("FLEET", "centre"), ("BACK", "lyon")):
-                await soon(lambda: stream_info(clients[where], stream), seconds=30)  # noqa: B023
+                await soon(lambda: stream_info(clients[where], stream))  # noqa: B023
             for config in (below, tree.centre(), *(tree.city(city) for city in CITIES if city != "lyon")):
                 await stack.enter_async_context(egress(config))
 
@@ -182,11 +182,11 @@ async def test_each_message_of_each_city_reaches_the_centre_once_and_in_order(tr
                     victim.start()
 
             count = len(CITIES) * WAVES * WAVE
-            await soon(lambda: holds(clients["centre"], "FLEET", count), seconds=90)
-            await soon(lambda: holds(clients["lyon"], "BACK", count), seconds=60)
+            await soon(lambda: holds(clients["centre"], "FLEET", count))
+            await soon(lambda: holds(clients["lyon"], "BACK", count))
             back = Chain("lyon", "BACK")
             own, others = WAVES * WAVE, count - WAVES * WAVE
-            await soon(lambda: tree.ledger(back).get("looped", 0) >= own, seconds=30)
+            await soon(lambda: tree.ledger(back).get("looped", 0) >= own)
             sources = {city: await messages(clients[city], "NODES") for city in CITIES}
             found = await messages(clients["centre"], "FLEET")
         except BaseException:

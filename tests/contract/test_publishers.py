@@ -115,6 +115,8 @@ async def test_a_subject_that_no_stream_takes_is_told_at_once(
 
     outcome = await sender.publish(rows_for(unique("nowhere"), 5), 0, 0)
 
+    # What was never given to the connection was stored by nobody.
+    assert outcome.handed == (5 if kind == "atomic" else 1)
     assert outcome == Outcome(0, Unclear("no stream takes the subject, or the stream has no leader"))
     await sender.aclose()
 

@@ -14,9 +14,10 @@ from common.jetstream.streams import stream_info
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.publishing.choice import PUBLISHERS
 from ingress.publishing.publisher import Outcome
+from tests.clusters import placing
 from tests.ingress_world import arrived, client_of
 from tests.publisher_bench import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2000, "atomic": 2000, "single": 150}
@@ -26,7 +27,7 @@ INTENT = {"fast": 500, "atomic": 500, "single": 50}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
     with NatsCluster() as servers:
-        yield servers
+        yield placing(servers)
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ async def test_twins_under_changing_leaders_store_each_row_once(
             sender, base = await publisher(kind, twin, stream, 1.0), 0
             while not over.is_set() or base < COUNTS[kind]:
                 rows = rows_for(stream, step, first=base + 1)
-                await asyncio.wait_for(carry(sender, rows, client, stream, base=base, twin=True), 40)
+                await asyncio.wait_for(carry(sender, rows, client, stream, base=base, twin=True), PATIENCE)
                 base += step
                 await asyncio.sleep(0.05 if base >= COUNTS[kind] else 0)
             return base
@@ -157,7 +158,7 @@ async def test_a_leader_that_dies_in_the_middle_loses_and_repeats_nothing(
             sender, base = await publisher(kind, sending, stream, 1.0), 0
             while not over.is_set() or base < COUNTS[kind]:
                 rows = rows_for(stream, INTENT[kind], first=base + 1)
-                await asyncio.wait_for(carry(sender, rows, sending, stream, base=base), 40)
+                await asyncio.wait_for(carry(sender, rows, sending, stream, base=base), PATIENCE)
                 base += INTENT[kind]
                 if base >= COUNTS[kind]:  # enough to read back: one now and then until the fault is over
                     await asyncio.sleep(0.2)
@@ -190,7 +191,7 @@ async def test_a_leader_that_wakes_with_messages_in_its_queue_stores_none_of_the
             rows = rows_for(streams[kind], COUNTS[kind])
             outcomes[kind] = await late[kind].publish(rows, 0, 10)
             sender = await publisher(kind, ahead, streams[kind], 1.0)
-            await asyncio.wait_for(carry(sender, rows, ahead, streams[kind]), 40)
+            await asyncio.wait_for(carry(sender, rows, ahead, streams[kind]), PATIENCE)
 
         leader.pause()
         try:

@@ -11,7 +11,7 @@ from common.jetstream.client import FloeClient
 from infra.local.nats import NatsServer
 from tests.ingress_world import client_of
 from tests.publisher_bench import carry, check, last_of, new_stream, publisher, quiet, rows_for
-from tests.support import soon
+from tests.support import PATIENCE, soon
 from tests.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -31,7 +31,7 @@ async def test_answers_that_never_come_are_settled_by_reading(
             await soon(lambda: broken.is_up)
             proxy.blackhole("down")
         proxy.heal()
-        unclear = await asyncio.wait_for(carrying, 20)
+        unclear = await asyncio.wait_for(carrying, PATIENCE)
 
     assert unclear >= 1
     await check(client, stream, rows.count)
@@ -47,7 +47,7 @@ async def test_connections_cut_in_the_middle_lose_and_repeat_nothing(
         for direction, size in (("up", 9_000), ("down", 300), ("up", 30_000), ("down", 900)):
             await asyncio.sleep(0.2)
             proxy.cut_after(direction, size)
-        await asyncio.wait_for(carrying, 20)
+        await asyncio.wait_for(carrying, PATIENCE)
 
     await check(client, stream, rows.count, 200)
 
@@ -93,7 +93,7 @@ async def test_a_connection_cut_at_any_point_loses_and_repeats_nothing(
             stream = await new_stream(client)
             sender = await publisher(kind, broken, stream, 1.0)
             proxy.cut_after(direction, whole * part // 5)
-            await asyncio.wait_for(carry(sender, rows_for(stream, count), client, stream), 20)
+            await asyncio.wait_for(carry(sender, rows_for(stream, count), client, stream), PATIENCE)
             await check(client, stream, count)
             await soon(lambda: broken.is_up)
             await sender.aclose()
@@ -108,6 +108,6 @@ async def test_a_server_killed_in_the_middle_and_started_again_goes_on(kind: str
             await soon(lambda: last_of(client, stream), every=0.001)
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
-            await asyncio.wait_for(carrying, 20)
+            await asyncio.wait_for(carrying, PATIENCE)
 
             await check(client, stream, rows.count)

@@ -14,7 +14,7 @@ from common.jetstream.kv import KeyValue
 from egress.controller import lease_key
 from tests.egress_bench import Bench, connected
 from tests.egress_process import Process, processes
-from tests.support import SharedS3, seeded, soon, unique
+from tests.support import SharedS3, at_length, seeded, soon, unique
 
 
 @pytest.fixture
@@ -32,23 +32,22 @@ async def far(nats_url: str, s3: SharedS3, tmp_path: Path) -> AsyncIterator[Benc
     await client.aclose()
 
 
-AT_A_PUT = (
-    "sealed@2",
-    "before_put@1",
-    "before_put@3",
-    "after_put@1",
-    "after_put@3",
-    "after_tail@1",
-    "after_mark@2",
-)
 POINTS = [
     "egress.after_stream_document=kill",
+    "egress.before_put=kill@3",
+    "egress.after_put=kill@1",
+    "egress.after_tail=kill@1",
+    "egress.after_mark=kill@2",
+]
+MORE_POINTS = [
     "egress.after_chain_document=kill",
-    *("egress." + point.replace("@", "=kill@") for point in AT_A_PUT),
+    "egress.sealed=kill@2",
+    "egress.before_put=kill@1",
+    "egress.after_put=kill@3",
 ]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, *map(at_length, MORE_POINTS)])
 async def test_killed_at_any_step_nothing_is_lost_or_repeated(bench: Bench, point: str) -> None:
     """F01, F02: and the tail and the mark are right again after the next start."""
     stream = await bench.make_stream(unique("T"))
@@ -58,14 +57,14 @@ async def test_killed_at_any_step_nothing_is_lost_or_repeated(bench: Bench, poin
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
         await bench.publish(stream, [b"more"] * 20)
         started.append(Process(bench, stream))
-        await bench.archived_to(stream, 370, seconds=20)
+        await bench.archived_to(stream, 370)
         await started[1].drain()
     await bench.same(stream, stream)
     assert bench.chains.read_tail(bench.chain(stream)) == 370
     assert await bench.mark(stream) == 370
 
 
-@pytest.mark.parametrize("point", ["egress.after_stream_document", "egress.after_chain_document"])
+@pytest.mark.parametrize("point", ["egress.after_stream_document", at_length("egress.after_chain_document")])
 async def test_killed_while_it_begins_the_next_incarnation_both_histories_are_whole(
     bench: Bench, point: str
 ) -> None:
@@ -73,13 +72,13 @@ async def test_killed_while_it_begins_the_next_incarnation_both_histories_are_wh
     await bench.publish(stream, (b"first %d" % i for i in range(120)))
     with processes() as started:
         started.append(Process(bench, stream, failpoints=f"{point}=kill@2"))
-        await bench.archived_to(stream, 120, seconds=20)
+        await bench.archived_to(stream, 120)
         await bench.delete_stream(stream)
         await bench.make_stream(stream)
         await bench.publish(stream, (b"second %d" % i for i in range(130)))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
         started.append(Process(bench, stream))
-        await bench.archived_to(stream, 130, incarnation=1, seconds=20)
+        await bench.archived_to(stream, 130, incarnation=1)
         await started[1].drain()
     assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(120)]
     await bench.same(stream, stream, incarnation=1)
@@ -109,7 +108,7 @@ async def test_killed_at_random_moments_under_load(bench: Bench) -> None:
         await load
         last = await bench.last(stream)
         started.append(Process(bench, stream))
-        await bench.archived_to(stream, last, seconds=20)
+        await bench.archived_to(stream, last)
         await started[-1].drain()
     await bench.same(stream, stream)
     assert await bench.mark(stream) == last
@@ -121,34 +120,34 @@ async def test_paused_for_longer_than_its_lease_it_wastes_work_only(far: Bench) 
     load = asyncio.create_task(publish_until(far, stream, done, rng))
     with processes() as started:
         started += [Process(far, stream), Process(far, stream)]
-        await far.archived_to(stream, 1, seconds=20)
+        await far.archived_to(stream, 1)
         for paused in started:
             before = far.end(stream)
             paused.send(signal.SIGSTOP)
-            await far.archived_to(stream, before + 200, seconds=10)
+            await far.archived_to(stream, before + 200)
             paused.send(signal.SIGCONT)
             await asyncio.sleep(0.5)
         done.set()
         await load
-        await far.archived_to(stream, await far.last(stream), seconds=20)
+        await far.archived_to(stream, await far.last(stream))
         for each in started:
             await each.drain()
     await far.same(stream, stream)
 
 
-@pytest.mark.parametrize("point", ["egress.before_put", "egress.after_put"])
+@pytest.mark.parametrize("point", ["egress.before_put", at_length("egress.after_put")])
 async def test_paused_around_a_put_its_late_segment_is_harmless(far: Bench, point: str) -> None:
     """F05: the object lands when another instance has long gone on."""
     stream = await far.make_stream(unique("T"))
     await far.publish(stream, (b"%d" % i for i in range(350)))
     with processes() as started:
         started.append(Process(far, stream, failpoints=f"{point}=stop@2"))
-        await far.archived_to(stream, 100, seconds=20)
+        await far.archived_to(stream, 100)
         started.append(Process(far, stream))
-        await far.archived_to(stream, 350, seconds=20)
+        await far.archived_to(stream, 350)
         started[0].send(signal.SIGCONT)
         await far.publish(stream, [b"more"] * 50)
-        await far.archived_to(stream, 400, seconds=20)
+        await far.archived_to(stream, 400)
         for each in started:
             await each.drain()
     await far.same(stream, stream)
@@ -162,13 +161,13 @@ async def test_sigterm_stores_the_open_segment_releases_the_lease_and_ends_with_
     feed = {"stream": stream, "segment": {"max_age": "1h"}}
     with processes() as started:
         started.append(Process(bench, stream, feeds=[feed], lease_ttl="10s"))
-        leases = await soon(lambda: KeyValue.open(bench.client, bench.lease_bucket, ttl=10.0), seconds=20)
+        leases = await soon(lambda: KeyValue.open(bench.client, bench.lease_bucket, ttl=10.0))
 
         async def is_reading() -> bool:
             answer = await bench.client.api(f"CONSUMER.NAMES.{stream}")
             return bool(answer.get("consumers"))
 
-        await soon(is_reading, seconds=20)
+        await soon(is_reading)
         await bench.publish(stream, [b"x"] * 60)
         await asyncio.sleep(0.2)
         await started[0].drain()

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from infra.local.tether import spawn
 from tests.commands import ROOT, configuration
 from tests.egress_bench import Bench, connected
 from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import seeded, soon, unique
+from tests.support import PATIENCE, at_length, seeded, soon, unique
 
 SUBJECTS = ["0.a", "1.a", "2.a"]
 
@@ -34,7 +35,7 @@ def host(bench: Bench, feed: dict[str, Any], failpoints: str = "") -> Iterator[s
     """One egress process, killed at the end of the block."""
     log = bench.root / f"{unique('host')}.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(
+        process = spawn(
             [sys.executable, "-m", "tests.egress_runner", str(configuration(bench, feed))],
             cwd=ROOT,
             env={**os.environ, "FLOE_FAILPOINTS": failpoints},
@@ -45,7 +46,7 @@ def host(bench: Bench, feed: dict[str, Any], failpoints: str = "") -> Iterator[s
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE)
         print(log.read_text()[-4000:])
 
 
@@ -58,10 +59,10 @@ async def recreate(bench: Bench, stream: str, count: int) -> None:
 @pytest.mark.parametrize(
     "failpoint",
     [
-        "egress.after_end_noted=kill@1",
+        at_length("egress.after_end_noted=kill@1"),
         "egress.after_end_noted=kill@3",
         "egress.after_stream_document=kill",
-        "egress.after_chain_document=kill@1",
+        at_length("egress.after_chain_document=kill@1"),
         "egress.after_chain_document=kill@2",
     ],
 )

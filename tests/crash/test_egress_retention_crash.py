@@ -11,7 +11,7 @@ import pytest
 from common.jetstream.streams import stream_info
 from tests.crash.test_egress_crash import Process, processes
 from tests.egress_bench import Bench, connected
-from tests.support import SharedS3, soon, unique
+from tests.support import SharedS3, at_length, soon, unique
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ async def is_empty(bench: Bench, stream: str) -> bool:
 @pytest.mark.parametrize(
     ("retention", "point"),
     [
-        ("workqueue", "before_put"),
+        at_length("workqueue", "before_put"),
         ("interest", "after_put"),
         ("workqueue", "before_ack"),
-        ("interest", "before_ack"),
-        ("workqueue", "after_ack"),
+        at_length("interest", "before_ack"),
+        at_length("workqueue", "after_ack"),
     ],
 )
 async def test_killed_around_a_put_and_its_acknowledgements(far: Bench, retention: str, point: str) -> None:
@@ -41,19 +41,19 @@ async def test_killed_around_a_put_and_its_acknowledgements(far: Bench, retentio
     stream = await far.make_stream(unique("T"), retention=retention)
     with processes() as started:
         started.append(Process(far, stream, failpoints=f"egress.{point}=kill@2"))
-        await soon(lambda: far.chains.read_chain(far.chain(stream)), seconds=20)
+        await soon(lambda: far.chains.read_chain(far.chain(stream)))
 
         async def has_durable() -> bool:
             return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
 
-        await soon(has_durable, seconds=20)
+        await soon(has_durable)
         await far.publish(stream, (b"%d" % i for i in range(350)))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
         before = far.end(stream)
         await far.publish(stream, (b"%d" % i for i in range(350, 370)))
         started.append(Process(far, stream))
-        await far.archived_to(stream, 370, seconds=20)
-        await soon(lambda: is_empty(far, stream), seconds=20)
+        await far.archived_to(stream, 370)
+        await soon(lambda: is_empty(far, stream))
         await started[1].drain()
     assert before == (100 if point == "before_put" else 200)
     assert [m.payload for m in far.messages(stream)] == [b"%d" % i for i in range(370)]
@@ -74,15 +74,15 @@ async def test_paused_before_its_acknowledgements_it_takes_nothing_from_its_succ
         async def has_durable() -> bool:
             return bool((await far.client.api(f"CONSUMER.NAMES.{stream}")).get("consumers"))
 
-        await soon(has_durable, seconds=20)
+        await soon(has_durable)
         await far.publish(stream, (b"%d" % i for i in range(350)))
-        await far.archived_to(stream, 200, seconds=20)
+        await far.archived_to(stream, 200)
         started.append(Process(far, stream))
-        await far.archived_to(stream, 350, seconds=20)
+        await far.archived_to(stream, 350)
         started[0].send(signal.SIGCONT)
         await far.publish(stream, (b"%d" % i for i in range(350, 400)))
-        await far.archived_to(stream, 400, seconds=20)
-        await soon(lambda: is_empty(far, stream), seconds=20)
+        await far.archived_to(stream, 400)
+        await soon(lambda: is_empty(far, stream))
         for each in started:
             await each.drain()
     assert [m.payload for m in far.messages(stream)] == [b"%d" % i for i in range(400)]

@@ -15,7 +15,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.streams import create_stream, stream_info
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.scenarios.processes import Service
-from tests.support import seeded, soon, unique
+from tests.support import PATIENCE, at_length, seeded, soon, unique
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -56,7 +56,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         print(service.tail(15))
 
 
-async def finished(centre: Centre, archive: Archive, client: FloeClient, seconds: float = 30) -> None:
+async def finished(centre: Centre, archive: Archive, client: FloeClient, seconds: float = PATIENCE) -> None:
     """Everything is there, exactly once; and stays so."""
     count = sum(len(rows) for rows in archive.rows.values())
     await centre.carried(client, count, seconds)
@@ -73,7 +73,7 @@ def alone(centre: Centre, **ingress: Any) -> Path:
     return centre.write(lease_bucket=unique("L"), memory_limit="16M", **ingress)
 
 
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
@@ -88,7 +88,7 @@ async def test_a_process_killed_between_any_two_steps_is_taken_over_exactly(
     assert await asyncio.to_thread(last.drain) == 0
 
 
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_harm(
     tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:
@@ -138,7 +138,7 @@ async def more_than(client: FloeClient, centre: Centre, before: int) -> int:
     return await soon(moved, 20)
 
 
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_two_instances_that_know_nothing_of_each_other_waste_work_only(
     tmp_path: Path, archive: Archive, nats_url: str, processes: Processes, publisher: str
 ) -> None:

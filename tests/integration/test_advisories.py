@@ -118,7 +118,7 @@ async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
     async with running(world.advisories(clock=clock)) as advisories:
         advisories.settle()
         advisories.take(sent, again=False)
-        await soon(lambda: clock.monotonic() - start > 3600, seconds=30)
+        await soon(lambda: clock.monotonic() - start > 3600)
         assert world.gauge("failing") == 1
         assert world.counted()["failed"] < 1000  # it waits longer and longer
         assert advisories.pending() == tuple(sent)
@@ -142,7 +142,7 @@ async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(w
     async with running(world.advisories()) as advisories:
         advisories.settle()
         advisories.take(lost + kept, again=False)
-        await soon(lambda: world.counted()["stored"] == len(kept), seconds=30)
+        await soon(lambda: world.counted()["stored"] == len(kept))
         assert sorted(advisories.pending(), key=repr) == sorted(lost, key=repr)
     once_and_in_order(await world.stored(), kept)
 
@@ -165,7 +165,7 @@ async def test_restarts_in_the_middle_store_none_twice_and_lose_none(
                 if round_ % 2:
                     proxy.cut_after("down", random_.randrange(20_000, 60_000))
                 goal = min(len(sent), await world.count() + 500)
-                await soon(lambda goal=goal: _reached(world, goal), seconds=30)
+                await soon(lambda goal=goal: _reached(world, goal))
             await cut.aclose()
             await asyncio.sleep(0.15)  # the duplicate window is over
         async with running(world.advisories(outbox=sent)) as last:

@@ -17,8 +17,9 @@ from common.jetstream.client import FloeClient, frame
 from egress.advisories.document import Document
 from egress.advisories.event import Advisory, Event
 from egress.advisories.search import line_of
+from infra.local.tether import spawn
 from tests.advisory_world import SECOND, World, connected, new, now_ns, running
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 MINUTE = 60 * SECOND
@@ -168,13 +169,13 @@ async def test_follow_shows_those_that_come_until_it_is_interrupted(
     await store(world, [new("before")])
     out, errors = tmp_path / "out", tmp_path / "errors"
     with out.open("w") as stdout, errors.open("w") as stderr:
-        process = subprocess.Popen(command(config, world.stream, "--follow"), stdout=stdout, stderr=stderr)
+        process = spawn(command(config, world.stream, "--follow"), stdout=stdout, stderr=stderr)
     try:
         await soon(lambda: "before" in out.read_text())
         await store(world, [new("after")], foreign=1)
         await soon(lambda: "after" in out.read_text())
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()

@@ -13,13 +13,14 @@ from common.jetstream.client import connect
 from common.settings.nats import NatsSettings
 from infra.local.nats import NatsCluster
 from tests.advisory_world import SECOND, World, news, running
+from tests.clusters import placing
 from tests.support import soon
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
     with NatsCluster(3) as servers:
-        yield servers
+        yield placing(servers)
 
 
 async def _made(world: World) -> bool:
@@ -32,7 +33,7 @@ async def _made(world: World) -> bool:
 async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: NatsCluster) -> None:
     client = await connect(NatsSettings(url=cluster.urls), name="test")
     world, sent = World(client), news(4000, values=2000)
-    await soon(lambda: _made(world), seconds=20)
+    await soon(lambda: _made(world))
     for _ in range(3):
         async with running(world.advisories(outbox=sent)) as advisories:
             advisories.settle()
@@ -43,7 +44,7 @@ async def test_leaders_that_move_and_restarts_lose_and_repeat_nothing(cluster: N
     async with running(world.advisories(outbox=sent)) as last:
         last.settle()
         await last.drain(1)  # may fail for a moment, then it waits for nothing
-        await soon(lambda: not last.pending(), seconds=30)
+        await soon(lambda: not last.pending())
     found = await world.stored()
     await client.aclose()
 

@@ -27,7 +27,7 @@ from tests.faulty_store import FaultyStore, raising
 from tests.ingress_world import CHAIN, PREFIX, Archive, rows_of
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 PART = Chain("us-east", "NODES", 0, 1)
 LATER = CHAIN.next_incarnation()
@@ -75,7 +75,7 @@ async def test_a_start_is_resolved_by_what_is_stored_when_it_is_written(
 
     def slow(chain: Chain) -> int | None:
         reads.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE)
         return None
 
     monkeypatch.setattr(archive.documents, "read_floor", slow)

@@ -4,6 +4,7 @@ and the other chains never waited.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -16,6 +17,7 @@ from common.chain import Chain
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.streams import ask, create_stream
+from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import metrics
@@ -61,9 +63,10 @@ async def paste(centre: Centre, hint: str, wanted: str) -> None:
     """Run the command of the hint that begins with `floe {wanted}`, with the file that the centre was started
     from (which only commands remember).
     """
-    found = re.search(rf"floe ({wanted} -c) \S+ ([^;,()]*)", hint)
+    found = re.search(rf"floe ({wanted} -c) \S+ ([^;,()\n]*)", hint)
     assert found, hint
-    done = await floe(*found[1].split(), str(centre.write()), *shlex.split(found[2]))
+    asked = ["--yes"] if wanted == "gap accept" else []
+    done = await floe(*found[1].split(), str(centre.write()), *shlex.split(found[2]), *asked)
     assert done.code == 0, done
 
 
@@ -120,6 +123,81 @@ async def test_a_row_that_nobody_wants_is_stepped_over(
         check_exact(await centre.carried(client, 7), archive, centre.prefix)
 
 
+async def check_shown(centre: Centre) -> None:
+    """What the commands say of chains that stand at 13..17, where a hole was filled in part."""
+    listed = await floe("gap", "ls", "-c", str(centre.write()), "--json")
+    standings = await floe("status", "-c", str(centre.write()), "--json")
+
+    holes = [(row["site"], row["first"], row["last"], row["kind"]) for row in json.loads(listed.out)]
+    assert holes == [(chain.site, 13, 17, "gone") for chain in (OTHER, CHAIN)], listed
+    assert standings.code == 3, standings
+    why = "2 of 13..17 were gone when the hole there was filled"
+    assert [(row["phase"], row["why"]) for row in json.loads(standings.out)] == [("lost", why)] * 2
+
+
+async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or_is_given_up(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """The segment 11..20 was lost and archived again, when the source held 13 and 17 no more."""
+    lost = {chain: [m for m in rows_of(11, 20, chain) if m.sequence in (13, 17)] for chain in (CHAIN, OTHER)}
+    for chain in (CHAIN, OTHER):
+        archive.put(rows_of(1 if chain == CHAIN else 6, 10, chain), chain=chain)
+        left = [m for m in rows_of(11, 20, chain) if m not in lost[chain]]
+        gone = {"ledger": Ledger({Reason.GONE_FROM_HOLE: 2}), "unread": SequenceRange(13, 17)}
+        archive.put(left, SequenceRange(11, 20), chain=chain, **gone)
+        archive.put(rows_of(21, 30, chain), chain=chain)
+    centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
+    async with client_of(nats_url) as client, centre.running() as health:
+        for chain in (CHAIN, OTHER):
+            found = await stopped(health, centre, "E-LOST", chain)
+            assert (found["phase"], found["hole"]) == ("lost", "13..17")
+        await check_shown(centre)
+        assert await count_in(client, centre.target) == 2 * 12
+        await paste(centre, lane(health, centre)["hint"], "gap accept")
+        await centre.carried(client, 12 + 28)
+
+        # The lost segment is put back: nobody has to give anything up.
+        archive.put(rows_of(11, 20, OTHER), chain=OTHER)
+        archive.rows[OTHER] = rows_of(1, 30, OTHER)
+        check_exact(await centre.carried(client, 30 + 28), archive, centre.prefix)
+        await soon(lambda: all("stopped" not in lane(health, centre, chain) for chain in (CHAIN, OTHER)))
+        labels = (centre.target, CHAIN.site, CHAIN.feed, "0")
+        assert metrics.lost_sequences.labels(*labels)._value.get() == 2
+    verdict = await floe(
+        "gap",
+        "accept",
+        "-c",
+        str(centre.write()),
+        "--site",
+        OTHER.site,
+        "--feed",
+        OTHER.feed,
+        "--first",
+        "13",
+        "--last",
+        "17",
+        "--yes",
+    )
+    assert (verdict.code, "expected no segment there" in verdict.err) == (2, True), verdict
+
+
+async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """Twin A was paused with 1..100; the source let go of 1..50; B covers 1..120; then A's put lands."""
+    early = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 50}), "unread": SequenceRange(1, 50)}
+    archive.put(rows_of(51, 120), SequenceRange(1, 120), **early)
+    archive.put(rows_of(1, 100))
+    archive.rows[CHAIN] = rows_of(1, 120)
+    centre = centre_of(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running():
+        check_exact(await centre.carried(client, 125), archive, centre.prefix)
+    drilled = await floe(
+        "drill", "--site", CHAIN.site, "--feed", CHAIN.feed, "-c", str(centre.write()), "--json"
+    )
+    assert (drilled.code, drilled.json()["expected"], drilled.json()["lost"]) == (0, 120, 0), drilled
+
+
 async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
     tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +213,12 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
         assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [
             (11, 20, "21..30", "no")
         ]
+        # Giving up comes last, on a line of its own, and asks.
+        assert re.match(
+            r"the source may still hold them: .* put the segment back; .*\nfloe gap accept [^\n]*$",
+            found["hint"],
+        )
+        assert "--yes" not in found["hint"]
         await paste(centre, found["hint"], "gap accept")
         check_exact(await centre.carried(client, 25), archive, centre.prefix)
 
@@ -191,7 +275,10 @@ async def test_damage_that_nothing_covers_is_given_up(
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s", on_lost="skip")
     async with client_of(nats_url) as client, centre.running() as health:
         await soon(lambda: lane(health, centre).get("phase") == "damaged", 15)
-        await paste(centre, lane(health, centre)["hint"], "gap accept")
+        hint = lane(health, centre)["hint"]
+        [away] = [line for line in hint.splitlines() if line.startswith("floe segments quarantine ")]
+        assert away.endswith(bad.key)
+        await paste(centre, hint, "gap accept")
 
         check_exact(await centre.carried(client, 15), archive, centre.prefix)
 

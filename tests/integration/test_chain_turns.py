@@ -22,7 +22,7 @@ from ingress.checkpoints.intent import Gap, advanced
 from ingress.rows.prepare import Shape
 from ingress.rows.subjects import Accepting
 from tests.ingress_world import CHAIN, Archive, rows_of
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 LATER = CHAIN.next_incarnation()
 PARTS = [CHAIN, Chain("us-east", "NODES", 0, 1)]
@@ -82,7 +82,7 @@ class Centre:
             self.supply.found(chain, self.archive.documents.read_tail(chain))
         await self.supply.tick()
 
-    async def reaches(self, positions: Mapping[Chain, int], seconds: float = 15) -> None:
+    async def reaches(self, positions: Mapping[Chain, int], seconds: float = PATIENCE) -> None:
         async def there() -> bool:
             await self.look()
             return all(self.stored.get(chain) == at for chain, at in positions.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from common.chain import Chain
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.gaps import AcceptedGap
+from common.segments.segment import Reason
 from common.sequences import SequenceRange
 from tests.compaction_archive import CHAIN, Archive, rows
 from tests.scenarios.processes import run_floe
@@ -40,7 +42,13 @@ class Site(Archive):
         document = {
             "store": {"url": f"file://{self.folder}/store"},
             "spool_dir": str(self.folder / "spool"),
-            "compaction": {"levels": [LEVEL], "engine": "local", "delete_grace": "0s", **compaction},
+            "compaction": {
+                "levels": [LEVEL],
+                "engine": "local",
+                "delete_grace": "0s",
+                "allow_short_times": True,
+                **compaction,
+            },
         }
         self.config.write_text(yaml.safe_dump(document))
         self.config.chmod(0o600)
@@ -74,6 +82,17 @@ def test_a_run_prints_a_table_of_what_it_did_and_then_has_nothing_to_do(site: Si
     assert site.ranges() == ["0:31..40", "1:1..40"]
 
 
+def test_a_name_that_is_not_there_is_an_error_that_says_what_is(site: Site):
+    for options, said in [
+        (["--site", "nosuch"], "there are us-east"),
+        (["--feed", "NODE"], "did you mean NODES?"),
+        (["--site", "us-east", "--partition", "3"], "there are us-east/NODES/0000/0"),
+    ]:
+        assert said in site.compact(*options, code=2).stderr
+    assert "did you mean us-east/NODES?" in site.verify("us-esat/NODES", code=2).stderr
+    assert len(site.ranges()) == 4
+
+
 def test_the_same_as_json(site: Site):
     found = site.compact("--json", "--site", "us-east", "--feed", "NODES", "--partition", "0", "--level", "0")
     [merged] = found["merged"]
@@ -98,7 +117,6 @@ def test_a_dry_run_lists_keys_and_bytes_and_changes_nothing(site: Site):
 
 
 def test_a_selection_of_others_does_nothing(site: Site):
-    assert site.compact("--site", "eu-west").stdout == "nothing to do\n"
     assert site.compact("--level", "1").stdout == "nothing to do\n"
 
 
@@ -178,9 +196,15 @@ def test_a_chain_must_begin_where_its_document_says(site: Site):
     site.chains.create_chain(late, ChainDocument((), 1, 5))
     site.put(11, 20, chain=late)
     [found] = site.verify("--json", "eu-west", code=3)
-    assert found["problems"] == [
-        {"kind": "hole", "text": "sequences 5..10 are in no segment that can be read"}
-    ]
+    [problem] = found["problems"]
+    assert (problem["kind"], problem["text"]) == (
+        "hole",
+        "sequences 5..10 are in no segment that can be read",
+    )
+    lines = site.verify("eu-west", code=3).stderr.splitlines()
+    assert "the source may still hold them" in lines[0]
+    assert lines[1].startswith("floe gap accept -c ")
+    assert lines[1].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 5 --last 10")
     site.chains.raise_floor(late, 11)
     assert site.verify("--json", "eu-west")[0]["problems"] == []
 
@@ -199,7 +223,102 @@ def test_an_accepted_hole_is_shown_and_no_difference_and_no_output_spans_it(site
     assert all(not ref.coverage.overlaps(SequenceRange(41, 50)) for ref in site.listed())
 
 
+def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_until_it_is_given_up(site: Site):
+    chain = Chain("eu-west", "NODES")
+    site.chains.create_chain(chain, ChainDocument((), 1, 1))
+    expired = {"ledger": {Reason.GONE_BEFORE_READ: 50}, "unread": SequenceRange(1, 50)}
+    site.put(1, 120, rows(range(51, 121)), age=700, chain=chain, **expired)
+    site.put(1, 100, age=700, chain=chain)
+    lost = {"ledger": {Reason.GONE_FROM_HOLE: 1}, "unread": SequenceRange(125, 125)}
+    site.put(121, 130, rows(n for n in range(121, 131) if n != 125), age=700, chain=chain, **lost)
+
+    problems = site.verify("--json", "eu-west", code=3)[0]["problems"]
+    assert [p["kind"] for p in problems] == ["late", "gone"]
+    assert "has 50 rows of 1..50 that" in problems[0]["text"]
+    assert problems[1]["text"].startswith("1 of 125..125 were gone")
+    lines = site.verify("eu-west", code=3).stderr.splitlines()
+    assert lines[1].startswith("floe replay -c ")
+    assert "--from-sequence 1 --to-sequence 50 --target NODES_LATE" in lines[1]
+    assert lines[3].endswith(
+        "--site eu-west --feed NODES --incarnation 0 --partition 0 --first 125 --last 125"
+    )
+
+    site.chains.accept_gap(chain, AcceptedGap(SequenceRange(125, 125)))
+    assert "E-LATE-ROWS" in site.compact("--site", "eu-west", code=3).stderr
+    site.compact("--site", "eu-west")
+    [found] = site.verify("--json", "--deep", "eu-west")
+    assert (found["problems"], found["accepted"]) == ([], [{"first": 125, "last": 125}])
+    assert site.footer(site.listed(chain)[-1]).ledger.to_json() == {"gone_from_hole": 1}
+
+
 def test_a_spoiled_document_is_a_problem_of_its_chain(site: Site):
     site.objects.put(site.layout.chain_document(CHAIN), b"{")
     [found] = site.verify("--json", code=3)
     assert [p["kind"] for p in found["problems"]] == ["document"]
+
+
+# What is told once, and put away
+
+
+def test_what_is_wrong_with_data_ends_with_3_while_it_is_new_and_always_with_strict(site: Site):
+    site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
+    assert "error[E-FORK]" in site.compact("--strict", code=3).stderr
+    again = site.compact()
+    assert "E-FORK" not in again.stderr
+    assert "told before: 1; --strict" in again.stderr
+    assert site.compact("--dry-run").returncode == 0
+    assert [f["is_new"] for f in site.compact("--json")["failures"]] == [False]
+    site.compact("--strict", code=3)
+
+
+def test_the_command_of_a_fork_puts_one_side_away_and_compaction_goes_on(site: Site):
+    false = site.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
+    before = site.path(false.key).read_bytes()
+    lines = site.compact(code=3).stderr.splitlines()
+    commands = [line.split() for line in lines if line.startswith("floe ")]
+    assert [words[:3] for words in commands] == [["floe", "segments", "quarantine"]] * 2
+    [command] = [words for words in commands if words[-1] == false.key]
+    done = run_floe(*command[1:], "--json")
+    assert done.returncode == 0, done.stderr
+    kept_at = json.loads(done.stdout)["kept_at"]
+    assert kept_at.startswith("data/_floe/quarantine/")
+    assert site.path(kept_at).read_bytes() == before
+    assert site.objects.head(false.key) is None
+    site.compact("--strict")
+    assert site.ranges() == ["0:31..40", "1:1..40"]
+
+
+def test_junk_among_the_tombstones_is_offered_for_quarantine(site: Site):
+    site.compact()
+    junk = site.layout.tombstones_prefix(CHAIN) + "notes of last week.txt"
+    site.objects.put(junk, b"hello")
+    [offered] = [line for line in site.compact(code=3).stderr.splitlines() if line.startswith("floe ")]
+    assert run_floe(*shlex.split(offered)[1:]).returncode == 0
+    assert site.compact("--strict").returncode == 0
+
+
+def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(site: Site):
+    segment = site.listed()[0]
+    twin = site.put(1, 10, rows(range(1, 11), salt="other"))
+    site.path(twin.key).write_bytes(b"?")  # it covers by name only
+
+    def quarantine(key: str, *options: str):
+        return run_floe("segments", "quarantine", "-c", str(site.config), key, *options)
+
+    refused = quarantine(segment.key)
+    assert (refused.returncode, "1..10" in refused.stderr, "--yes" in refused.stderr) == (2, True, True)
+    assert "--believe-listing" not in refused.stderr
+    last = max(site.listed(), key=lambda each: each.coverage.last)
+    done = quarantine(last.key, "--yes")  # the high-water mark of egress is there
+    assert (done.returncode, "resolve -c site.yaml NODES --believe-listing`" in done.stderr) == (0, True), (
+        done
+    )
+    for document in (site.layout.chain_document(CHAIN), site.layout.tail(CHAIN), "elsewhere/notes"):
+        site.objects.put(document, b"{")
+        assert "E-QUARANTINE" in quarantine(document, "--yes").stderr
+        assert site.objects.head(document) is not None
+    assert quarantine(f"file://{site.folder}/store/{segment.key}", "--yes").returncode == 0
+    assert site.objects.head(segment.key) is None
+    for gone in (segment.key, "nosuch"):
+        missing = quarantine(gone, "--yes")
+        assert (missing.returncode, "not in the store" in missing.stderr) == (3, True)

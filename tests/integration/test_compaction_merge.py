@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from common.errors import DataError, SegmentCorrupt, Unavailable
 from common.segments.faults import SegmentGone
+from common.segments.parquet import SCHEMA
 from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
-from common.sequences import Stretch
+from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading
 from compaction.failures import UnreadableInput
 from compaction.merge import Merged, merge
@@ -24,6 +26,7 @@ from tests.support import seeded
 
 # Kept for ever: whatever was allocated from it refers to it.
 COUNTING = pa.proxy_memory_pool(pa.default_memory_pool())
+INPUTS: dict[str, tuple[SegmentRef, ...]] = {}  # of outputs, by key
 
 
 @pytest.fixture
@@ -32,11 +35,13 @@ def archive(tmp_path: Path) -> Archive:
 
 
 def merged(archive: Archive, *inputs: SegmentRef, level: int = 1) -> Merged:
-    return merge(archive.store, Output(level, tuple(sorted(inputs, key=lambda s: (s.coverage, s.name)))))
+    result = merge(archive.store, Output(level, tuple(sorted(inputs, key=lambda s: (s.coverage, s.name)))))
+    INPUTS[result.ref.key] = inputs
+    return result
 
 
 def proved(archive: Archive, result: Merged) -> None:
-    prove_by_reading(archive.store, made_by(result.ref, result.output.inputs))
+    prove_by_reading(archive.store, made_by(result.ref, INPUTS[result.ref.key]))
 
 
 def replaced(batch: pa.RecordBatch, name: str, value: Callable[[int], bytes | None]) -> pa.RecordBatch:
@@ -87,6 +92,21 @@ def test_the_same_inputs_give_the_same_bytes(archive: Archive):
     assert merged(archive, *reversed(inputs)).ref.name == first.name
 
 
+def test_no_statistics_of_subjects_where_they_are_not_asked_for(archive: Archive):
+    refs = [archive.put(1, 10), archive.put(11, 20)]
+
+    def has_subjects(ref: SegmentRef) -> bool:
+        column = pq.read_metadata(archive.path(ref.key)).row_group(0).column(SCHEMA.names.index("subject"))
+        return column.is_stats_set or column.has_column_index
+
+    assert has_subjects(merged(archive, *refs).ref)
+    archive.store.subject_statistics = False
+    without = merged(archive, *refs)
+    assert not has_subjects(without.ref)
+    assert archive.table(without.ref).num_rows == 20
+    proved(archive, without)
+
+
 def test_overlapping_segments_become_the_union_of_their_rows(archive: Archive):
     inputs = [archive.put(1, 60, rows(range(1, 61, 2))), archive.put(40, 100, rows(range(40, 101)))]
     result = merged(archive, *inputs)
@@ -110,6 +130,51 @@ def test_a_trimmed_overlap_with_one_reason_keeps_it(archive: Archive):
     assert archive.footer(merged(archive, *inputs).ref).ledger == Ledger({Reason.SAMPLED_OUT: 40})
     more = [archive.put(201, 260), archive.put(251, 300, rows([299]), ledger={Reason.DELETED: 49})]
     assert archive.footer(merged(archive, *more).ref).ledger == Ledger({Reason.DELETED: 39})
+
+
+def gone(archive: Archive, first: int, last: int, *missing: int, reason: Reason, **ledger: int) -> SegmentRef:
+    """A segment that lacks `missing`, and says that it did not read them."""
+    held = rows(s for s in range(first, last + 1) if s not in missing)
+    counts = {reason: len(missing) - sum(ledger.values()), **{Reason(r): n for r, n in ledger.items()}}
+    return archive.put(first, last, held, ledger=counts, unread=SequenceRange(min(missing), max(missing)))
+
+
+def test_rows_that_another_input_has_are_unread_no_more(archive: Archive):
+    """Twin A was paused with 1..100; the source had let go of 1..50 when B read it."""
+    late, early = archive.put(1, 100), gone(archive, 1, 120, *range(1, 51), reason=Reason.GONE_BEFORE_READ)
+    result = merged(archive, late, early)
+    footer = archive.footer(result.ref)
+    assert (footer.rows, footer.ledger, footer.unread) == (120, Ledger(), None)
+    assert result.late == (50, SequenceRange(1, 50))
+    proved(archive, result)
+
+
+def test_a_merge_keeps_what_its_inputs_leave_unread(archive: Archive):
+    inputs = [
+        gone(archive, 1, 100, *range(11, 31), reason=Reason.GONE_BEFORE_READ),
+        archive.put(1, 20, rows(range(13, 19))),
+        gone(archive, 101, 150, 120, 123, reason=Reason.GONE_FROM_HOLE),
+        archive.put(151, 200),
+    ]
+    footer = archive.footer(merged(archive, *inputs).ref)
+    assert footer.ledger == Ledger({Reason.GONE_BEFORE_READ: 14, Reason.GONE_FROM_HOLE: 2})
+    assert footer.unread == SequenceRange(11, 123)
+    assert footer.is_balanced()
+
+
+def test_a_trimmed_stretch_keeps_what_is_unread_in_it(archive: Archive):
+    """What the longer segment has of the shorter one's unread range is not unread any more."""
+    inputs = [gone(archive, 1, 60, *range(41, 61), reason=Reason.GONE_FROM_HOLE), archive.put(51, 100)]
+    footer = archive.footer(merged(archive, *inputs).ref)
+    assert (footer.ledger, footer.unread) == (Ledger({Reason.GONE_FROM_HOLE: 10}), SequenceRange(41, 50))
+
+
+def test_what_is_gone_among_what_was_left_out_stays_counted(archive: Archive):
+    """Which of 5..14 are gone the ledger does not say: none of the five is forgotten."""
+    mixed = gone(archive, 1, 20, *range(5, 15), reason=Reason.GONE_BEFORE_READ, sampled_out=3, too_old=2)
+    footer = archive.footer(merged(archive, mixed, archive.put(5, 7)).ref)
+    assert footer.ledger == Ledger({Reason.GONE_BEFORE_READ: 5, Reason.UNATTRIBUTED: 2})
+    assert footer.unread == SequenceRange(8, 14)
 
 
 def test_the_tip_is_that_of_the_input_that_reaches_furthest(archive: Archive):

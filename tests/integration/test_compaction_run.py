@@ -119,7 +119,7 @@ def test_a_selection_leaves_other_chains_and_levels_alone(archive: Archive):
     assert run(archive, partition=7) == Report()
     assert run(archive, level=1) == Report()
     report = run(archive, site="eu-west", feed="NODES", partition=0, level=0)
-    assert {m.output.chain for m in report.merged} == {OTHER}
+    assert {m.ref.chain for m in report.merged} == {OTHER}
 
 
 def test_a_damaged_input_is_reported_and_the_rest_is_merged(archive: Archive):
@@ -159,15 +159,70 @@ def test_a_late_segment_that_is_contained_is_proved_and_deleted(archive: Archive
     assert report.failures == []
 
 
-def test_a_late_segment_with_a_row_that_nothing_else_has_stays_and_is_reported(archive: Archive):
-    refs = [archive.put(n, n + 9, rows([n, n + 1]), age=700) for n in (1, 11, 21)]
+def test_late_segments_with_rows_of_their_own_are_merged_with_what_contains_them(archive: Archive):
+    for n in (1, 11, 21, 31):
+        archive.put(n, n + 9, rows([n, n + 1]), age=700)
     run(archive)
-    late = archive.put(12, 20)
+    archive.put(12, 20, rows([12, 15]))
+    archive.put(25, 26)
+    archive.put(25, 27, rows([25, 26]))  # contained in what the others make, with nothing of its own
     report = run(archive)
+    assert [(m.ref.level, str(m.ref.coverage)) for m in report.merged] == [(2, "1..40")]
+    assert report.failures == []
+    rows_now = [1, 2, 11, 12, 15, 21, 22, 25, 26, 31, 32]
+    assert archive.read().column("sequence").to_pylist() == rows_now
+    run(archive)
+    assert run(archive).failures == []
+    assert archive.ranges() == ["0:31..40", "1:1..40", "2:1..40"]  # those with the chain's greatest end stay
+    assert archive.read().column("sequence").to_pylist() == rows_now
+
+
+def test_a_late_segment_waits_while_what_contains_it_is_merged(archive: Archive):
+    for first in (1, 41):
+        for n in range(first, first + 40, 10):
+            archive.put(n, n + 9, rows([n]), age=700)
+        run(archive)
+    archive.age_all(700)
+    archive.put(12, 20, rows([15]))
+    report = run(archive, DUE, replace(DUE, from_=1, to=2, min_count=2))
+    assert [(m.ref.level, str(m.ref.coverage)) for m in report.merged] == [(2, "1..80"), (3, "1..80")]
+    assert report.failures == []
+    assert 15 in archive.read().column("sequence").to_pylist()
+
+
+def test_what_only_level_9_contains_stays_and_is_told_once(archive: Archive):
+    archive.put(1, 20, rows([1]), level=9)
+    late = archive.put(2, 5)
+    first, second = run(archive), run(archive)
+    assert [f.code for f in first.failures] == ["E-ROWS-MISSING"] == [f.code for f in second.failures]
+    assert (first.told, second.told) == ([], second.failures)
     assert late.key in {s.key for s in archive.listed()}
-    assert "E-ROWS-MISSING" in report.failures[0].line
-    assert exit_code(report.failures) == 3
-    assert len(refs) == 3
+
+
+def test_what_was_told_is_told_again_only_when_it_was_over(archive: Archive):
+    fill(archive)
+    for _ in range(2):
+        false = archive.put(5, 14, rows(range(5, 15), salt="forged"), age=700)
+        assert [(f.code, f.suspects.count(false.key)) for f in run(archive).failures] == [("E-FORK", 1)]
+        run(archive, level=1)  # a run that does not meet it forgets nothing
+        report = run(archive)
+        assert [f.code for f in report.told] == ["E-FORK"]
+        archive.store.delete(false)
+        assert run(archive, grace=None).told == []
+        assert archive.objects.list(archive.layout.reported_prefix()) == []
+        for segment in archive.listed():
+            if segment.level:
+                archive.store.delete(segment)
+
+
+def test_damage_that_waits_for_its_neighbours_is_not_told_a_second_time(archive: Archive):
+    refs = fill(archive, 7)
+    archive.path(refs[3].key).write_bytes(b"nothing")
+    archive.age(refs[3].key, 700)
+    assert [f.suspects for f in run(archive).failures] == [(refs[3].key,)]
+    assert run(archive).failures == []  # alone it is no merge
+    fill(archive, 3, first=71)
+    assert archive.objects.list(archive.layout.reported_prefix()) != []
 
 
 def test_a_fork_is_reported_and_neither_side_is_touched(archive: Archive):

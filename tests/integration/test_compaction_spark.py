@@ -17,7 +17,7 @@ from compaction.failures import Failure, exit_code
 from compaction.job import SparkRunner, task_of
 from compaction.proof import SparkProver
 from compaction.run import Compaction, Report, Selection
-from compaction.session import FIXED, check_conf, spark_conf, spark_error, with_retries
+from compaction.session import FIXED, check_conf, spark_conf, spark_error, warn_of_open, with_retries
 from compaction.supersede import Supersession, made_by
 from compaction.work import ReadingProver, merge_one
 from tests.compaction_archive import CHAIN, Archive, rows
@@ -138,7 +138,7 @@ def test_an_input_that_is_damaged_is_reported_and_other_outputs_are_made(archive
     archive.path(refs[0].key).write_bytes(bytes(refs[0].size))
     archive.age(refs[0].key, 700)
     report = run(archive)
-    assert [m.output.chain for m in report.merged] == [CHAIN]
+    assert [m.ref.chain for m in report.merged] == [CHAIN]
     assert exit_code(report.failures) == 3
     assert refs[0].key in report.failures[0].line
 
@@ -187,6 +187,30 @@ def test_speculation_is_refused_and_what_drops_files_is_overridden():
     assert FIXED.items() <= found.items()
     assert "spark.driver.host" not in found
     assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("master", "conf", "authenticates", "is_warned"),
+    [
+        ("yarn", {}, True, False),
+        ("k8s://https://k8s:6443", {}, True, False),
+        ("spark://host:7077", {"spark.authenticate.secret": "s"}, True, False),
+        ("spark://host:7077", {}, False, True),
+        ("yarn", {"spark.authenticate": "false"}, False, True),
+        ("local[*]", {}, False, False),
+    ],
+)
+def test_spark_authenticates_where_there_is_a_secret_and_warns_where_there_is_none(
+    master: str,
+    conf: dict[str, str],
+    authenticates: bool,
+    is_warned: bool,
+    caplog: pytest.LogCaptureFixture,
+):
+    found = spark_conf(master, conf)
+    warn_of_open(master, found)
+    assert (found.get("spark.authenticate") == "true") is authenticates
+    assert ("without authentication" in caplog.text) is is_warned
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from ingress.discovery.discovery import MOST_NEW, Discovery
 from ingress.discovery.events import Notified
 from tests.faulty_store import FaultyStore, raising
 from tests.support import soon
+from tests.throwing import Throw
 from tests.unit.test_notices import minio, segment_key
 
 LAYOUT = Layout("data")
@@ -49,6 +50,9 @@ class Target:
 
     async def tick(self) -> None:
         self.ticks += 1
+
+    def fails(self, error: Exception) -> None:
+        self.failed = error
 
 
 class Place:
@@ -308,6 +312,23 @@ async def test_a_listener_that_fails_keeps_back_no_other(place: Place) -> None:
     with pytest.raises(Unavailable):
         await place.discovery.look()
     assert place.target.ticks == 1
+
+
+@pytest.mark.parametrize("name", ["found", "wake", "tick"])
+async def test_what_a_listener_did_not_foresee_is_its_own_and_no_others(
+    place: Place, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A chain is found and a notification of it comes; the looks go on."""
+    place.make(1)
+    failing = Target()
+    Throw(monkeypatch, failing, name)
+    place.discovery.add(failing)
+    async with place.looking():
+        place.notify(place.chain(0))
+        await soon(lambda: place.target.woken == [place.chain(0)])
+        await place.discovery.look()
+        assert isinstance(failing.failed, MemoryError)
+        assert not hasattr(place.target, "failed")
 
 
 async def test_chains_are_looked_up_again_soon_where_that_failed(

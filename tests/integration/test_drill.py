@@ -19,7 +19,7 @@ from ingress.replay.compare import Trail, compare
 from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
 from tests.scenarios.processes import Service, run_floe
 from tests.segment_files import message
-from tests.support import eventually, unique
+from tests.support import PATIENCE, eventually, unique
 
 FEED = ("--site", "us-east", "--feed", "NODES")
 
@@ -75,11 +75,11 @@ async def test_replay_as_a_command(world: World) -> None:
     assert "is empty" in planned.stdout
 
     slow = Service(world.folder, "replay", *command, "--rate", "500/s").start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         while not await holds(world, 200):
             await asyncio.sleep(0.05)
     slow.send(signal.SIGTERM)
-    assert slow.wait(10) == 75
+    assert slow.wait(PATIENCE) == 75
     assert "the same command goes on" in slow.tail()
 
     other = run_floe(*command, "--to-sequence", "7")
@@ -146,7 +146,7 @@ async def test_a_row_that_the_server_does_not_take_is_told_with_a_command_for_dr
     found = run_floe("drill", "-c", world.config, *FEED)
     assert found.returncode == 1, found
     assert "error[E-MSG-TOO-LARGE]" in found.stderr
-    again = f"drill again: floe drill -c {world.config} --site us-east --feed NODES --incarnation 0"
+    again = f"drill again:\nfloe drill -c {world.config} --site us-east --feed NODES --incarnation 0"
     assert again in found.stderr
     assert await world.scratch() == []
 
@@ -156,7 +156,7 @@ async def test_the_next_drill_removes_what_a_killed_one_left(world: World) -> No
     world.archive.put(rows_of(1, 100))
     env = {"FLOE_FAILPOINTS": "replay.begun=kill"}
     killed = Service(world.folder, "drill", "drill", "-c", world.config, *FEED, env=env).start()
-    assert killed.wait(20) == -signal.SIGKILL
+    assert killed.wait(PATIENCE) == -signal.SIGKILL
     left = await world.scratch()
     assert len(left) == 1
 

@@ -15,6 +15,7 @@ from common.jetstream.streams import stream_info
 from common.settings.nats import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
+from tests.clusters import placing
 from tests.egress_bench import Bench
 from tests.support import soon, unique
 
@@ -22,7 +23,7 @@ from tests.support import soon, unique
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
     with NatsCluster(3) as running:
-        yield running
+        yield placing(running)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ async def bench(cluster: NatsCluster, tmp_path: Path) -> AsyncIterator[Bench]:
 
 async def replicated(bench: Bench, retention: str = "limits") -> str:
     stream = unique("T")
-    await soon(lambda: _made(bench, stream, retention), seconds=20)
+    await soon(lambda: _made(bench, stream, retention))
     return stream
 
 
@@ -63,7 +64,7 @@ async def test_leaders_that_move_lose_and_repeat_nothing(bench: Bench) -> None:
                 await bench.client.api(f"STREAM.LEADER.STEPDOWN.{stream}")
         done.set()
         await load
-        await bench.archived_to(stream, await bench.last(stream), seconds=30)
+        await bench.archived_to(stream, await bench.last(stream))
     await bench.same(stream, stream)
 
 
@@ -82,7 +83,7 @@ async def test_a_node_that_is_killed_takes_nothing_with_it(bench: Bench, cluster
         await asyncio.to_thread(cluster.wait_ready)
         done.set()
         await load
-        await bench.archived_to(stream, await bench.last(stream), seconds=30)
+        await bench.archived_to(stream, await bench.last(stream))
     await bench.same(stream, stream)
 
 
@@ -93,20 +94,20 @@ async def test_without_a_quorum_it_waits_and_goes_on_alone(bench: Bench, cluster
             for _ in range(100):
                 await publisher.publish(f"{stream}.a".encode(), b"x", None)
             await publisher.settle()
-        await bench.archived_to(stream, 100, seconds=20)
+        await bench.archived_to(stream, 100)
         paused = cluster.servers[1:]
         for server in paused:
             server.pause()
-        await soon(lambda: running.state(stream) != "reading", seconds=30)
+        await soon(lambda: running.state(stream) != "reading")
         for server in paused:
             server.resume()
         await asyncio.to_thread(cluster.wait_ready)
-        await soon(lambda: running.state(stream) == "reading", seconds=40)
+        await soon(lambda: running.state(stream) == "reading")
         async with AckedPublisher(bench.client, window=64) as publisher:
             for _ in range(100):
                 await publisher.publish(f"{stream}.a".encode(), b"y", None)
             await publisher.settle()
-        await bench.archived_to(stream, await bench.last(stream), seconds=30)
+        await bench.archived_to(stream, await bench.last(stream))
     await bench.same(stream, stream)
 
 
@@ -118,7 +119,7 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
     stream, done = await replicated(bench, retention), asyncio.Event()
     feed = {"stream": stream, "segment": {"max_messages": 2_000}}
     async with bench.egress(feed, lease_ttl="10s") as running:
-        await soon(lambda: running.state(stream) == "reading", seconds=20)
+        await soon(lambda: running.state(stream) == "reading")
         load = asyncio.create_task(publish_until(bench, stream, done))
         for _ in range(4):
             await asyncio.sleep(0.5)
@@ -139,7 +140,7 @@ async def test_leaders_that_move_lose_no_message_that_was_acknowledged_to_one_of
                 return info is not None and info.messages == 0
             return False
 
-        await soon(is_empty, seconds=40)
+        await soon(is_empty)
     bench.check(stream)
     assert bench.ledger(stream) == {}
     assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))

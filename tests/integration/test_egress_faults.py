@@ -68,7 +68,7 @@ async def test_a_message_lost_on_the_way_is_noticed_by_the_consumer_sequence(
     """F16: whatever the connection drops is read again."""
     real, lost = FloeClient.subscribe_raw, [7, 60, 61, 99]
 
-    async def losing(self: FloeClient, subject: str, sink: Any) -> Any:
+    async def losing(self: FloeClient, subject: str, sink: Any, *tell: Any) -> Any:
         count = 0
 
         def drop_some(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -79,7 +79,7 @@ async def test_a_message_lost_on_the_way_is_noticed_by_the_consumer_sequence(
                 return
             sink(subject, reply, payload, headers)
 
-        return await real(self, subject, drop_some)
+        return await real(self, subject, drop_some, *tell)
 
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, (b"%d" % i for i in range(100)))
@@ -120,7 +120,7 @@ async def test_a_silent_connection_is_noticed_by_missing_heartbeats(
             await bench.publish(stream, [b"x"] * 20)
             await soon(lambda: running.state(stream) == "checking")
             proxy.heal()
-            await bench.archived_to(stream, 20, seconds=30)
+            await bench.archived_to(stream, 20)
     await bench.same(stream, stream)
 
 
@@ -134,11 +134,11 @@ async def test_a_server_that_is_killed_and_started_again_is_read_on(tmp_path: Pa
             await bench.publish(stream, [b"x"] * 50)
             await bench.archived_to(stream, 50)
             await asyncio.to_thread(server.kill)
-            await soon(lambda: running.state(stream) in ("waiting", "standby"), seconds=20)
+            await soon(lambda: running.state(stream) in ("waiting", "standby"))
             await asyncio.to_thread(server.start)
-            await soon(lambda: client.is_up, seconds=30)
+            await soon(lambda: client.is_up)
             await bench.publish(stream, [b"y"] * 50)
-            await bench.archived_to(stream, 100, seconds=30)
+            await bench.archived_to(stream, 100)
         await bench.same(stream, stream)
         await client.aclose()
 
@@ -164,7 +164,7 @@ async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(be
         assert asked["num_pending"] > 2_000, "most of it stays in the stream"
         assert not running.health.is_ready()
         released(objects)
-        await bench.archived_to(stream, 4_000, seconds=60)
+        await bench.archived_to(stream, 4_000)
     await bench.same(stream, stream)
 
 
@@ -294,7 +294,7 @@ async def test_large_messages_pass_through_a_small_memory_limit(bench: Bench) ->
     await bench.publish(stream, [b"x" * 900_000] * 60)
     feed = {"stream": stream, "segment": {"max_age": "1h", "max_size": "1G"}}
     async with bench.egress(feed, memory_limit="16M"):
-        await bench.archived_to(stream, 40, seconds=30)
+        await bench.archived_to(stream, 40)
     async with bench.egress({"stream": stream}):
         await bench.archived_to(stream, 60)
     await bench.same(stream, stream)
@@ -309,6 +309,6 @@ async def test_many_small_feeds_share_one_budget(bench: Bench) -> None:
     await bench.publish(stream, [os.urandom(20_000)] * 500)
     async with bench.egress(*feeds, memory_limit="16M"):
         # What is left is in memory, and that is less than 16 MiB: 838 messages.
-        await soon(lambda: sum(bench.end(name) for name in names) >= 12 * 500 - 838, seconds=30)
+        await soon(lambda: sum(bench.end(name) for name in names) >= 12 * 500 - 838)
     for name in names:
         bench.check(name)

@@ -74,6 +74,8 @@ async def test_interior_gaps_are_deleted_and_what_lies_below_the_source_was_gone
         await bench.archived_to(stream, 40)
     bench.check(stream)
     assert bench.ledger(stream) == {"deleted": 3, "gone_before_read": 10}
+    unread = [footer.unread for footer in bench.footers(stream) if footer.unread]
+    assert (unread[0].first, unread[-1].last) == (21, 30)
     assert [m.sequence for m in bench.messages(stream)] == [*range(1, 21), 31, 32, 35, 36, 37, 38, 40]
 
 

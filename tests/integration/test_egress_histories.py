@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
-from egress import consumers
+from common.sequences import SequenceRange
+from common.service.metrics import REGISTRY
+from common.service.pasting import command
+from egress import consumers, metrics
 from egress.archive import Marks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
 from tests.commands import paste
 from tests.disks import restore_disk, save_disk
-from tests.egress_bench import QUICK, Bench, connected
+from tests.egress_bench import QUICK, SITE, Bench, connected
 from tests.support import soon, unique
 
 
@@ -76,6 +80,24 @@ async def test_what_was_received_before_a_recreation_is_put_into_the_old_incarna
     assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(count)]
     bench.check(stream, incarnation=1)
     assert bench.messages(stream, 1)[0].payload == b"second 0"
+
+
+async def test_what_was_received_before_a_recreation_is_put_though_another_instance_covers_its_beginning(
+    bench: Bench,
+) -> None:
+    """There is no other copy of the rest."""
+    stream = await bench.make_stream(unique("T"))
+    feed = {"stream": stream, "segment": {"max_age": "1h"}}
+    await bench.publish(stream, (b"first %d" % i for i in range(10)))
+    async with bench.egress(feed) as running:
+        await soon(lambda: running.status(stream).get("source_last") == 10)
+        async with bench.egress({"stream": stream}, lease_bucket=unique("L")):
+            await bench.archived_to(stream, 10)
+        await bench.publish(stream, (b"first %d" % i for i in range(10, 30)))
+        await soon(lambda: running.status(stream).get("source_last") == 30)
+        await recreate(bench, stream, 7)
+        await soon(lambda: bench.chains.read_stream(bench.chain(stream, 1)) is not None)
+    assert [m.payload for m in bench.messages(stream)] == [b"first %d" % i for i in range(30)]
 
 
 async def test_a_deleted_stream_stops_the_chain_after_what_was_received_is_stored(bench: Bench) -> None:
@@ -198,7 +220,7 @@ async def test_an_old_incarnation_that_comes_back_stops_the_chain(tmp_path: Path
         await restore_disk(server, saved)
         async with bench.egress({"stream": stream}) as running:
             await soon(lambda: running.state(stream) == "stopped")
-            assert "is forked: messages of incarnation 0000 are there again" in running.status(stream)["why"]
+            assert "is forked: incarnation 0000 is there again" in running.status(stream)["why"]
         assert bench.chains.read_stream(bench.chain(stream, 2)) is None
         await client.aclose()
 
@@ -323,7 +345,10 @@ async def test_a_listing_that_ends_before_the_mark_is_asked_again_never_a_first_
     file.rename(hidden)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "waiting")
-        assert "expected to reach the high-water mark 10, found its end at 0" in running.status(stream)["why"]
+        assert (
+            "expected a segment that contains the high-water mark 10, found none"
+            in running.status(stream)["why"]
+        )
         await bench.publish(stream, [b"y"] * 3)
         hidden.rename(file)
         await bench.archived_to(stream, 13)
@@ -413,6 +438,53 @@ async def test_a_hole_that_the_source_still_holds_is_read_again(bench: Bench) ->
     assert sorted(ref.coverage.first for ref in bench.refs(stream)) == [1, 11, 21]
 
 
+async def test_what_the_source_lacks_of_a_hole_is_not_called_deleted(bench: Bench) -> None:
+    """15 and 17 left the source one by one, after they were archived; what else is missing is not ours."""
+    stream = await bench.make_stream(unique("T"))
+    for number in range(30):
+        await bench.publish(stream, [b"%d" % number], subject="ab"[number % 2])
+    feeds = [
+        {"stream": stream, "segment": {"max_messages": 10}},
+        {
+            "stream": stream,
+            "name": f"{stream}_A",
+            "filter_subject": f"{stream}.a",
+            "segment": {"max_messages": 5},
+        },
+    ]
+    names = [stream, f"{stream}_A"]
+    async with bench.egress(*feeds):
+        await bench.archived_to(names[0], 30)
+        await bench.archived_to(names[1], 29)
+    for name in names:
+        bench.store.delete(bench.refs(name)[1])
+    for sequence in (15, 17):
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": sequence})
+    async with bench.egress(*feeds):
+        await soon(lambda: all(any(15 in ref.coverage for ref in bench.refs(name)) for name in names))
+    for name in names:
+        assert metrics.left_out.labels(SITE, name, "0", "gone_from_hole")._value.get() == 2
+    assert bench.ledger(names[0]) == {"gone_from_hole": 2}
+    assert bench.ledger(names[1])["gone_from_hole"] == 2
+    for name in names:
+        filled = bench.store.footer(next(ref for ref in bench.refs(name) if 15 in ref.coverage))
+        assert filled.unread == SequenceRange(15, 17)
+
+
+async def test_a_hole_that_opens_under_a_running_egress_is_filled_by_its_next_walk(bench: Bench) -> None:
+    """As after `floe segments quarantine` of a segment that was damaged at rest."""
+    stream = await archive_in_three(bench)
+    tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.0))
+    async with bench.egress({"stream": stream}, tuning=tuning) as running:
+        await soon(lambda: running.state(stream) == "reading")
+        bench.store.delete(bench.refs(stream)[1])
+        await soon(lambda: len(bench.messages(stream)) == 30)
+        await bench.publish(stream, [b"more"] * 5)
+        await bench.archived_to(stream, 35)
+        assert running.status(stream)["lost"] == 0
+    await bench.same(stream, stream)
+
+
 async def test_a_hole_that_the_source_lost_stays_a_hole_and_reading_goes_on_behind_it(bench: Bench) -> None:
     stream = await archive_in_three(bench)
     bench.store.delete(bench.refs(stream)[1])
@@ -434,3 +506,45 @@ async def test_a_hole_that_the_source_half_holds_is_filled_as_far_as_it_goes(ben
         await soon(lambda: running.status(stream).get("lost") == 5)
     assert sorted(str(ref.coverage) for ref in bench.refs(stream)) == ["1..10", "16..20", "21..30"]
     assert bench.ledger(stream) == {}
+
+
+# Names that their footers contradict
+
+
+@pytest.mark.parametrize("last", [40, 4000])
+async def test_a_name_that_its_footer_contradicts_is_not_believed(
+    bench: Bench, last: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy of 21..30 that claims to reach further: what it claims is archived all the same."""
+    stream = await archive_in_three(bench)
+    newest = bench.refs(stream)[-1]
+    lie = bench.store.layout.segment(replace(newest.segment, coverage=SequenceRange(21, last)))
+    shutil.copy(bench.root / "bucket" / newest.key, bench.root / "bucket" / lie)
+    await bench.publish(stream, [b"more"] * 20)
+
+    def is_archived() -> bool:
+        return max(ref.coverage.last for ref in bench.refs(stream) if ref.key != lie) == 50
+
+    async with bench.egress({"stream": stream, "segment": {"max_messages": 10}}) as running:
+        await soon(is_archived)
+        assert running.status(stream)["end"] >= 40
+        assert "expected 21.." in running.status(stream)["damaged"][lie]
+        labels = {"site": SITE, "feed": stream, "partition": "0"}
+        assert REGISTRY.get_sample_value("floe_egress_damaged_segments", labels) == 1
+    assert command("segments quarantine", lie) in caplog.text
+    assert bench.chains.read_tail(bench.chain(stream)) == 50 == await bench.mark(stream)
+    (bench.root / "bucket" / lie).unlink()
+    await bench.same(stream, stream)
+
+
+async def test_damage_beyond_the_mark_is_read_again(bench: Bench) -> None:
+    """A segment that was put before a crash, and is no segment any more when egress begins again."""
+    stream = await archive_in_three(bench)
+    newest = bench.refs(stream)[-1]
+    (bench.root / "bucket" / newest.key).write_bytes(b"not a segment")
+    state = await KeyValue.open(bench.client, bench.state_bucket)
+    await Marks(state).set(bench.chain(stream), 20)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: bench.refs(stream)[-1].size > 100 or len(bench.refs(stream)) == 4)
+        assert [*running.status(stream)["damaged"]] == [newest.key]
+    await bench.same(stream, stream)

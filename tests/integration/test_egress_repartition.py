@@ -24,7 +24,7 @@ from tests.disks import restore_disk, save_disk
 from tests.egress_bench import SITE, Bench, connected
 from tests.ingress_world import Archive, Centre, arrived, count_in
 from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support import at_length, soon, unique
 
 
 @pytest.fixture
@@ -119,6 +119,7 @@ async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_an
     assert parts.end(1) == 100
     await until_cut(bench, feed)
     assert parts.ends() == {0: 200, 1: 200}
+    assert await bench.mark(stream, incarnation=1) == 0
     parts.check()
     async with bench.egress(feed):
         await bench.archived_to(stream, 250, incarnation=1)
@@ -180,7 +181,12 @@ async def test_a_running_egress_is_left_alone(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     "failpoint",
-    ["egress.after_put", "repartition.before_stream", "repartition.after_stream", "repartition.after_chain"],
+    [
+        "egress.after_put",
+        at_length("repartition.before_stream"),
+        "repartition.after_stream",
+        at_length("repartition.after_chain"),
+    ],
 )
 async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, failpoint: str) -> None:
     stream = await bench.make_stream(unique("T"))

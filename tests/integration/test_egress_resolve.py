@@ -81,10 +81,12 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         await soon(lambda: running.state(stream) == "stopped")
         hint = running.status(stream)["hint"]
         assert "--new-incarnation --from 13" in hint
-        assert "with --from within 1..14" in hint
+        assert "may begin within 1..14" in hint
         shown = await floe("egress", "resolve", "-c", str(configuration(bench, {"stream": stream})), stream)
         assert shown.code == 3
-        assert "E-ROLLED-BACK: sequence 10 is as archived, but the stream ends at 13" in shown.out
+        assert "E-ROLLED-BACK: sequence 10 is as archived, sequence 13 is not" in shown.out
+        assert "; the first sequence that is not as archived is 13" in shown.out
+        assert "up to 12 it is as archived, so nothing is repeated or lost" in shown.out
         assert "sequence 10: equal" in shown.out
         assert "a new incarnation may begin within 1..14" in shown.out
         await paste(bench, hint, {"stream": stream})
@@ -93,6 +95,38 @@ async def test_a_stream_that_was_set_back_goes_on_where_it_parted_from_the_archi
         await bench.archived_to(stream, 17, incarnation=1)
     assert bench.chains.read_stream(bench.chain(stream, 1)).previous == {0: 15}  # type: ignore[union-attr]
     await exact(bench, stream, 1, 13)
+
+
+async def test_a_stream_set_back_and_written_again_is_compared_row_by_row(
+    alone: tuple[Bench, NatsServer], tmp_path: Path
+) -> None:
+    """One segment holds all, so no tip below its end tells; of what is archived many messages are gone."""
+    bench, server = alone
+    stream = await bench.make_stream(unique("T"), storage="file")
+    for subject, count in (("a", 60), ("b", 130), ("a", 10)):
+        await bench.publish(stream, [b"kept"] * count, subject=subject)
+    saved = await save_disk(server, tmp_path)
+    await archive(bench, stream, [b"lost"] * 100)
+    assert len(bench.refs(stream)) == 1
+    await restore_disk(server, saved)
+    await bench.publish(stream, [b"other"] * 200)
+    await bench.client.api(f"STREAM.PURGE.{stream}", {"filter": f"{stream}.b"})
+    resolve = ("egress", "resolve", "-c", str(configuration(bench, {"stream": stream})), stream)
+    async with bench.egress({"stream": stream}) as running:
+        await soon(lambda: running.state(stream) == "stopped")
+        assert "the first sequence that is not as archived is 201" in running.status(stream)["why"]
+        hint = running.status(stream)["hint"]
+        assert "--new-incarnation --from 201" in hint
+        assert "--same" not in hint
+        refused = await floe(*resolve, "--same", "--yes")
+        assert (refused.code, "not a choice where it is rolled_back" in refused.err) == (2, True)
+        await bench.client.api(f"STREAM.MSG.DELETE.{stream}", {"seq": 300})
+        (shown,) = (await floe(*resolve, "--json")).json()
+        assert (shown["code"], shown["evidence"][0]) == ("E-ROLLED-BACK", {"sequence": 300, "held": "absent"})
+        assert [each["options"] for each in shown["choices"]] == ["--new-incarnation --from 201"]
+        await paste(bench, hint, {"stream": stream})
+        await bench.archived_to(stream, 400, incarnation=1)
+    await exact(bench, stream, 1, 201)
 
 
 async def test_bounds_and_what_would_be_repeated_or_left_out_are_told(
@@ -159,8 +193,9 @@ async def test_a_stream_that_cannot_be_compared_is_the_same_by_an_operator_s_wor
         await soon(lambda: running.state(stream) == "stopped")
         assert "is unknown" in running.status(stream)["why"]
         hint = running.status(stream)["hint"]
-        assert "--same |" in hint
-        assert "--new-incarnation --from 11" in hint
+        assert "--new-incarnation --from 11\n" in hint
+        assert "goes on behind 10: it holds nothing up to there, so nothing is repeated or lost:\n" in hint
+        assert hint.endswith("--same")
         await paste(bench, hint, {"stream": stream}, wanted="--same")
         await bench.archived_to(stream, 15)
         await bench.publish(stream, [b"more"] * 5)
@@ -200,13 +235,18 @@ async def test_the_same_is_refused_where_messages_would_be_lost(
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         hint = running.status(stream)["hint"]
-        assert "--same is not possible: the archive ends at 5, the stream at 0" in hint
+        assert "it cannot be the same: the archive ends at 5, the stream at 0" in hint
         config = str(configuration(bench, {"stream": stream}))
         refused = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
         assert (refused.code, "would be lost" in refused.err) == (2, True)
-        await paste(bench, hint, {"stream": stream})
-        await bench.publish(stream, [b"second"] * 3)
-        await bench.archived_to(stream, 3, incarnation=1)
+        await bench.publish(stream, [b"second"] * 7)
+        await soon(lambda: "sequence 5 is not as archived" in running.status(stream)["why"])
+        assert "--same" not in running.status(stream)["hint"]
+        assert "nothing that it holds is archived" in running.status(stream)["hint"]
+        refused = await floe("egress", "resolve", "-c", config, stream, "--same", "--yes")
+        assert (refused.code, "the first sequence that is not as archived is 1" in refused.err) == (2, True)
+        await paste(bench, running.status(stream)["hint"], {"stream": stream})
+        await bench.archived_to(stream, 7, incarnation=1)
     await exact(bench, stream, 1, 1)
     assert [m.payload for m in bench.messages(stream)] == [b"first"] * 5
 

@@ -192,7 +192,7 @@ async def test_cut_connections_lose_nothing_and_archive_nothing_twice(
                 await asyncio.sleep(0.1)
                 proxy.cut_after("up", 3_000 * round_) if round_ % 2 else proxy.cut()
             proxy.heal()
-            await bench.archived_to(stream, 2_000, seconds=30)
+            await bench.archived_to(stream, 2_000)
             await emptied(bench, stream)
     assert payloads(bench, stream) == numbered(2_000)
     bench.check(stream)
@@ -206,7 +206,7 @@ async def test_a_twin_of_a_work_queue_wastes_work_only(bench: Bench) -> None:
     for round_ in range(10):
         await bench.publish(stream, numbered(100, 100 * round_))
         await asyncio.sleep(0.1)
-    await bench.archived_to(stream, 1_000, seconds=30)
+    await bench.archived_to(stream, 1_000)
     await emptied(bench, stream)
     for twin in twins:
         await twin.drain()

@@ -22,7 +22,7 @@ from egress.initialise import initialise
 from infra.oracle_streams import read_stream
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore
-from tests.support import soon, unique
+from tests.support import PATIENCE, soon, unique
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ async def test_silence_is_told_in_a_filtered_feed_though_its_stream_is_busy(benc
 
     load = asyncio.create_task(others())
     async with bench.egress(feed):
-        await soon(lambda: _has_told(bench, feed, 30), seconds=20)
+        await soon(lambda: _has_told(bench, feed, 30))
     load.cancel()
     await asyncio.wait({load})
     assert await told(bench, feed) == once("new", NODES) + once("timeout", NODES) + once("expire", NODES)
@@ -269,7 +269,7 @@ async def test_snapshots_that_cannot_be_written_hold_nothing_up(bench: Bench) ->
     failed = metrics.snapshots.labels(SITE, feed["stream"], "0", "failed")._value
     objects = FaultyStore(bench.objects).on("put_if_absent", _no_snapshots)
     async with bench.egress(feed, objects=objects):  # type: ignore[arg-type]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not failed.get():
                 await bench.archived_to(feed["stream"], await send(bench, feed, NODES))
         await bench.archived_to(feed["stream"], await send(bench, feed, ["another"]))

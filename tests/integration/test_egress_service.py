@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -19,6 +18,7 @@ from common.errors import ConfigError, Refused
 from egress.service import serve
 from infra.local.nats import NatsServer
 from infra.local.ports import free_port
+from infra.local.tether import spawn
 from tests.egress_bench import Bench, connected
 from tests.support import SharedS3, eventually, soon, unique
 
@@ -46,7 +46,7 @@ async def test_a_server_that_is_down_at_the_start_is_waited_for(tmp_path: Path) 
         bench.client = await connected(server.url)
         await bench.make_stream("S")
         await bench.publish("S", [b"x"] * 3)
-        await bench.archived_to("S", 3, seconds=20)
+        await bench.archived_to("S", 3)
         await running.drain()
         await bench.client.aclose()
 
@@ -91,11 +91,11 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
         },
     }
     config.write_text(yaml.safe_dump(settings))
-    process = subprocess.Popen(
+    process = spawn(
         [sys.executable, "-m", "floe", "egress", "run", "-c", str(config)], cwd=ROOT, env=dict(os.environ)
     )
     try:
-        await bench.archived_to(stream, 10, seconds=20)
+        await bench.archived_to(stream, 10)
         line = f'floe_egress_messages_total{{feed="{stream}",partition="0",site="site"}} 10.0'
         await asyncio.to_thread(eventually, lambda: line in _page(port, "metrics"))
         part = json.loads(await asyncio.to_thread(_page, port, "status"))["parts"][f"egress {stream}"]
@@ -119,11 +119,11 @@ async def test_segments_go_to_a_real_s3_server_too(nats_url: str, s3: SharedS3, 
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, (b"%d" % i for i in range(2_000)))
     async with bench.egress({"stream": stream, "segment": {"max_messages": 500}}):
-        await bench.archived_to(stream, 2_000, seconds=30)
+        await bench.archived_to(stream, 2_000)
     await bench.same(stream, stream)
     assert bench.chains.read_tail(bench.chain(stream)) == 2_000
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, [b"more"] * 5)
-        await bench.archived_to(stream, 2_005, seconds=30)
+        await bench.archived_to(stream, 2_005)
     await bench.same(stream, stream)
     await client.aclose()

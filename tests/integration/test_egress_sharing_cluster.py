@@ -15,6 +15,7 @@ from common.jetstream.kv import KeyValue, state_key
 from common.settings.nats import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
+from tests.clusters import placing
 from tests.egress_bench import SITE, Bench, Running
 from tests.support import soon, unique
 
@@ -24,7 +25,7 @@ TTL = 3.0  # seconds
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
     with NatsCluster(3) as running:
-        yield running
+        yield placing(running)
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ async def replicated(bench: Bench) -> str:
             return True
         return False
 
-    await soon(made, seconds=20)
+    await soon(made)
     return stream
 
 
@@ -73,19 +74,24 @@ async def test_without_a_quorum_nobody_works_and_with_one_again_the_shares_are_f
     settings = bench.settings(*({"name": name, "stream": stream} for name in names), lease_ttl=f"{TTL:g}s")
     members = [bench.start(settings) for _ in range(2)]
     await publish(bench, stream, 100)
-    await soon(lambda: working(members, names) == [2, 2], seconds=40)
+    await soon(lambda: working(members, names) == [2, 2])
     for server in cluster.servers[1:]:
         server.pause()
-    await soon(lambda: working(members, names) == [0, 0], seconds=30)
+    await soon(lambda: working(members, names) == [0, 0])
     for server in cluster.servers[1:]:
         server.resume()
     await asyncio.to_thread(cluster.wait_ready)
-    await soon(lambda: working(members, names) == [2, 2], seconds=60)
+    await soon(lambda: working(members, names) == [2, 2])
     await publish(bench, stream, 100)
     last = await bench.last(stream)
     for name in names:
-        await bench.archived_to(name, last, seconds=30)
-    assert sorted(map((await owners(bench, names)).count, set(await owners(bench, names)))) == [2, 2]
+        await bench.archived_to(name, last)
+
+    async def fair() -> bool:
+        found = await owners(bench, names)
+        return sorted(map(found.count, set(found))) == [2, 2]
+
+    await soon(fair)
     await asyncio.gather(*(member.drain() for member in members))
     for name in names:
         await bench.same(name, stream)

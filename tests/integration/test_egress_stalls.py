@@ -102,7 +102,7 @@ async def test_a_line_that_is_dead_in_one_direction_heals(bench: Bench, nats_ser
             await bench.publish(stream, [b"b"] * 10)
             await asyncio.sleep(1.5)
             proxy.heal()
-            await bench.archived_to(stream, 20, seconds=30)
+            await bench.archived_to(stream, 20)
 
     await bench.same(stream, stream)
 
@@ -117,7 +117,7 @@ async def test_a_store_that_takes_nothing_is_told_and_the_reader_is_kept(bench: 
         await bench.publish(stream, [b"b"] * 10)
         await soon(lambda: metric("stalled", stream) == 1)
         store.up()
-        await bench.archived_to(stream, 20, seconds=30)
+        await bench.archived_to(stream, 20)
         await soon(lambda: metric("stalled", stream) == 0)
 
     assert not metric("doubts_total", stream, reason="stalled") >= 1
@@ -149,7 +149,7 @@ async def test_the_age_limit_runs_down_while_egress_cannot_put(bench: Bench) -> 
     await asyncio.sleep(0.3)
     assert metric("expiry_seconds", stream) < before
     store.up()
-    await bench.archived_to(stream, 20, seconds=30)
+    await bench.archived_to(stream, 20)
     await soon(lambda: metric("expiry_seconds", stream) == math.inf)
     await running.drain()
 
@@ -182,7 +182,7 @@ async def test_a_chain_that_stopped_tells_it_too(bench: Bench) -> None:
     await bench.publish(stream, [b"b"] * 20)
 
     running = bench.start(bench.settings({"stream": stream, "on_recreated": "halt"}), IMPATIENT)
-    await soon(lambda: running.state(stream) == "stopped", seconds=20)
+    await soon(lambda: running.state(stream) == "stopped")
     await soon(lambda: 3500 < metric("expiry_seconds", stream) < 3600)
     running.stop.set()
     await running.crash()

@@ -22,8 +22,9 @@ import yaml
 
 from common.jetstream.kv import KeyValue, state_key
 from infra.local.ports import free_port
+from infra.local.tether import spawn
 from tests.egress_bench import SITE, Bench, connected
-from tests.support import soon, unique
+from tests.support import PATIENCE, soon, unique
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,14 +68,14 @@ class Parent:
     async def ask(self, path: str) -> tuple[int, str]:
         return await asyncio.to_thread(self.page, path)
 
-    async def ready(self, seconds: float = 30) -> None:
+    async def ready(self, seconds: float = PATIENCE) -> None:
         async def is_ready() -> bool:
             assert self.process.poll() is None, self.tail()
             return (await self.ask("readyz"))[0] == 200
 
         await soon(is_ready, seconds, every=0.2)
 
-    async def ended(self, seconds: float = 30) -> int:
+    async def ended(self, seconds: float = PATIENCE) -> int:
         return await asyncio.to_thread(self.process.wait, seconds)
 
     def lines(self) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def config_of(bench: Bench, feeds: list[str], stream: str, port: int, **egress: 
 def parent(config: Path, port: int, *options: str) -> Iterator[Parent]:
     log = config.parent / "parent.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(
+        process = spawn(
             [sys.executable, "-m", "floe", "egress", "run", "-c", str(config), *options],
             cwd=ROOT,
             env=dict(os.environ),
@@ -157,7 +158,7 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
     with parent(config_of(bench, names, stream, port, workers=2), port) as running:
         await running.ready()
         for name in names:
-            await bench.archived_to(name, 30, seconds=20)
+            await bench.archived_to(name, 30)
         assert await asyncio.to_thread(running.held) == [2, 2]
         await soon(lambda: archived(running) == [("0", "30.0")] * 2 + [("1", "30.0")] * 2, every=0.2)
         status, page = await running.ask("metrics")
@@ -191,7 +192,7 @@ async def test_a_worker_that_is_killed_vanishes_from_the_page_and_is_started_aga
         await running.ready()
         await bench.publish(stream, [b"y"] * 30)
         for name in names:
-            await bench.archived_to(name, 60, seconds=20)
+            await bench.archived_to(name, 60)
         page = (await running.ask("metrics"))[1]
         assert 'floe_egress_worker_restarts_total{worker="1"} 1.0' in page
         running.process.send_signal(signal.SIGINT)
@@ -232,7 +233,7 @@ async def test_workers_end_when_their_parent_was_killed(bench: Bench) -> None:
         await running.ready()
         pids = await asyncio.to_thread(running.pids)
         running.process.kill()
-        await soon(lambda: all(map(is_gone, pids)), 20)
+        await soon(lambda: all(map(is_gone, pids)))
     assert await leases_left(bench, names) == []
 
 
@@ -245,7 +246,7 @@ async def test_a_worker_that_hangs_is_shown_as_such(bench: Bench) -> None:
         began = time.monotonic()
         assert await running.ask("healthz") == (503, "worker 0: no answer\n")
         status, page = await running.ask("metrics")
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 60
         assert status == 200
         assert 'worker="1",' in page
         os.kill(pid, signal.SIGCONT)

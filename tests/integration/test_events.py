@@ -16,13 +16,14 @@ from common.errors import FloeError, Refused
 from common.jetstream.client import frame
 from common.objects.aws import Account
 from common.objects.sqs import Received, SqsQueue
+from common.tasks import unexpected
 from infra.local.nats import NatsServer
 from ingress.discovery import nats_events, sqs_events
 from ingress.discovery.nats_events import follow_subject
 from ingress.discovery.sqs_events import follow_queue
 from tests.ingress_world import client_of
 from tests.sqs_server import SqsServer
-from tests.support import soon, unique
+from tests.support import PATIENCE, soon, unique
 from tests.unit.test_notices import TEST_EVENT, amazon, sns
 
 pytestmark = pytest.mark.servers
@@ -57,7 +58,7 @@ async def beside(work: Any) -> AsyncIterator[None]:
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
-            await asyncio.wait_for(task, 1)
+            await asyncio.wait_for(task, PATIENCE)
 
 
 # SQS
@@ -115,7 +116,48 @@ async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goe
             await asyncio.to_thread(server.start)
             server.new_queue(name)
             await asyncio.to_thread(server.send, name, "b")
-            await soon(lambda: heard.taken == [b"a", b"b"], seconds=20)
+            await soon(lambda: heard.taken == [b"a", b"b"])
+
+
+async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_again(
+    sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called on the event loop for a thread: neither ends, and it is not deleted untaken."""
+    monkeypatch.setattr(sqs_events, "FIRST_PAUSE", 0.1)
+    name, heard, count = sqs.new_queue(), Heard(), unexpected.labels("events")._value.get()
+    fails = ["once"]
+
+    def take(raw: bytes) -> None:
+        if fails:
+            raise MemoryError(f"no room {fails.pop()}")
+        heard.taken.append(raw)
+
+    monkeypatch.setattr(heard, "take", take)
+    await asyncio.to_thread(sqs.send, name, "a")
+    async with beside(follow_queue(queue_of(sqs, name), heard)):
+        await soon(lambda: heard.failures == ["no room once"])
+        await asyncio.to_thread(sqs.send, name, "b")
+        await soon(lambda: b"b" in heard.taken)
+    assert unexpected.labels("events")._value.get() == count + 1
+
+
+async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_not_the_connection(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs it begins it again."""
+    heard, subject = Heard(), unique("s")
+
+    def take(_raw: bytes) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(heard, "take", take)
+    async with client_of(nats_url) as client:
+        following = asyncio.create_task(follow_subject(client, subject, heard, SystemClock()))
+        await soon(lambda: heard.listened)
+        client.send(frame(subject.encode(), b""))
+        with pytest.raises(MemoryError):
+            await asyncio.wait_for(following, PATIENCE)
+        assert client.generation == 1
 
 
 async def test_who_stands_by_leaves_the_queue_to_the_others(
@@ -133,7 +175,7 @@ async def test_who_stands_by_leaves_the_queue_to_the_others(
 
         standby.is_wanted = True
         await asyncio.to_thread(sqs.send, name, "taken over")
-        await soon(lambda: b"taken over" in standby.taken, seconds=15)
+        await soon(lambda: b"taken over" in standby.taken)
 
 
 async def test_what_is_received_after_the_end_stays_in_the_queue() -> None:
@@ -187,7 +229,7 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
                 server.kill()
                 await soon(lambda: not one.is_up and not other.is_up)
                 server.start()
-                await soon(lambda: all(each.listened >= 2 for each in heard), seconds=20)
+                await soon(lambda: all(each.listened >= 2 for each in heard))
                 one.send(frame(b"minio.events", b"b"))
                 await soon(lambda: all(each.taken == [b"a", b"b"] for each in heard))
 

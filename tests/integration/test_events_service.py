@@ -151,7 +151,7 @@ async def test_a_service_that_listens_to_a_queue_carries_and_drains_at_once(
     service = Service(tmp_path, "ingress", "ingress", "run", "-c", str(centre.write()), env=environment)
     service.start()
     try:
-        await centre.carried(client, 10, seconds=30)
+        await centre.carried(client, 10)
         ref = archive.put(rows_of(11, 20))
         await asyncio.to_thread(sqs.send, name, json.dumps({"Records": [amazon(ref.key, bucket=bucket)]}))
         check_exact(await centre.carried(client, 20), archive, centre.prefix)

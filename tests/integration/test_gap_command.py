@@ -10,7 +10,9 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.chain import Chain
+from common.segments.quarantine import quarantine_command
 from common.sequences import SequenceRange
+from ingress.decisions.holes import look_up, standing_at
 from tests.ingress_world import CHAIN, Archive, Centre, rows_of
 
 LATER = CHAIN.next_incarnation()
@@ -91,6 +93,21 @@ def test_damaged_segments_are_named_and_given_up(archive: Archive) -> None:
     assert bad.key in done.stderr
 
 
+def test_a_damaged_segment_where_a_target_stands_is_listed_with_the_command_that_puts_it_away(
+    archive: Archive,
+) -> None:
+    bad = archive.put(rows_of(11, 20))
+    path = archive.folder / bad.key
+    path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
+
+    found = standing_at(archive.store, look_up(archive.store, archive.documents, CHAIN, 11))
+
+    assert found is not None
+    assert (found.rows, found.kind, found.damaged) == (SequenceRange(11, 20), "damaged", (bad.key,))
+    assert f"\n{quarantine_command(bad.key)}\n" in found.ways_out()[0]
+    assert standing_at(archive.store, look_up(archive.store, archive.documents, CHAIN, 5)) is None
+
+
 def test_the_end_of_an_incarnation_that_never_arrived_can_be_given_up(archive: Archive) -> None:
     archive.begin(LATER, previous={0: 40})
 
@@ -105,3 +122,28 @@ def test_a_spoiled_gap_gives_nothing_up(archive: Archive) -> None:
     archive.objects.put(f"{prefix}readme.txt", b"?")
 
     assert archive.documents.gaps(CHAIN) == []
+
+
+def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_hole_there(
+    archive: Archive,
+) -> None:
+    def unnamed(first: int, last: int) -> Result:
+        config = str(Centre(archive.folder.parent, archive, "nats://127.0.0.1:1").write())
+        words = ["gap", "accept", "-c", config, "--site", CHAIN.site, "--feed", CHAIN.feed, "--yes"]
+        words += ["--first", str(first), "--last", str(last)]
+        return CliRunner().invoke(floe.cli, words, prog_name="floe")
+
+    archive.put(rows_of(1, 4, LATER), chain=LATER)
+    archive.put(rows_of(15, 20, LATER), chain=LATER)
+    refused, accepted = unnamed(8, 14), unnamed(5, 10)
+
+    assert refused.exit_code == 2
+    assert "say --incarnation 0 or --incarnation 1" in refused.stderr
+    assert accepted.exit_code == 0, accepted.stderr
+    assert [gap.range for gap in archive.documents.gaps(LATER)] == [SequenceRange(5, 10)]
+    assert archive.documents.gaps(CHAIN) == []
+
+
+def test_a_feed_that_is_not_there_is_an_error_that_says_which_are(archive: Archive) -> None:
+    refused = accept(archive, 11, 20, "--yes", chain=Chain("us-esat", "NODES"))
+    assert (refused.exit_code, "did you mean us-east/NODES?" in refused.stderr) == (2, True)

@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
+from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, stream_info
+from common.jetstream.streams import StreamInfo, create_stream, stream_info
+from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
+from ingress.replay.scratch import Scratch
+from ingress.replicas import service_replicas
+from tests.clusters import placing
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
-from tests.support import soon
+from tests.replay_world import World
+from tests.support import at_length, soon
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -25,7 +31,7 @@ ROWS = 3000
 @pytest.fixture
 def cluster() -> Iterator[NatsCluster]:
     with NatsCluster() as servers:
-        yield servers
+        yield placing(servers)
 
 
 async def led(client: FloeClient, stream: str) -> StreamInfo:
@@ -43,7 +49,7 @@ async def led(client: FloeClient, stream: str) -> StreamInfo:
     return found
 
 
-@pytest.mark.parametrize("publisher", ["fast", "atomic", "single"])
+@pytest.mark.parametrize("publisher", ["fast", at_length("atomic"), at_length("single")])
 async def test_leaders_that_step_down_die_and_pause_lose_and_repeat_nothing(
     tmp_path: Path, cluster: NatsCluster, publisher: str
 ) -> None:
@@ -60,6 +66,44 @@ async def test_leaders_that_step_down_die_and_pause_lose_and_repeat_nothing(
         messages = await centre.carried(client, 2 * rows, 60)
 
     check_exact(messages, archive, centre.prefix)
+
+
+async def test_the_first_replay_or_drill_makes_buckets_as_ingress_would(
+    tmp_path: Path, cluster: NatsCluster
+) -> None:
+    """Though its own target has one replica, and that of ingress does not exist yet."""
+    async with client_of(*cluster.urls) as client:
+        world = World(tmp_path, cluster.urls[0], client)
+
+        def centre() -> Centre:
+            create = {"subjects": ["fleet.>"], "replicas": 3}
+            return Centre(tmp_path, world.archive, cluster.urls[0], create=create)
+
+        world.centre = centre()
+        world.fill((1, 10))
+        await world.make()
+        assert (await world.run()).finished
+        drilling = centre()
+        settings = drilling.settings().ingress
+        await Scratch(client, settings, "", SystemClock()).sweep()
+        buckets = [world.centre.lease_bucket, world.centre.state_bucket, drilling.lease_bucket]
+        infos = [await led(client, f"KV_{bucket}") for bucket in buckets]
+        assert [info.config["num_replicas"] for info in infos] == [3, 3, 3]
+
+
+async def test_a_replay_into_a_source_makes_buckets_as_egress_would(
+    tmp_path: Path, cluster: NatsCluster
+) -> None:
+    async with client_of(*cluster.urls) as client:
+        for name, replicas in (("SOURCE", 3), ("BACK", 1)):
+            await create_stream(client, {"name": name, "subjects": [f"{name}.>"], "num_replicas": replicas})
+        for settings, expected in (
+            (EgressSettings(feeds=({"stream": "SOURCE"},)), 3),
+            (EgressSettings(feeds=({"stream": "GONE"},)), 1),
+            (EgressSettings(feeds=({"stream": "SOURCE"},), kv_replicas=2), 2),
+        ):
+            assert await service_replicas(client, settings, "BACK") == expected
+        assert await service_replicas(client, EgressSettings(), "SOURCE") == 3
 
 
 async def disturb(cluster: NatsCluster, client: FloeClient, info: StreamInfo, number: int) -> None:

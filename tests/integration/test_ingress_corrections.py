@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,12 @@ async def test_a_foreign_message_behind_the_checkpoint_is_accepted(
         await foreign(client, centre)
         archive.put(rows_of(31, 40))
         async with service(centre) as health:
-            _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+            stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
             await stands(client, centre, numbers((1, 40)))
     assert "1 messages are not ours; they stay" in done.out
+    at = f"{time.gmtime().tm_year}-"
+    assert f"message 31 has subject '{centre.target}.foreign', was stored at {at}" in stop["why"]
+    assert stop["why"].endswith("without a Floe-Source")
 
 
 async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(
@@ -106,8 +110,9 @@ async def test_a_foreign_message_with_a_forged_origin_moves_no_chain(
         await foreign(client, centre, build_block([Provenance("us-east", "NODES", 0, 0, 35, 1).line()]))
         archive.put(rows_of(31, 40))
         async with service(centre) as health:
-            _, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
+            stop, done = await mended(centre, health, "E-TARGET-SHARED", "--accept")
             await stands(client, centre, [*numbers((1, 30)), 35, *numbers((31, 40))])
+    assert stop["why"].endswith("with a Floe-Source")
     assert "1 messages carry provenance and are not awaited; they stay" in done.out
 
 
@@ -148,6 +153,48 @@ async def test_a_foreign_message_in_a_work_queue_has_to_be_told_about(
             assert f"{CHAIN} at its beginning or later" in str(refused.value)
             await paste_checkpoint(centre.write(), hint, "--accept", "--position", f"{CHAIN}=12")
             await stands(client, centre, numbers((12, 30)))
+
+
+# A last sequence that somebody moved
+
+
+@pytest.mark.parametrize(("rows", "found"), [(0, (1, 50)), (30, (31, 50))])
+async def test_rows_that_a_purge_beyond_the_end_passes_off_as_stored_are_decided_by_an_operator(
+    centre: Centre, archive: Archive, nats_url: str, rows: int, found: tuple[int, int]
+) -> None:
+    """`nats stream purge --seq 31` with 10 of 50 rows stored, and a process that knows nothing of before."""
+    ref = archive.put(rows_of(1, 50))
+    async with client_of(nats_url) as client:
+        await left_open(client, centre, ref, await make(client, centre, max_msgs=1000))
+        await store(client, centre, rows_of(1, 10))
+        await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 31})
+        async with service(centre) as health:
+            stop, done = await mended(centre, health, "E-TARGET-UNREAD", f"--stored {rows}")
+            await stands(client, centre, numbers(found))
+            await closed_at(client, centre, 80 - rows)
+    assert "row 30 of the 50 of the open intent, is gone; known to be stored: 0" in stop["why"]
+    assert f"the other {50 - rows} are sent behind target sequence 30" in done.out
+
+
+async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sends(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    """Nor where the stream lets go of messages by itself, nor when it looks again."""
+    centre = Centre(tmp_path, archive, nats_url, create=None, publisher="single")
+    archive.put(rows_of(1, 2000))
+    async with client_of(nats_url) as client:
+        await make(client, centre, max_age=3600 * 10**9)
+        async with service(centre) as health:
+            await soon(lambda: count_in(client, centre.target))
+            purged = (await client.api(f"STREAM.PURGE.{centre.target}", {"seq": 1901}))["purged"]
+            stop = await stop_of(centre, health)
+            await asyncio.sleep(1)  # looked at again meanwhile
+            assert await count_in(client, centre.target) == 0
+            await mended(centre, health, "E-TARGET-SHARED", f"--stored {purged}")
+            await stands(client, centre, numbers((purged + 1, 2000)))
+    # The purge may have come before the message that was on its way.
+    expected = [f"expected at most {handed}, found 1900" for handed in (purged, purged + 1)]
+    assert any(each in stop["why"] for each in expected), stop["why"]
 
 
 # The target

@@ -20,7 +20,7 @@ from infra.local.nats import NatsServer
 from ingress.sharing import lease_key
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.scenarios.processes import run_floe
-from tests.support import soon
+from tests.support import PATIENCE, soon
 from tests.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -79,7 +79,7 @@ async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
         await client.api(f"STREAM.DELETE.{centre.target}")
         check_exact(await centre.carried(client, 30), archive, centre.prefix)
         stop.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, PATIENCE)
 
 
 async def test_a_drain_closes_the_open_intent_and_gives_the_lease_back(
@@ -110,10 +110,10 @@ async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
         proxy.blackhole()
         began = time.monotonic()
         stop.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, PATIENCE)
         took = time.monotonic() - began
         print(f"drained from a server that does not answer in {took:.1f} s")
-        assert took < 12
+        assert took < 60
         proxy.heal()
         centre.urls = [nats_url]
         async with centre.running():
@@ -131,9 +131,9 @@ async def test_the_status_shows_phases_publisher_and_what_stops(
     centre = Centre(tmp_path, archive, nats_url)
     config = centre.write()
 
-    async def shown() -> dict[str, tuple[str, str, str]]:
+    async def shown(code: int = 0) -> dict[str, tuple[str, str, str]]:
         result = await asyncio.to_thread(run_floe, "status", "-c", str(config), "--json")
-        assert result.returncode == 0, result.stderr
+        assert result.returncode == code, result.stderr
         return {
             row["site"]: (row["phase"], row["publisher"], row["why"]) for row in json.loads(result.stdout)
         }
@@ -145,6 +145,6 @@ async def test_the_status_shows_phases_publisher_and_what_stops(
         assert found["us-east"] == ("idle", "fast", "")
         assert found["eu-west"] == ("late", "fast", "11..20 is missing")
         await client.api(f"STREAM.DELETE.{centre.target}")
-        found = await shown()
+        found = await shown(3)
         assert {phase for phase, _, _ in found.values()} == {"stopped"}
         assert found["us-east"][2] == "target: there is no such stream"

@@ -220,7 +220,7 @@ async def test_all_messages_of_a_feed_may_be_too_large(
 
 def commands_of(hint: str, config: Path) -> list[list[str]]:
     """The `floe …` commands that a hint names, with the configuration of this test."""
-    found = [shlex.split(words) for words in re.findall(r"floe ((?:chain|checkpoint) [^,)]+)", hint)]
+    found = [shlex.split(words) for words in re.findall(r"floe ((?:chain|checkpoint) [^,)\n]+)", hint)]
     return [
         [str(config) if before == "-c" else word for before, word in pairwise(["", *words])]
         for words in found

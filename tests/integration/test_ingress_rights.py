@@ -34,12 +34,13 @@ SCRATCH = [
     *(f"{API}.CONSUMER.{call}.*.>" for call in ("CREATE", "MSG.NEXT", "DELETE")),
     "_floe_drill.>",
 ]
+FIRST = f"{API}.STREAM.INFO.FLEET"  # of whoever makes a bucket, for its replicas
 LEASES = "$KV.LEASES.ingress.>"
 
 RIGHTS = {
     "ingress": ([*TARGET, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>", LEASES]),
     "deaf": ([*TARGET, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
-    "replay": ([*MADE, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
+    "replay": ([*MADE, FIRST, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
     "drill": ([*SCRATCH, *bucket("STATE"), *bucket("LEASES")], ["_INBOX.>"]),
     "operator": ([*LOOKING, *READING, *bucket("STATE")], ["_INBOX.>"]),
 }

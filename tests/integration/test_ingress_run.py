@@ -76,6 +76,8 @@ async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_sto
         async with centre.running():
             messages = await centre.carried(client, 110)
             await asyncio.sleep(0.3)
+            # For those who delete: what a closed checkpoint says.
+            said = await soon(lambda: archive.documents.read_positions(centre.target))
         stored = (await (await centre.state(client)).load()).state
 
     check_exact(messages, archive, centre.prefix)
@@ -83,6 +85,8 @@ async def test_what_is_archived_later_follows_and_a_restart_goes_on_where_it_sto
     assert stored.intent is None
     assert stored.checkpoint.positions == {CHAIN: 131}
     assert stored.checkpoint.target_sequence == 110
+    assert said.sources == ("eu-west/NODES", "us-east/NODES")
+    assert said.positions in ({CHAIN: 51}, {CHAIN: 101}, {CHAIN: 131})
 
 
 async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(

@@ -16,7 +16,7 @@ from common.jetstream.client import FloeClient, frame
 from common.jetstream.streams import create_stream, stream_info
 from infra.local.nats import NatsServer
 from tests.ingress_world import Archive, Arrived, Centre, arrived, client_of, rows_of
-from tests.support import seeded, soon, unique
+from tests.support import PATIENCE, seeded, soon, unique
 from tests.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -57,7 +57,7 @@ async def our(client: FloeClient, centre: Centre) -> list[Arrived]:
     return [each for each in await arrived(client, centre.target) if each.provenance is not None]
 
 
-async def all_there(client: FloeClient, centre: Centre, archive: Archive, seconds: float = 25) -> None:
+async def all_there(client: FloeClient, centre: Centre, archive: Archive, seconds: float = PATIENCE) -> None:
     """Wait until the last row of each chain has arrived."""
     ends = {chain: rows[-1].sequence for chain, rows in archive.rows.items()}
 

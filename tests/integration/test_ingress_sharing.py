@@ -23,7 +23,7 @@ from common.service.monitor import Health
 from infra.local.nats import NatsServer
 from ingress.sharing import lease_key
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
-from tests.support import soon, unique
+from tests.support import PATIENCE, soon, unique
 from tests.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.servers
@@ -55,7 +55,7 @@ class Instance:
     async def drain(self) -> None:
         self.stop.set()
         with suppress(AnotherWriter):
-            await asyncio.wait_for(self.task, 40)
+            await asyncio.wait_for(self.task, PATIENCE)
 
 
 @dataclass
@@ -130,7 +130,7 @@ async def test_three_instances_split_six_targets_take_over_and_stay_exact(
         one = fleet.start()
         await soon(lambda: counts(one) == [6])
         two, three = fleet.start(), fleet.start(proxy.url)
-        await soon(lambda: counts(one, two, three) == [2, 2, 2], 4 * TTL)
+        await soon(lambda: counts(one, two, three) == [2, 2, 2])
         assert two.health.is_ready(), two.health.problems()
 
         proxy.blackhole()
@@ -138,17 +138,17 @@ async def test_three_instances_split_six_targets_take_over_and_stay_exact(
         # By the leases: what an instance shows of itself comes up to a second later.
         await soon(lambda: fleet.is_shared(client, [3, 3]), 2 * TTL, every=0.1)
         print(f"take-over of 2 of 6 targets: {(time.monotonic() - began) / TTL:.2f} lease times")
-        await soon(lambda: counts(one, two) == [3, 3], 4 * TTL)
+        await soon(lambda: counts(one, two) == [3, 3])
 
         new = fleet.start()
-        await soon(lambda: counts(one, two, new) == [2, 2, 2], 4 * TTL)
+        await soon(lambda: counts(one, two, new) == [2, 2, 2])
         proxy.heal()
         loading.cancel()
         owners = await fleet.owners(client)
         assert None not in owners
         began = time.monotonic()
         await one.drain()
-        await soon(lambda: len(two.held()) + len(new.held()) + len(three.held()) == 6, 2 * TTL)
+        await soon(lambda: len(two.held()) + len(new.held()) + len(three.held()) == 6)
         print(f"hand-over of 2 targets by a drain: {time.monotonic() - began:.2f} s")
         await fleet.check(client)
         for each in (two, three, new):
@@ -174,13 +174,13 @@ async def test_instances_with_other_targets_do_not_count_each_other(
     await asyncio.sleep(TTL)
     assert counts(old, new) == [2, 2]
     await old.drain()
-    await soon(lambda: counts(new) == [4], TTL)
+    await soon(lambda: counts(new) == [4])
     async with client_of(nats_url) as client:
         await fleet.check(client)
     await new.drain()
 
 
-async def test_what_a_target_showed_is_taken_back_with_its_lease(
+async def test_what_a_target_showed_stays_while_nobody_else_holds_its_lease(
     tmp_path: Path, archive: Archive, nats_url: str
 ) -> None:
     fleet = Fleet(tmp_path, archive, nats_url, 2)
@@ -194,5 +194,5 @@ async def test_what_a_target_showed_is_taken_back_with_its_lease(
 
     await soon(lambda: all(map(shown, fleet.names)))
     await one.drain()
-    assert not any(map(shown, fleet.names))
+    assert all(map(shown, fleet.names))
     assert REGISTRY.get_sample_value("floe_ingress_lease_held", {"target": fleet.names[0]}) == 0

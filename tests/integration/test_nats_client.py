@@ -78,6 +78,31 @@ async def test_a_subject_of_any_bytes_reaches_the_sink(
     assert client.generation == 1
 
 
+async def test_a_sink_that_raises_ends_its_subscription_and_tells_its_owner_not_the_connection(
+    client: FloeClient,
+):
+    """Reconnecting would repeat the error for ever, and cost all others on the connection their answers."""
+    broken, told, orphans = unique("s"), [], []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: orphans.append(context["exception"]))
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    received = await collect(client, f"{broken}.>")
+    await client.subscribe_raw(f"{broken}.a", fail, told.append)
+    await client.subscribe_raw(f"{broken}.b", fail)
+    client.add_listener(fail)
+    for subject in ("a", "a", "b", "c"):
+        client.send(frame(f"{broken}.{subject}".encode(), b""))
+    await soon(lambda: len(received) == 4)
+    assert (len(told), len(orphans)) == (1, 1)
+    assert client.generation == 1
+    await client.aclose()  # tells the listener, too
+    assert len(orphans) == 2
+    loop.set_exception_handler(None)
+
+
 @pytest.mark.parametrize(
     "block",
     [

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 
-from common.errors import ConfigError, OutcomeUnknown, Unavailable
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import BucketGone, Entry, KeyValue, key_parts, state_key
 from common.settings.nats import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
+from tests.clusters import placing
 from tests.support import soon, unique
 from tests.tcp_proxy import TcpProxy
 
@@ -235,14 +237,22 @@ def test_parts_of_keys_never_collide():
 
 async def test_reads_come_from_the_leader_and_survive_its_move():
     with NatsCluster() as cluster:
+        await asyncio.to_thread(placing, cluster)
         client = await connect(NatsSettings(url=cluster.urls), name="test")
         kv = await KeyValue.open(client, "STATE", ttl=5.0, replicas=3)
         revision = await kv.create("k", b"0")  # and its time to live, so that lost answers cost a second
         for number in range(1, 3):
-            await client.api("STREAM.LEADER.STEPDOWN.KV_STATE")
+            await soon(lambda: stepped_down(client))
             revision = await moved_on(kv, b"%d" % number, revision)
-            assert (await kv.get("k")).revision == revision
+            assert (await settled(kv)).revision == revision
         await client.aclose()
+
+
+async def stepped_down(client: FloeClient) -> bool:
+    with suppress(FloeError):
+        await client.api("STREAM.LEADER.STEPDOWN.KV_STATE")
+        return True
+    return False
 
 
 async def moved_on(kv: KeyValue, value: bytes, revision: int) -> int:

@@ -21,7 +21,8 @@ from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.settings.nats import NatsSettings
 from infra.local.nats import NatsServer
-from tests.support import seeded, soon, unique
+from infra.local.tether import spawn
+from tests.support import PATIENCE, seeded, soon, unique
 from tests.tcp_proxy import TcpProxy
 
 TTL = 1.2  # seconds
@@ -82,6 +83,7 @@ async def test_a_lease_that_is_kept_outlives_its_time(kv: KeyValue):
     assert await leases(kv).acquire("k") is not None
 
 
+@pytest.mark.timing
 async def test_a_lease_that_nobody_keeps_is_free_after_its_time(kv: KeyValue):
     lease = await leases(kv).acquire("k")
     began = time.monotonic()
@@ -118,7 +120,7 @@ async def test_a_cancellation_in_the_very_turn_of_the_answer_ends_the_keeping(kv
     async def racing(*args: Any, **kwargs: Any) -> Any:
         answer = await real(*args, **kwargs)
         came = asyncio.get_running_loop().create_future()
-        waiting = asyncio.wait_for(came, 5)
+        waiting = asyncio.wait_for(came, PATIENCE)
         asyncio.get_running_loop().call_later(0.01, lambda: (came.set_result(answer), keeping.cancel()))
         return await waiting
 
@@ -161,7 +163,7 @@ async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv._client, "request_raw", refusing)
         keeping = asyncio.create_task(lease.keep())
-        await soon(lambda: refused >= 3, TTL)
+        await soon(lambda: refused >= 3)
         await asyncio.sleep(TTL / 2)
         assert lease.is_usable()
         await stopped(keeping)
@@ -254,7 +256,7 @@ async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(
     keeping = asyncio.create_task(lease.keep())
     revision = (await kv.get("k")).revision
     proxy.blackhole("down")
-    await soon(lambda: renewed(kv, revision), TTL)
+    await soon(lambda: renewed(kv, revision))
     proxy.heal()
     began = time.monotonic()
     while time.monotonic() - began < 2 * TTL:
@@ -279,9 +281,9 @@ async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_hav
     keeping = asyncio.create_task(lease.keep())
     await asyncio.sleep(TTL)
     proxy.blackhole()
-    await soon(lambda: not lease.is_usable(), TTL)
+    await soon(lambda: not lease.is_usable())
     assert await leases(kv, "you").acquire("k") is None
-    await soon(lambda: leases(kv, "you").acquire("k"), 2 * TTL)
+    await soon(lambda: leases(kv, "you").acquire("k"))
     await asyncio.wait_for(lease.lost.wait(), TTL)
     await asyncio.wait_for(keeping, TTL)
     await lease.release()
@@ -295,7 +297,7 @@ async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(
     proxy, broken = proxied
     proxy.blackhole("down")
     asked = asyncio.create_task(leases(broken, "me").acquire("k"))
-    await soon(lambda: renewed(kv, 0), TTL)
+    await soon(lambda: renewed(kv, 0))
     proxy.heal()
     lease = await asked
     assert lease is not None
@@ -306,8 +308,13 @@ async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
     proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
 ):
     proxy, broken = proxied
-    rng, until, held = seeded(), time.monotonic() + 4 * TTL, {"me": 0, "you": 0}
+    rng, began, held = seeded(), time.monotonic(), {"me": 0, "you": 0}
     using: dict[str, Lease | None] = {"me": None, "you": None}
+
+    def going_on() -> bool:
+        """Both must have had it; how soon the network and chance allow that is not the question."""
+        ran = time.monotonic() - began
+        return ran < 4 * TTL or (0 in held.values() and ran < PATIENCE)
 
     def count(owner: str) -> None:
         assert [name for name, lease in using.items() if lease is not None and lease.is_usable()] in (
@@ -317,30 +324,33 @@ async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
         held[owner] += 1
 
     async def owner(name: str, store: KeyValue) -> None:
-        while time.monotonic() < until:
+        while going_on():
             with suppress(Unavailable, OutcomeUnknown):
                 using[name] = await leases(store, name).acquire("k")
             if (lease := using[name]) is None:
                 await asyncio.sleep(0.05)
                 continue
             keeping = asyncio.create_task(lease.keep())
-            while lease.is_usable() and time.monotonic() < until:
+            while lease.is_usable() and going_on():
                 count(name)
                 await asyncio.sleep(0.02)
                 if rng.random() < 0.02:
                     break
             await stopped(keeping)
             await lease.release()
+            await asyncio.sleep(
+                rng.uniform(0, 0.2)
+            )  # whoever gives it up and asks at once would keep it for good
 
     async def trouble() -> None:
-        while time.monotonic() < until:
+        while going_on():
             await asyncio.sleep(rng.uniform(0, TTL))
             rng.choice([proxy.cut, proxy.blackhole, lambda: proxy.blackhole("down")])()
             await asyncio.sleep(rng.uniform(0, TTL))
             proxy.heal()
 
     await asyncio.gather(owner("me", broken), owner("you", kv), trouble())
-    assert held["you"] > 0
+    assert 0 not in held.values()
 
 
 HOLDER = """
@@ -368,13 +378,12 @@ asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))
 
 
 def holder(url: str, bucket: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, url, bucket, str(TTL)], stdout=subprocess.PIPE, text=True
-    )
+    process = spawn([sys.executable, "-c", HOLDER, url, bucket, str(TTL)], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     return process
 
 
+@pytest.mark.timing
 async def test_a_killed_holder_is_replaced_within_two_times_its_time(kv: KeyValue, nats_url: str):
     with holder(nats_url, kv.bucket) as process:
         assert await leases(kv).acquire("k") is None
@@ -387,7 +396,7 @@ async def test_a_killed_holder_is_replaced_within_two_times_its_time(kv: KeyValu
 async def test_a_stopped_holder_that_wakes_knows_at_once(kv: KeyValue, nats_url: str):
     with holder(nats_url, kv.bucket) as process:
         process.send_signal(signal.SIGSTOP)
-        taken = await soon(lambda: leases(kv, "you").acquire("k"), 3 * TTL)
+        taken = await soon(lambda: leases(kv, "you").acquire("k"))
         process.send_signal(signal.SIGCONT)
         assert process.stdout.readline() == "unusable\n"
         assert process.stdout.readline() == "lost\n"

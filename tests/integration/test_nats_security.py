@@ -15,11 +15,15 @@ import nkeys
 import pytest
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
+from common.jetstream.auth import is_loopback
 from common.jetstream.client import connect, frame
 from common.jetstream.streams import stream_info
+from common.service.expand import read_secret
 from common.settings.nats import NatsSettings
+from common.settings.secret_file import FileSecret
 from infra.local.nats import NatsServer, TlsFiles
 from tests.support import soon
+from tests.tcp_proxy import TcpProxy
 
 
 async def refused(settings: NatsSettings) -> FloeError:
@@ -66,7 +70,7 @@ async def test_a_wrong_password_is_refused_at_once_and_never_shown(guarded: Nats
 async def test_a_missing_permission_is_refused_by_name(guarded: NatsServer):
     client = await connect(as_user(guarded, "few"), name="test")
     assert await stream_info(client, "NONE") is None
-    with pytest.raises(Refused, match=r'permissions violation for publish to "\$js.api.stream.create.x"'):
+    with pytest.raises(Refused, match=r'permissions violation for publish to "\$JS.API.STREAM.CREATE.X"'):
         await client.api("STREAM.CREATE.X", {"name": "X"})
     with pytest.raises(
         Refused, match=r'permissions violation for subscription to "yours.>"; grant it to user few'
@@ -83,7 +87,7 @@ async def test_a_missing_permission_is_refused_by_name(guarded: NatsServer):
 async def test_a_connection_without_an_inbox_is_refused(guarded: NatsServer):
     error = await refused(as_user(guarded, "none"))
     assert isinstance(error, Refused)
-    assert 'permissions violation for subscription to "_inbox.' in str(error)
+    assert 'permissions violation for subscription to "_INBOX.' in str(error)
 
 
 async def test_the_inbox_prefix_is_the_configured_one(guarded: NatsServer):
@@ -97,6 +101,31 @@ async def test_a_token_opens(tmp_path: Path):
     with NatsServer(extra='authorization { token: "t-o-k-e-n" }') as server:
         await (await connect(NatsSettings(url=server.url, token="t-o-k-e-n"), name="test")).aclose()
         assert "refused token" in str(await refused(NatsSettings(url=server.url, token="other")))
+
+
+async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused(tmp_path: Path):
+    path = tmp_path / "token"
+
+    def changed(token: str) -> str:
+        path.write_text(token)
+        return f'authorization {{ token: "{token}" }}'
+
+    with NatsServer(extra=changed("former")) as server:
+        settings = NatsSettings(url=server.url, token=FileSecret("former", str(path), read_secret))
+        client = await connect(settings, name="test")
+        path.write_text("ahead of the server")
+        server._extra = 'authorization { token: "later" }'
+        await asyncio.to_thread(server.restart)
+        await soon(lambda: settings.token.get_secret_value() == "ahead of the server")
+        assert not client.is_up
+        path.write_text("later")
+        await soon(lambda: client.is_up, 20)
+        await client.aclose()
+
+        server._extra = changed("last")
+        await asyncio.to_thread(server.restart)
+        await (await connect(settings, name="test")).aclose()
+        assert settings.token.get_secret_value() == "last"
 
 
 def new_key(prefix: int) -> Any:
@@ -352,6 +381,71 @@ async def test_no_credential_goes_out_in_clear_where_tls_is_wanted(nats_url: str
     error = await refused(settings)
     assert isinstance(error, ConfigError)
     assert "the server offers no tls" in str(error)
+    assert "nats.url: nats://" in error.hint, "the authority is not what is wrong"
+
+
+async def test_a_secret_goes_to_another_host_over_tls_only(
+    guarded: NatsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("common.jetstream.client.is_loopback", lambda _peer: False)
+    async with TcpProxy(guarded.port) as proxy:
+        url = f"nats://127.0.0.1:{proxy.port}"
+        for secret in ({"user": "all", "password": "secret-all"}, {"token": "t"}):
+            error = await refused(NatsSettings(url=url, **secret))
+            assert (error.exit_code, error.code) == (78, "E-NATS-PLAINTEXT")
+            assert f"tls://127.0.0.1:{proxy.port}" in error.hint
+        assert proxy.passed["up"] == 0, "something was sent in clear"
+        allowed = NatsSettings(url=url, user="all", password="secret-all", allow_plaintext=True)
+        await (await connect(allowed, name="test")).aclose()
+
+    user = new_key(nkeys.PREFIX_BYTE_USER)
+    with NatsServer(extra=f"authorization {{ users: [{{nkey: {key_text(user)}}}] }}") as server:
+        seed = certificates / "user.nk"
+        seed.write_bytes(user.seed)
+        seed.chmod(0o600)
+        await (await connect(NatsSettings(url=server.url, nkey_seed_file=str(seed)), name="test")).aclose()
+
+    # The server asks for TLS, the address does not say so.
+    extra = "authorization { user: u, password: p }"
+    with NatsServer(tls=server_tls(certificates), extra=extra) as server:
+        url = server.url.replace("tls://", "nats://")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "ca.pem"))
+        await (await connect(NatsSettings(url=url, user="u", password="p"), name="test")).aclose()
+
+
+async def test_a_connection_that_comes_back_without_tls_sends_no_secret(
+    guarded: NatsServer, monkeypatch: pytest.MonkeyPatch
+):
+    async with TcpProxy(guarded.port) as proxy:
+        settings = NatsSettings(url=f"nats://127.0.0.1:{proxy.port}", user="all", password="secret-all")
+        client = await connect(settings, name="test")
+        monkeypatch.setattr("common.jetstream.client.is_loopback", lambda _peer: False)
+        sent, accepted = proxy.passed["up"], proxy.accepted
+        proxy.cut()
+        await soon(lambda: proxy.accepted > accepted + 1)
+        assert not client.is_up
+        assert proxy.passed["up"] - sent < 50, "a CONNECT went out"
+        monkeypatch.undo()
+        await soon(lambda: client.is_up)
+        await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("peer", "own"),
+    [
+        (("127.0.0.1", 4222), True),
+        (("127.8.9.1", 4222), True),
+        (("::1", 4222, 0, 0), True),
+        (("::ffff:127.0.0.1", 4222, 0, 0), True),
+        (("10.0.0.1", 4222), False),
+        (("fe80::1%eth0", 4222, 0, 2), False),
+        (("::ffff:10.0.0.1", 4222, 0, 0), False),
+        (None, False),
+        ("", False),
+    ],
+)
+def test_only_this_host_is_this_host(peer: object, own: bool):
+    assert is_loopback(peer) is own
 
 
 # Contexts of the nats command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +26,7 @@ from common.jetstream.streams import (
 from common.segments.segment import Message
 from common.settings.nats import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
+from tests.clusters import placing
 from tests.support import soon, unique
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
@@ -192,6 +194,7 @@ async def test_jetstream_that_is_off_is_unavailable_not_empty():
 
 async def test_a_cluster_names_its_leader_and_answers_after_it_moved():
     with NatsCluster() as cluster:
+        await asyncio.to_thread(placing, cluster)
         client = await connect(NatsSettings(url=cluster.urls), name="test")
         await create_stream(client, {"name": "S", "subjects": ["s"], "num_replicas": 3})
         await publish(client, "s", b"x")

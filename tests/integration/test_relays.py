@@ -20,6 +20,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
+from infra.oracle_archive import archived
 from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
 from ingress.checkpoints.state import StateStore
 from tests.egress_bench import Bench, connected
@@ -61,7 +62,7 @@ class World:
             info = await stream_info(self.client, stream)
             return info is not None and info.messages >= count
 
-        await soon(enough, seconds=30)
+        await soon(enough)
         return await self.messages(stream)
 
     async def messages(self, stream: str) -> list[Message]:
@@ -71,6 +72,9 @@ class World:
             stored_message(await ask(self.client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
             for sequence in range(info.first_sequence, info.last_sequence + 1)
         ]
+
+    def rows(self, site: str, feed: str) -> list[Message]:
+        return list(archived(self.bench.store, Chain(site, feed)))
 
     def ledger(self, site: str, feed: str) -> dict[str, int]:
         store, total = self.bench.store, Ledger()
@@ -137,7 +141,7 @@ async def test_two_sites_that_copy_each_other_carry_each_message_once(world: Wor
         for centre in (at_a, at_b):
             await stack.enter_async_context(centre.running())
         for stream in (all_a, all_b):
-            await soon(lambda: stream_info(world.client, stream), seconds=20)  # noqa: B023
+            await soon(lambda: stream_info(world.client, stream))  # noqa: B023
         for site, feed, relay in (("a", ours, all_a), ("b", theirs, all_b)):
             egress = world.egress(site, {"stream": feed}, {"stream": relay, "relay": True})
             await stack.enter_async_context(egress)
@@ -154,6 +158,91 @@ async def test_two_sites_that_copy_each_other_carry_each_message_once(world: Wor
     assert world.ledger("b", all_b)["looped"] == 50
     trails = {tuple(hop.site for hop in hops(message.headers)) for message in found[all_a]}
     assert trails == {("b",), ("b", "a")}
+
+
+async def test_two_sites_that_copy_each_other_without_saying_so_send_a_message_round_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each side's messages come back to it once, and no more than that. One of the two is sampled."""
+    streams = {"a": (unique("AT_A"), unique("ALL_A")), "b": (unique("AT_B"), unique("ALL_B"))}
+    (ours, all_a), (theirs, all_b) = streams.values()
+    sampled = {"inspect_field": "id", "inspect_duration": "1h"}
+
+    async def publish(numbers: range) -> None:
+        for site, (stream, _) in streams.items():
+            await world.bench.publish(stream, (b'{"id": "%s%d"}' % (site.encode(), n) for n in numbers))
+
+    for stream in (ours, theirs):
+        await world.bench.make_stream(stream)
+    await publish(range(10))
+    async with AsyncExitStack() as stack:
+        at_a = world.centre(all_a, {"site": "b", "feed": [theirs, all_b], "subject_prefix": all_a})
+        at_b = world.centre(all_b, {"site": "a", "feed": [ours, all_a], "subject_prefix": all_b})
+        for centre in (at_a, at_b):
+            await stack.enter_async_context(centre.running())
+        for _, stream in streams.values():
+            await soon(lambda: stream_info(world.client, stream))  # noqa: B023
+        await stack.enter_async_context(world.egress("a", {"stream": ours}, {"stream": all_a}))
+        await stack.enter_async_context(world.egress("b", {"stream": theirs}, {"stream": all_b, **sampled}))
+        # What would go round once more stands before what is published last, and that goes round, too.
+        for count in (30, 33):
+            for site, (_, stream) in streams.items():
+                await world.holds(stream, count)
+                await soon(lambda: world.ledger(site, stream).get("looped") == count // 3, 20)  # noqa: B023
+            if count == 30:
+                await publish(range(10, 11))
+        found = {site: await world.messages(stream) for site, (_, stream) in streams.items()}
+
+    for site, messages in found.items():
+        ids = [b'{"id": "%s%d"}' % (each.encode(), n) for each in streams for n in range(11)]
+        back = [each for each in ids if each[8:9] != site.encode()]
+        assert sorted(message.payload for message in messages) == sorted(ids + back)
+    told = [record.msg for record in caplog.records if "looped" in str(record.msg)]
+    assert {each["feed"] for each in told} == {all_a, all_b}
+    assert len(told) == 2
+    assert "relay: true" in told[0]["hint"]
+
+
+async def test_only_what_the_source_or_the_archive_holds_is_left_out_as_looped(world: World) -> None:
+    """Whoever forges a hop hides nothing but a copy of what is archived."""
+    bench, nodes = world.bench, unique("NODES")
+    await bench.make_stream(nodes)
+    await bench.publish(nodes, [b"one", b"two", b"three", b"four", b"gone"])
+    async with world.egress("city", {"stream": nodes}):
+        await soon(lambda: len(world.rows("city", nodes)) == 5)
+    originals = await world.messages(nodes)
+    for sequence in (2, 5):
+        await bench.client.api(f"STREAM.MSG.DELETE.{nodes}", {"seq": sequence})
+    hop = {
+        each.sequence: Provenance("city", nodes, 0, 0, each.sequence, each.timestamp_ns) for each in originals
+    }
+    back = Provenance("there", "ALL", 0, 0, 1, 1)
+    replayed = build_block([hop[1].line(), b"Floe-Replay: 3f0c9a1be27d4455"])
+    looped = [
+        (b"one", escape(None, hop[1])),
+        (b"one", escape(escape(None, hop[1]), back)),
+        (b"two", escape(escape(None, hop[2]), back)),  # only the archive has it
+        (b"three", escape(escape(escape(None, hop[3]), back), back)),
+    ]
+    kept = [
+        (b"one", escape(None, hop[3])),
+        (b"two", escape(None, hop[1])),
+        (b"gone?", escape(None, hop[5])),
+        (b"one", replayed),
+        (b"one", escape(None, replace(hop[1], timestamp_ns=1))),
+        (b"one", escape(None, replace(hop[1], incarnation=1))),
+        (b"one", escape(None, replace(hop[1], sequence=99))),
+        (b"gone", escape(None, replace(hop[5], partition=3))),  # of a chain that archived nothing
+    ]
+    for looped_one, kept_one in zip([*looped, *looped], kept, strict=True):
+        for payload, block in (looped_one, kept_one):
+            await bench.publish(nodes, [payload], headers=block)
+
+    async with world.egress("city", {"stream": nodes}):
+        await soon(lambda: len(world.rows("city", nodes)) == 5 + len(kept))
+
+    assert [(row.payload, row.headers) for row in world.rows("city", nodes)[5:]] == kept
+    assert world.ledger("city", nodes) == {"looped": 8}
 
 
 async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: World) -> None:

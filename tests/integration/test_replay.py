@@ -237,6 +237,19 @@ async def test_a_copy_is_no_backup(world: World) -> None:
     assert await world.sequences() == list(range(1, 21))
 
 
+async def test_what_came_late_is_no_loss_before_it_is_united_either(world: World) -> None:
+    """The segment 1..40 had not read 1..30; another holds 1..20 of them."""
+    gone = {"ledger": Ledger({Reason.GONE_BEFORE_READ: 30}), "unread": SequenceRange(1, 30)}
+    world.archive.put(rows_of(31, 40), SequenceRange(1, 40), **gone)
+    world.archive.begin()
+    world.archive.put(rows_of(1, 20))
+    await world.make()
+    error = await refused(world, "E-REPLAY-LOSSY")
+    assert "kept 30 of 40 messages (gone_before_read 10)" in error.message
+    await world.run(to_sequence=20)  # the command that `segments verify` offers for what came late
+    assert await world.sequences() == list(range(1, 21))
+
+
 async def test_holes_are_named_and_never_skipped_silently(world: World) -> None:
     world.fill((1, 20), (31, 40), (51, 60))
     await world.make()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import stream_info
+from common.jetstream.streams import create_stream, stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
@@ -28,9 +28,20 @@ from ingress.replay.receipt import receipt_key
 from tests.commands import Done, invoke
 from tests.ingress_world import CHAIN, client_of, count_in, rows_of
 from tests.replay_world import World
+from tests.support import PATIENCE
 
 pytestmark = pytest.mark.servers
 ROWS = 900
+# What is refused before anything is written.
+PLANNED = (
+    "E-TARGET-NOT-EMPTY",
+    "E-REPLAY-HOLE",
+    "E-REPLAY-LOSSY",
+    "E-TARGET-MISSING",
+    "E-REPLAY-SOURCE",
+    "E-REPLAY-OTHER",
+    "E-STATE-KV",
+)
 
 
 @pytest.fixture
@@ -61,8 +72,12 @@ async def replay(world: World, *more: str, **asked: Any) -> Done:
 
 
 async def stopped(world: World, code: str, *more: str, exit_code: int = 1, **asked: Any) -> str:
+    planned = await replay(world, *more, "--dry-run", **asked) if code in PLANNED else None
     done = await replay(world, *more, **asked)
     assert (done.code, f"error[{code}]" in done.err) == (exit_code, True), done
+    if planned is not None:  # what a dry run approves is not refused, nor the other way round
+        errors = [re.sub(r"-c \S+", "", text[text.index("error[") :]) for text in (planned.err, done.err)]
+        assert (planned.code, errors[0]) == (exit_code, errors[1])
     return done.err
 
 
@@ -73,7 +88,8 @@ def command(text: str, *wanted: str) -> list[str]:
 
 
 async def paste(text: str, *wanted: str) -> None:
-    done = await invoke(*command(text, *wanted))
+    asked = ["--yes"] if "gap accept" in wanted else []
+    done = await invoke(*command(text, *wanted), *asked)
     assert done.code == 0, (done, text)
 
 
@@ -88,7 +104,7 @@ async def half_way(world: World, **asked: Any) -> None:
 
     async with work.connected() as client:
         running = asyncio.create_task(work.run(client, stop))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not await count_in(world.client, world.target):
                 await asyncio.sleep(0.01)
         stop.set()
@@ -163,6 +179,16 @@ async def missing(world: World) -> None:
     await paste(await stopped(world, "E-TARGET-MISSING", exit_code=78), "--create")
 
 
+async def subjects_taken(world: World) -> None:
+    """Another stream has them: a `nats stream add` of the target would be refused too."""
+    begin_at_source(world)
+    other = {"name": f"{world.target}_OTHER", "subjects": [f"{world.target}.>"], "storage": "memory"}
+    await create_stream(world.client, other)
+    text = await stopped(world, "E-TARGET", "--create", exit_code=78, prefix="")
+    assert "nats stream add" not in text
+    await paste(text, "--create", "--subject-prefix")
+
+
 async def source_named(world: World) -> None:
     begin_at_source(world)
     text = await stopped(
@@ -210,7 +236,7 @@ async def state_spoiled(world: World) -> None:
     await bucket.update(receipt_key(world.target), b'{"version":99}', entry.revision)
     text = await stopped(world, "E-STATE-KV")
     dry = await replay(world, "--dry-run")
-    assert (dry.code, "cannot be read" in dry.out) == (0, True)
+    assert (dry.code, "cannot be read" in dry.out) == (1, True)
     await purge(world, text)
     await paste(text, "--again")
 
@@ -267,6 +293,7 @@ async def message_too_large(world: World) -> None:
         shared,
         gone,
         missing,
+        subjects_taken,
         source_named,
         source_left_out,
         other_finished,

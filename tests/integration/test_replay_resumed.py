@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from common.clock import SystemClock
 from common.errors import Stopped
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.lease import Leases
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
 from ingress.replay.options import Options
 from tests.ingress_world import CHAIN, arrived, client_of, rows_of
 from tests.replay_world import World, refused
-from tests.support import unique
+from tests.support import PATIENCE, unique
 
 pytestmark = pytest.mark.servers
 
@@ -122,7 +125,7 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
         await asyncio.sleep(0.5)
         error = await refused(world, "E-REPLAY-RUNS")
         assert "a replay by " in error.message
-        assert error.hint.startswith("wait until it is done, or stop it there; then: floe replay -c ")
+        assert error.hint.startswith("wait until it is done, or stop it there; then:\nfloe replay -c ")
         stop.set()
         assert not (await running).finished
 
@@ -136,14 +139,39 @@ async def test_ingress_and_replay_do_not_share_a_target(world: World) -> None:
     assert caught.value.code == "E-REPLAY-INGRESS"
 
 
-async def test_ingress_that_carries_is_not_overtaken(world: World) -> None:
+async def test_nobody_is_told_to_stop_an_ingress_for_a_replay_that_is_refused_then(world: World) -> None:
     world.fill((1, 20))
+    asked = {"target": world.centre.target, "prefix": world.centre.target}
     async with world.centre.running():
         await world.centre.carried(world.client, 20)
-        error = await refused(world, "E-REPLAY-RUNS", target=world.centre.target, prefix=world.centre.target)
+        error = await refused(world, "E-REPLAY-INGRESS", **asked)
+        work = world.replay(**asked)
+        async with work.connected() as client:
+            planned = await work.refusal(client, await work.outlook(client))
+    assert "stop" not in error.hint
+    assert planned is not None
+    assert (planned.code, planned.message, planned.hint) == (error.code, error.message, error.hint)
+
+
+async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> None:
+    """It holds the lease, and nothing is remembered of the target yet."""
+    world.fill((1, 20))
+    await world.make()
+    bucket = await KeyValue.open(world.client, world.centre.lease_bucket, ttl=2)
+    lease = await Leases(bucket, "central/a/1/x", 2, SystemClock()).acquire(
+        state_key("ingress", world.target)
+    )
+    assert lease is not None
+    keeping = asyncio.create_task(lease.keep())
+    work = world.replay()
+    async with work.connected() as client:
+        planned = await work.refusal(client, await work.outlook(client))
+    error = await refused(world, "E-REPLAY-RUNS")
+    keeping.cancel()
+    assert planned is not None
+    assert (planned.code, planned.message, planned.hint) == (error.code, error.message, error.hint)
     assert "ingress by " in error.message
-    assert "then: floe replay -c " in error.hint
-    assert f"--site us-east --feed NODES --target {world.centre.target}" in error.hint
+    assert f"--site us-east --feed NODES --target {world.target}" in error.hint
 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
@@ -200,6 +228,6 @@ async def test_cut_connections_and_lost_answers_repeat_nothing(
                 await asyncio.sleep(0.4)
                 await proxy.refuse()
                 await proxy.listen()
-            result = await asyncio.wait_for(running, 35)
+            result = await asyncio.wait_for(running, PATIENCE)
     assert result.finished
     assert await world.sequences() == list(range(1, 3001))

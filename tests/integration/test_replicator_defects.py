@@ -95,7 +95,7 @@ async def _carried_all(centre: Centre, bench: Bench, chain: Chain, last: int) ->
         found = (await (await centre.state(bench.client)).load()).state
         return found is not None and found.checkpoint.positions == {chain: last + 1}
 
-    await soon(has, seconds=20)
+    await soon(has)
 
 
 async def test_a_force_field_that_is_false_forces(bench: Bench) -> None:
@@ -178,12 +178,12 @@ async def test_a_failover_between_stored_and_acknowledged_stores_twice(bench: Be
 
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.before_ack=kill@2"))
-        await soon(lambda: bench.chains.read_chain(bench.chain(stream)), seconds=20)
+        await soon(lambda: bench.chains.read_chain(bench.chain(stream)))
         started.append(Process(bench, stream))
         await bench.publish(stream, (b"%d" % number for number in range(350)))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()
-        await bench.archived_to(stream, 350, seconds=20)
-        await soon(is_empty, seconds=20)
+        await bench.archived_to(stream, 350)
+        await soon(is_empty)
         await started[1].drain()
     assert [message.payload for message in bench.messages(stream)] == [b"%d" % n for n in range(350)]
     assert sum(len(ref.coverage) for ref in bench.refs(stream)) == 350, "no sequence was put twice"
@@ -227,13 +227,13 @@ async def test_sampling_without_advisories_forgets_at_a_failover(
     with processes() as started:
         started.append(Process(bench, stream, feeds=[disturbed]))
         await bench.publish(stream, nodes[:20])
-        await bench.archived_to(stream, 20, seconds=20)
+        await bench.archived_to(stream, 20)
         started.append(Process(bench, stream, feeds=[disturbed]))
-        await soon(lambda: started[1].log.stat().st_size, seconds=20)  # it runs
+        await soon(lambda: started[1].log.stat().st_size)  # it runs
         started[0].send(number)
         await started[0].ended()
         await bench.publish(stream, nodes)
-        await bench.archived_to(stream, 60, seconds=20)
+        await bench.archived_to(stream, 60)
         await started[1].drain()
     undisturbed = {"stream": stream, "name": unique("WHOLE"), **sampled}
     async with bench.egress(undisturbed, lease_ttl="1s"):

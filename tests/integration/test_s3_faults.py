@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.s3 import S3Objects
 from common.objects.s3_options import S3Options
+from common.service.expand import read_secret
+from common.settings.secret_file import FileSecret, read_all_again
 from infra.local.ports import free_port
 from infra.local.seaweedfs import SeaweedFS
 from tests.http_proxy import (
@@ -127,7 +130,7 @@ def test_a_store_that_stays_busy_did_nothing(
 def test_a_store_that_cannot_be_reached_did_nothing(s3: SharedS3, bucket: str) -> None:
     objects = open_s3(s3, f"http://127.0.0.1:{free_port()}", bucket)
     for call in (lambda: objects.put("k", b"1"), lambda: objects.get("k"), lambda: objects.list("")):
-        with pytest.raises(Unavailable, match="Could not connect"):
+        with pytest.raises(Unavailable, match="the port refuses connections"):
             call()
 
 
@@ -372,6 +375,24 @@ def test_what_is_not_a_listing_is_never_an_empty_one(
     assert len(objects.list("p/")) == 3
 
 
+def test_a_listing_that_repeats_what_was_not_asked_for_ends_after_one_page_without_progress(
+    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
+) -> None:
+    for name in ("p/1", "p/2", "p/3"):
+        direct.put(name, b"")
+    pages: list[Answer] = []
+    proxy.on("list", lambda exchange: pages.append(exchange.forward()) or pages[0], times=1)  # type: ignore[func-returns-value]
+    objects.list("p/")
+    more = b"<IsTruncated>true</IsTruncated><NextContinuationToken>again</NextContinuationToken>"
+    first = pages[0].with_body(pages[0].body.replace(b"<IsTruncated>false</IsTruncated>", more))
+    proxy.clear()
+    proxy.on("list", lambda _: first)
+    with pytest.raises(Unavailable, match="a new key") as caught:
+        objects.list("p/", start_after="p/4")
+    assert caught.value.code == "E-LIST-INVALID"
+    assert len([call for call in proxy.calls if call[0] == "list"]) == 2
+
+
 def test_half_a_listing_is_asked_for_again_and_never_returned(
     objects: S3Objects, direct: S3Objects, proxy: FaultProxy
 ) -> None:
@@ -530,6 +551,28 @@ def test_no_error_shows_the_secret_key(s3: SharedS3, bucket: str) -> None:
     assert "canary-secret" not in f"{caught.value!r} {caught.value.__cause__!r} {vars(objects)}"
 
 
+def test_a_secret_that_was_changed_is_read_again_when_the_former_is_refused(
+    s3: SharedS3, bucket: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    path.write_text("former")
+    file = FileSecret("former", str(path), read_secret)
+    account = {"access_key_id": s3.access_key, "secret_access_key": "former", "secret_file": file}
+    objects = S3Objects(bucket, endpoint_url=s3.endpoint_url, options=OPTIONS, **account)  # type: ignore[arg-type]
+    with pytest.raises(Refused):
+        objects.list("")
+    path.write_text(s3.secret_key)
+    with pytest.raises(Unavailable, match="the secret was read again from"):
+        objects.put("k", b"1")
+    objects.put("k", b"1")
+    assert objects.get("k") == b"1"
+    # As SIGHUP has it read, before anything was refused.
+    path.write_text("later")
+    read_all_again()
+    with pytest.raises(Refused):
+        objects.get("k")
+
+
 def test_a_bucket_elsewhere_is_named_with_its_region(objects: S3Objects, proxy: FaultProxy) -> None:
     told = "<Region>eu-west-3</Region>"
     proxy.on("get", refuse(400, "AuthorizationHeaderMalformed", "wrong region", told))
@@ -588,6 +631,41 @@ def test_checking_the_certificate_can_be_switched_off(
     objects = open_s3(s3, tls_proxy.url, bucket, options=S3Options(insecure=True))
     objects.put("k", b"1")
     assert objects.get("k") == b"1"
+
+
+def refused_address(s3: SharedS3, url: str, bucket: str) -> FloeError:
+    """What a first listing at a wrong address ends with."""
+    with pytest.raises(FloeError) as caught:
+        open_s3(s3, url, bucket).list("data/_floe/tails/")
+    assert re.search(r"prefix=|%2F|list-type", str(caught.value)) is None, "an address with its path"
+    assert f"store {url}" in str(caught.value)
+    return caught.value
+
+
+def test_wrong_addresses_are_told_apart(
+    s3: SharedS3, proxy: FaultProxy, tls_proxy: FaultProxy, bucket: str
+) -> None:
+    unknown = refused_address(s3, "http://no-such-host.invalid:8333", bucket)
+    assert (unknown.exit_code, "host no-such-host.invalid is not known" in str(unknown)) == (75, True)
+    refused = refused_address(s3, f"http://127.0.0.1:{free_port()}", bucket)
+    assert (refused.exit_code, "refuses connections" in str(refused)) == (75, True)
+    plain = refused_address(s3, proxy.url.replace("http:", "https:"), bucket)
+    assert (plain.exit_code, plain.code) == (78, "E-S3-TLS")
+    assert f"does not speak TLS; set store.endpoint_url: {proxy.url}" in str(plain)
+    tls = refused_address(s3, tls_proxy.url.replace("https:", "http:"), bucket)
+    assert (tls.exit_code, tls.code) == (78, "E-S3-TLS")
+    assert f"the port speaks TLS; set store.endpoint_url: {tls_proxy.url}" in str(tls)
+
+
+def test_a_store_that_has_answered_is_not_misconfigured_when_its_connections_break(
+    objects: S3Objects, proxy: FaultProxy
+) -> None:
+    objects.list("")
+    proxy.on("list", drop(), times=9)
+    with pytest.raises(Unavailable) as caught:
+        objects.list("data/_floe/tails/")
+    assert proxy.url in str(caught.value)
+    assert "prefix=" not in str(caught.value)
 
 
 # F42: conditions

@@ -29,6 +29,7 @@ from tests.sampling_archive import (
     fold,
     sent,
 )
+from tests.support import PATIENCE
 
 PENDING = (Advisory(Event.NEW, "one", 1, 1),)
 
@@ -443,7 +444,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(
 
     def read(self, source, within):  # type: ignore[no-untyped-def]
         loop.call_soon_threadsafe(reached.set)
-        assert self._abandoned.wait(10)
+        assert self._abandoned.wait(PATIENCE)
         try:
             yield from original(self, source, within)
         except rebuild.AbandonedError:

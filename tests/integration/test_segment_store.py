@@ -154,6 +154,19 @@ def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(
     assert store.list(CHAIN, position=5, limit=1) == [a, merged]
 
 
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_a_walk_shows_every_segment_once_from_the_lowest_level_up(
+    objects: ObjectStore, make: Make, size: int
+) -> None:
+    store = make(objects)
+    refs = [put(store, first, first + 9, level) for level in (0, 1, 9) for first in (1, 11)]
+    put(store, 1, 10, chain=replace(CHAIN, partition=10))
+    objects.put(LAYOUT.partition_prefix(CHAIN) + "level=0/foreign", b"")
+    found = [[ref.key for ref in page] for page in store.walk(CHAIN, size)]
+    assert [key for page in found for key in page] == [ref.key for ref in refs]
+    assert all(len(page) <= size for page in found)
+
+
 def test_a_foreign_key_never_hides_a_segment(objects: ObjectStore, make: Make) -> None:
     store = make(objects)
     ref = put(store, 11, 20)

@@ -127,7 +127,40 @@ def test_chains_are_chosen_by_site_feed_incarnation_and_partition(run: Run, arch
     assert listed("us-east/NODES") == ["us-east/NODES/0000/0", "us-east/NODES/0000/1", "us-east/NODES/0001/0"]
     assert listed("us-east/NODES/0") == ["us-east/NODES/0000/0", "us-east/NODES/0000/1"]
     assert listed("us-east/NODES/0000/1") == ["us-east/NODES/0000/1"]
-    assert listed("eu-west") == []
+    archive.put(rows(1), SequenceRange(1, 1), chain=Chain("lost", "DOCUMENTS", 3, 2))
+    assert listed("lost/DOCUMENTS/3/2") == ["lost/DOCUMENTS/0003/2"]
+
+
+@pytest.mark.parametrize("words", ["ls", "info", "cat"])
+def test_a_name_that_is_not_there_is_an_error_that_says_what_is(
+    run: Run, archive: Archive, words: str
+) -> None:
+    for what, said in [
+        ("us-esat/NODES", "did you mean us-east/NODES? there are us-east/NODES"),
+        ("us-east/NODES/7", "there are us-east/NODES/0000/0"),
+        ("us-east/NODES/0/7", "there are us-east/NODES/0000/0"),
+    ]:
+        result = run(words, what)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert said in result.stderr
+    config = archive.config.read_text()
+    archive.config.write_text(f"{config}egress: {{feeds: [{{stream: LATER}}]}}\n")
+    assert run(words, "us-east/LATER").exit_code == 0
+
+
+def test_of_a_feed_the_newest_incarnation_is_shown(run: Run, archive: Archive, merged: Merged) -> None:
+    again = Chain("us-east", "NODES", 1)
+    archive.chains.create_chain(again, ChainDocument((), 1, 1))
+    archive.put(rows(4), SequenceRange(1, 4), chain=again)
+    assert sequences(run("cat", "us-east/NODES", "--json")) == [4]
+    assert sequences(run("cat", "us-east/NODES/0", "--json")) == [1, 2, 5, 6, 7]
+    assert json.loads(run("info", "us-east/NODES", "--json").stdout)["chain"] == str(again)
+    beside = Chain("us-east", "NODES", 1, 1)
+    archive.chains.create_chain(beside, ChainDocument((), 2, 1))
+    result = run("cat", "us-east/NODES")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "found partitions 0, 1; name the partition" in result.stderr
+    assert run("cat", "us-east/NODES/1/1").exit_code == 0
 
 
 @pytest.mark.parametrize("what", ["us-east/NODES/x", "us-east//0", "a/b/0/0/0"])

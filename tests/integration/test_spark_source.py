@@ -9,9 +9,12 @@ import duckdb
 import polars
 import pyarrow as pa
 import pytest
+from pyspark.errors import AnalysisException
 
 from common.chain import Chain
 from common.segments.documents import ChainDocument, ChainStore
+from common.segments.segment import Reason
+from common.sequences import SequenceRange
 from tests.compaction_archive import CHAIN, Archive, rows
 from tests.spark_session import spark_session
 
@@ -73,7 +76,20 @@ def test_a_range_of_sequences_is_read_alone(archive: Archive):
 
 def test_nothing_to_read_is_an_empty_table(archive: Archive):
     assert frame(archive, **ONE, from_sequence=1000).count() == 0
-    assert frame(archive, site="nobody").count() == 0
+
+
+def test_a_name_that_is_not_there_is_an_error_that_says_what_is(archive: Archive):
+    with pytest.raises(AnalysisException, match=r"did you mean us-east\? there are eu-west, us-east"):
+        frame(archive, site="us-esat").count()
+
+
+def test_rows_of_a_late_segment_are_not_masked(tmp_path: Path):
+    late = Archive(tmp_path)
+    ChainStore(late.objects, late.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    expired = {"ledger": {Reason.GONE_BEFORE_READ: 50}, "unread": SequenceRange(1, 50)}
+    late.put(1, 120, rows(range(51, 121)), **expired)
+    late.put(1, 100)
+    assert frame(late, **ONE, columns="sequence").count() == 120
 
 
 def test_columns_are_read_alone(archive: Archive):

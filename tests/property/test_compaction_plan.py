@@ -9,27 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.segments.segment import SegmentRef
+from common.segments.table import SegmentTable
 from common.sequences import cover, holes
 from compaction.plan import Output, plan
 from compaction.supersede import contained, made_by, may_supersede
-from compaction.tombstones import Standing, Tombstone, condemned, deletable, valid
-from tests.compaction_refs import NOW, TestPolicy, ref
+from compaction.tombstones import Standing, Tombstone, TombstoneIndex
+from tests.compaction_refs import NOW, TestPolicy, ref, refs
 
-SEGMENTS = st.lists(
-    st.builds(
-        lambda first, length, level, size, age, twin: ref(
-            first, first + length, level, size=size, age=age, twin=twin
-        ),
-        st.integers(1, 60),
-        st.integers(0, 15),
-        st.integers(0, 2),
-        st.integers(0, 500),
-        st.integers(0, 3000),
-        st.integers(0, 1),
-    ),
-    max_size=25,
-    unique_by=lambda s: s.key,
-)
+SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(
     TestPolicy,
     min_age=st.integers(0, 1000),
@@ -114,14 +101,16 @@ def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
         for n, s in enumerate(contained(segments))
         if n not in kept
     ]
-    going = {s.key for _, may_go in deletable(segments, standing, NOW, 10) for s in may_go}
+    index = TombstoneIndex(SegmentTable.listing(segments), standing)
+    going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
     assert max((s.coverage.last for s in left), default=0) == max(
         (s.coverage.last for s in segments), default=0
     )
     replacing = {u.key for stone in standing for u in stone.tombstone.superseding}
-    assert not going & (replacing - condemned(standing))
+    condemned = {s.key for stone in standing for s in stone.tombstone.superseded}
+    assert not going & (replacing - condemned)
 
 
 class World:
@@ -158,12 +147,12 @@ class World:
             self.bury([made_by(made, output.inputs)], now)
 
     def sweep(self, now: float) -> None:
-        at_rest = valid(self.listed(), self.standing)
-        candidates = [s for s in self.listed() if s.key not in condemned(at_rest)]
-        self.bury(contained(candidates), now)
-        for _, may_go in deletable(self.listed(), self.standing, now, 100):
-            for segment in may_go:
-                del self.segments[segment.key]
+        table = SegmentTable.listing(self.listed())
+        buried = TombstoneIndex(table, self.standing).buried()
+        self.bury(contained([s for place, s in enumerate(table) if not buried[place]]), now)
+        for each in list(TombstoneIndex(table, self.standing).deletable(now, 100)):
+            for segment in each.superseded:
+                self.segments.pop(segment.key, None)
 
     def bury(self, supersessions: list, now: float) -> None:
         for supersession in supersessions:

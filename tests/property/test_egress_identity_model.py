@@ -132,7 +132,7 @@ def play(steps: list[tuple[str, int]], *, drifting: bool = True) -> World:
 
 
 @given(STEPS)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_never_same_for_another_history_that_holds_the_archive_s_end(steps: list[tuple[str, int]]) -> None:
     world = play([("publish", 3), ("archive", 1), *steps])
     if world.newest_place_is_held and judge(world.evidence()).kind is Kind.SAME:
@@ -140,7 +140,7 @@ def test_never_same_for_another_history_that_holds_the_archive_s_end(steps: list
 
 
 @given(STEPS)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_never_recreated_for_a_stream_that_holds_what_was_archived(steps: list[tuple[str, int]]) -> None:
     world = play(steps)
     shares = any(w.held is Held.EQUAL for w in world.evidence().tips)
@@ -149,7 +149,7 @@ def test_never_recreated_for_a_stream_that_holds_what_was_archived(steps: list[t
 
 
 @given(STEPS)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_recreated_is_true_where_created_does_not_drift(steps: list[tuple[str, int]]) -> None:
     world = play(steps, drifting=False)
     if judge(world.evidence()).kind is Kind.RECREATED:
@@ -158,14 +158,14 @@ def test_recreated_is_true_where_created_does_not_drift(steps: list[tuple[str, i
 
 
 @given(STEPS)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_an_undisturbed_stream_is_always_the_same(steps: list[tuple[str, int]]) -> None:
     world = play([(action, count) for action, count in steps if action in ("publish", "archive", "expire")])
     assert judge(world.evidence()).is_same
 
 
 @given(STEPS, st.integers(1, 6))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_a_fresh_recreation_after_archiving_is_recreated_never_same(
     steps: list[tuple[str, int]], more: int
 ) -> None:

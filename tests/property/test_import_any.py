@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.migration import shape
@@ -109,7 +109,7 @@ def imported(document: Any) -> Imported | tuple[Problem, ...]:
         return error.found
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(FILE)
 def test_the_result_passes_the_check_and_loses_no_stream(document: dict[str, Any]) -> None:
     found = imported(document)
@@ -137,7 +137,7 @@ def test_the_result_passes_the_check_and_loses_no_stream(document: dict[str, Any
     assert all("hidden" not in file.text for file in found.files)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(FILE)
 def test_every_key_of_a_stream_is_carried_over_or_named(document: dict[str, Any]) -> None:
     found = imported(document)
@@ -159,7 +159,7 @@ def test_every_key_of_a_stream_is_carried_over_or_named(document: dict[str, Any]
             assert carried or named or not value or EXCUSED.search(key), (key, value, text, told)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),

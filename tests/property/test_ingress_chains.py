@@ -119,7 +119,7 @@ class World:
 
     # What stands in for others
 
-    async def read(self, *asked: Any) -> Any:
+    async def read(self, *asked: Any, **_: Any) -> Any:
         """The pauses, asked for by nothing; else the rows of a segment, in random blocks."""
         if not asked:
             return self.pauses

@@ -15,11 +15,12 @@ import pyarrow as pa
 import pytest
 
 from common.chain import Chain
-from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Unavailable
+from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Stopped, Unavailable
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
 from ingress.carrier import Carrier
-from ingress.checkpoints.documents import to_json
+from ingress.checkpoints.corrections import count_stored
+from ingress.checkpoints.documents import from_json, to_json
 from ingress.checkpoints.intent import Checkpoint, Gap, Intent, Piece, TargetState
 from ingress.checkpoints.state import StateStore, Stored
 from ingress.publishing.publisher import Outcome
@@ -27,11 +28,12 @@ from ingress.publishing.replies import Unclear
 from ingress.rows.blocks import Block, Material, Rows
 from ingress.verdicts.choices import Choices
 from ingress.verdicts.settler import Settler
-from ingress.verdicts.verdict import Origin, Reading, Unread
+from ingress.verdicts.verdict import Finding, Origin, Reading, Unread
 from tests.support import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]
 FOREIGN = b"foreign"
+NOTHING = b"nothing"  # a sequence that a purge skipped
 EXPECTED_ENDS = (AnotherWriter, LeaseLost, OutcomeUnknown, Unavailable)
 
 
@@ -157,13 +159,16 @@ class Host:
         return {place: self.origin(place) for place in places}
 
     def reading(self, last: int) -> Reading:
-        return Reading(last, "t0", self.origin(last))
+        return Reading(last, "t0", self.origin(last), self.world.forgets)
+
+    async def described(self, place: int) -> str:
+        return ""
 
     def origin(self, place: int) -> Origin | Unread:
         server = self.world.server
         if place < server.held_from or place in server.gone:
             return Unread.GONE
-        if server.log[place - 1] == FOREIGN:
+        if server.log[place - 1] in (FOREIGN, NOTHING):
             return Unread.FOREIGN
         chain, _, sequence = server.log[place - 1].decode().partition("|")
         return Origin(Chain.parse(chain), int(sequence))
@@ -180,11 +185,11 @@ class Host:
             if fate == "late":
                 server.on_the_way.append(batch)
             if fate in ("lost", "late"):
-                return Outcome(stored, Unclear("no answer"))
+                return Outcome(stored, Unclear("no answer"), stop)
             server.deliver(batch)
             await self.world.gates.step(self.name)
             if fate == "unanswered" or not batch.accepted:
-                return Outcome(stored, Unclear("no answer, or refused"))
+                return Outcome(stored, Unclear("no answer, or refused"), stop)
             stored = stop
         return Outcome(stored)
 
@@ -304,6 +309,8 @@ class FakeSupply:
 
 
 class World:
+    forgets = True
+
     def __init__(self, rng: random.Random, kind: type[Carrier] = Carrier, rows: int = 60) -> None:
         self.rng, self.kind, self.trouble = rng, kind, 0.15
         self.gates, self.server, self.archive = Gates(rng), Server(rng), Archive(rng, rows)
@@ -333,6 +340,14 @@ class World:
                 return
             except EXPECTED_ENDS:
                 await self.gates.step(name)
+            except Stopped as stopped:
+                self.look_at(stopped)
+                await self.gates.step(name)
+
+    def look_at(self, stopped: Stopped) -> None:
+        """As an operator: rows are gone that another instance sent without a lease. Raises any other stop."""
+        if Finding.AHEAD.value not in stopped.message:
+            raise stopped
 
     async def run(self, faults: int = 400) -> None:
         names = [f"i{n}" for n in range(3)]
@@ -344,6 +359,7 @@ class World:
         while self.server.writes or self.server.on_the_way:
             self.server.something_arrives()
         for _ in range(20_000):
+            await self.attend(tasks)
             if all(task.done() for task in tasks.values()):
                 break
             self.gates.release(set())
@@ -367,9 +383,13 @@ class World:
         else:
             self.gates.release(paused)
         await quiet()
+        await self.attend(tasks)
         for task in tasks.values():
             if task.done():
                 task.result()
+
+    async def attend(self, tasks: dict[str, asyncio.Task[None]]) -> None:
+        """An operator looks."""
 
     def forget(self) -> None:
         """Messages expire, are consumed or superseded, or the target is purged."""
@@ -407,6 +427,72 @@ async def test_each_row_is_stored_once_and_in_order_whatever_happens(number: int
     await world.run()
     assert world.verdict() == ""
     assert len(world.server.log) == world.begins + world.archive.messages()
+
+
+class PurgedWorld(World):
+    """A target that keeps everything, and is purged up to sequences beyond its end. An operator who knows
+    what was stored decides each stop, with all instances stopped.
+    """
+
+    forgets, purges = False, 3
+    stopped: Stopped | None = None
+
+    def look_at(self, stopped: Stopped) -> None:
+        self.stopped = stopped
+
+    def forget(self) -> None:
+        if self.purges and self.rng.random() < 0.3:
+            self.purges -= 1
+            self.server.log += [NOTHING] * self.rng.randint(0, 20)
+            self.server.held_from = len(self.server.log) + 1
+            self.server.seen.append(len(self.server.log))
+
+    async def attend(self, tasks: dict[str, asyncio.Task[None]]) -> None:
+        if self.stopped is None:
+            return
+        assert self.stopped.code in ("E-TARGET-SHARED", "E-TARGET-UNREAD", "E-TARGET-NOT-EMPTY")
+        self.stopped = None
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        server, host = self.server, Host("operator", self)
+        server.on_the_way.clear()
+        server.writes.clear()
+        last = len(server.log)
+        state = from_json("T", server.value) if server.revision else TargetState(Checkpoint(0, "t0"))
+        if state.intent is None:
+            state = replace(state, checkpoint=replace(state.checkpoint, target_sequence=last, begins=last))
+        else:
+            state = count_stored(state, host.reading(last), self.stored(state.intent)).after
+        server.write(to_json("T", state), server.revision)
+        for name in tasks:
+            tasks[name] = asyncio.create_task(self.instance(name))
+
+    def stored(self, intent: Intent) -> int:
+        """How many rows of the intent were stored."""
+        rows = Rows([self.archive.remade(piece) for piece in intent.pieces])
+        found = {*self.server.log}
+        return sum(subject in found for subject, _, _ in rows.messages(0, rows.count))
+
+
+@pytest.mark.parametrize("number", range(30))
+async def test_a_purge_beyond_the_end_loses_and_repeats_nothing(number: int) -> None:
+    world = PurgedWorld(seeded())
+    await world.run()
+    assert world.verdict() == ""
+
+
+async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ingress.verdicts.verdict._unread", lambda *_: None)
+    rng = seeded()
+    for _ in range(30):
+        world = PurgedWorld(random.Random(rng.random()))
+        await world.run()
+        if world.verdict():
+            return
+    pytest.fail("30 runs without a message lost: the simulation is too tame")
 
 
 class ReplacingCarrier(Carrier):

@@ -93,12 +93,37 @@ def test_no_document_lies_among_segments(layout: Layout, chain: Chain) -> None:
         layout.gaps_prefix(chain),
         layout.states_prefix(chain),
         layout.tail(chain),
+        layout.alive(chain.site, "host.1"),
         layout.tombstones_prefix(chain),
         layout.ingress_prefix("TARGET"),
     ]
     assert len(set(documents)) == len(documents)
     assert not any(key.startswith(layout.segments_prefix(chain, 0)) for key in documents)
     assert all("/_floe/" in f"/{key}" for key in documents)
+
+
+@given(layouts, names, states, st.text(min_size=1, max_size=40))
+def test_nothing_that_is_formatted_is_foreign_and_only_segments_and_tombstones_may_be_put_away(
+    layout: Layout, name: SegmentName, state: StateName, target: str
+) -> None:
+    chain, bounds = name.chain, f"{name.coverage.last:020d}-{name.coverage.first:020d}"
+    documents = [
+        *(layout.stream_document(chain), layout.chain_document(chain), layout.floor_document(chain)),
+        layout.gap(layout.gaps_prefix(chain), name.coverage),
+        layout.gap(layout.passed_prefix(target, chain), name.coverage),
+        *(layout.state(state), layout.tail(chain), layout.alive(chain.site, "host.1"), layout.clock()),
+        *(layout.ingress_clock(target), layout.start_document(target, chain.site, chain.feed)),
+        f"{layout.reported_prefix(chain)}{name.digest}.json",
+        f"{layout.documents_prefix(chain.site, chain.feed)}probe/wrong-checksum",
+        layout.quarantined(layout.segment(name), name.digest),
+    ]
+    movable = [layout.segment(name), f"{layout.tombstones_prefix(chain)}{bounds}-{name.digest}.json"]
+    assert [key for key in (*documents, *movable) if layout.is_foreign(key)] == []
+    assert [layout.may_be_put_away(key) for key in documents] == [False] * len(documents)
+    junk = [f"{key}.tmp" for key in (*movable, layout.chain_document(chain))]
+    assert all(layout.is_foreign(key) for key in junk)
+    assert all(layout.may_be_put_away(key) for key in (*movable, *junk))
+    assert all(key.startswith(layout.root) for key in (*documents, *movable))
 
 
 @given(names, st.data())
@@ -120,12 +145,35 @@ def test_a_key_that_was_changed_anywhere_is_foreign_or_means_something_else(
 @given(st.text(max_size=200))
 def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
     layout = Layout("data")
-    for key in (text, f"data/{text}", f"data/_floe/tails/{text}", f"data/_floe/{text}"):
+    for key in (
+        *(text, f"data/{text}", f"data/_floe/{text}"),
+        *(
+            f"data/_floe/tails/{text}",
+            f"data/_floe/alive/{text}",
+            f"data/_floe/ingress/{text}/positions.json",
+        ),
+    ):
         assert layout.parse_segment(key) is None
         assert layout.parse_chain_document(key) is None
         assert layout.parse_state(key) is None
         parsed = layout.parse_tail(key)
         assert parsed is None or layout.tail(parsed) == key
+        target = layout.parse_ingress_positions(key)
+        assert target is None or layout.ingress_positions(target) == key
+        layout.is_foreign(key)
+        process = layout.parse_alive(key)
+        assert process is None or layout.alive(*process) == key
+
+
+@given(layouts, st.text(min_size=1, max_size=80))
+def test_the_key_of_positions_says_the_target(layout: Layout, target: str) -> None:
+    assert layout.parse_ingress_positions(layout.ingress_positions(target)) == target
+    assert layout.parse_ingress_positions(layout.ingress_clock(target)) is None
+
+
+@given(layouts, chains, st.text(min_size=1, max_size=80))
+def test_the_key_of_a_sign_of_life_says_site_and_process(layout: Layout, chain: Chain, process: str) -> None:
+    assert layout.parse_alive(layout.alive(chain.site, process)) == (chain.site, process)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

@@ -84,9 +84,9 @@ def test_a_long_chain_is_searched_by_few_footers(tmp_path: Path) -> None:
     objects = CountingObjects(tmp_path / "store")
     archive = Archive(tmp_path, objects)
     for number in range(300):
-        archive.put(number * 200 + 1, number * 200 + 200, batch(number * 200 + 1, 200))
+        archive.put(number * 20 + 1, number * 20 + 20, batch(number * 20 + 1, 20))
     objects.gets = 0
-    assert first_at(archive.store, CHAIN, START_NS + 31_234 * SECOND - 7) == 31_234
+    assert first_at(archive.store, CHAIN, START_NS + 3_123 * SECOND - 7) == 3_123
     assert objects.gets <= 2 * 9 + 6
 
 

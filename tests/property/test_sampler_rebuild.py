@@ -52,7 +52,7 @@ def put_one(
     site.put(part, SequenceRange(first, last), examined=log[last - 1], level=level, group_bytes=200)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(logs, cuts, merges, st.integers(1, LAST))
 def test_every_value_of_the_last_duration_is_known_by_its_last_row(
     log: list[tuple[str, int, bool]], ends: list[int], merged: list[tuple[int, int, int]], last: int

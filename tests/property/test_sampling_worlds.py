@@ -135,7 +135,7 @@ def batches(world: list[Sent], cuts: list[int]) -> list[list[Sent]]:
 
 
 @given(worlds(), CUTS, st.sampled_from([0, TRIGGER]), st.integers(0, 1 << 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_as_the_model(world: list[Sent], cuts: list[int], trigger: int, coins: int) -> None:
     model, sampler = Model(trigger), Sampler(how(trigger))
     expected = [model.passes(sent) for sent in world]
@@ -169,7 +169,7 @@ def reborn(sampler: Sampler, sampled: Sampling, *, tracks: bool = True) -> Sampl
 
 
 @given(worlds(), CUTS, st.lists(st.tuples(st.integers(0, 3), st.integers(-500, 5000)), max_size=20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nothing_but_the_log_changes_a_choice(
     world: list[Sent], cuts: list[int], times: list[tuple[int, int]]
 ) -> None:
@@ -193,7 +193,7 @@ def test_nothing_but_the_log_changes_a_choice(
 
 
 @given(worlds(backwards=False), CUTS, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_reading_again_from_a_snapshot_finds_the_same(
     world: list[Sent], cuts: list[int], data: st.DataObject
 ) -> None:
@@ -214,7 +214,7 @@ def test_reading_again_from_a_snapshot_finds_the_same(
 
 
 @given(worlds(), CUTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_without_advisories_the_same_is_kept(world: list[Sent], cuts: list[int]) -> None:
     plain, silent = Sampler(how(TRIGGER)), Sampler(how(TRIGGER), tracks=False)
     for some in batches(world, cuts):
@@ -226,7 +226,7 @@ def test_without_advisories_the_same_is_kept(world: list[Sent], cuts: list[int])
 
 
 @given(worlds(), worlds(backwards=False), CUTS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], cuts: list[int]) -> None:
     sampler = Sampler(how(0))
     for some in batches(archived, cuts):

@@ -28,7 +28,7 @@ from tests.scenarios.delivery_meter import Meter
 from tests.scenarios.delivery_writer import Author, Writer
 from tests.support import soon
 
-SETTLE = 90.0  # seconds for everything to arrive once all is healed
+SETTLE = 90.0  # seconds without progress once all is healed
 # Messages a second, and seconds that lines hold each chunk back: a `single` waits for each message.
 PACES = {"single": (150, 0.0)}
 PACE = (1000, 0.03)
@@ -141,13 +141,18 @@ def store_of(s3: Any, bucket: str = "") -> dict[str, Any]:
 
 
 async def arrived(at: Centre, count: int, seconds: float = SETTLE) -> None:
-    """Wait until the target took so many messages, and then for a calm; the oracle names what is missing."""
-    deadline, last = time.monotonic() + seconds, -1
-    while time.monotonic() < deadline:
+    """Wait until the target took so many messages, and then for a calm; the oracle names what is missing.
+
+    `seconds`: without one more message, until nobody waits any longer.
+    """
+    last, since = -1, time.monotonic()
+    while time.monotonic() - since < seconds:
         at.supervise()
         before, last = last, await last_sequence(at)
         if last >= count and last == before:
             return
+        if last > before:
+            since = time.monotonic()
         await asyncio.sleep(CALM if last >= count else 0.3)
 
 

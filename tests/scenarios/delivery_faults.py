@@ -29,6 +29,7 @@ STORM = (5.0, 9.0)  # seconds of faults, followed by a third of them without
 LOST_WITHIN = 8.0  # seconds until somebody gets an acknowledgement
 STARTED = 20.0  # seconds for an instance to start
 PATIENCE = 4.0  # times as long as asked for may a run take until it has proved something
+AT_LEAST = 240.0  # seconds that a short run may take for the same
 
 
 class Deck:
@@ -73,7 +74,7 @@ class Faults:
         started = time.monotonic()
         async with self._centre.client("faults") as client:
             while (spent := time.monotonic() - started) < seconds or not (self._has_proved() and proved()):
-                if spent > PATIENCE * seconds:
+                if spent > max(AT_LEAST, PATIENCE * seconds):
                     return  # whoever judges the run says what is missing
                 begun = time.monotonic()
                 end = begun + self._rng.uniform(*STORM)

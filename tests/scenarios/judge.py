@@ -16,6 +16,7 @@ from infra.oracle import Comparison, Trace, compare, prefixed, total
 from infra.oracle_reading import archive_holes, archived, source_trace, target_traces
 from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
+from tests.support import PATIENCE
 
 PREFIX = "fleet"
 
@@ -73,7 +74,7 @@ async def carried(world: World, count: int, seconds: float) -> None:
         await asyncio.sleep(0.3)
 
 
-async def judge(world: World, config: Path, sources: Sources, seconds: float = 60) -> Verdict:
+async def judge(world: World, config: Path, sources: Sources, seconds: float = PATIENCE) -> Verdict:
     """Wait until as much has arrived as the sources hold, then compare message by message."""
     await carried(world, sum(len(source.plain) for source in sources.values()), seconds)
     store = open_store(load_settings(str(config)))

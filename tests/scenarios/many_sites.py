@@ -14,6 +14,7 @@ from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_meter import peak_memory
 from tests.scenarios.many_sites_archive import FEEDS, ROWS, SITES, Archive
 from tests.scenarios.single_centre import SingleCentre, single_centre
+from tests.support import PATIENCE
 
 RATE = 20.0  # segments a second that arrive
 LAG = 15.0  # seconds of arriving segments that may wait at the most, once what was there before is carried
@@ -59,7 +60,7 @@ async def many_sites(
 async def _caught_up(at: SingleCentre, archive: Archive, segments: int) -> float:
     """Segments a second from the first message in the target to the last of those that were there before."""
     at.instances[0].service.start()
-    assert await at.arrived(1, 60), "nothing was ever carried"
+    assert await at.arrived(1, PATIENCE), "nothing was ever carried"
     started, before = time.monotonic(), await at.stored()
     # Above the rate that arrives, else it could never catch up.
     assert await at.arrived(archive.messages, 60 + segments / RATE), "slower than segments arrive"

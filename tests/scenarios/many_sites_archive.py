@@ -7,7 +7,6 @@ those sites.
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from common.service.wiring import load_settings, open_chains, open_store
 from infra.local.signed import SignedClient
+from infra.local.tether import spawn
 from infra.oracle import Trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.processes import ROOT
@@ -118,7 +118,7 @@ class Archive:
         """About so many segments, the same number of each chain, by several processes."""
         count = segments // len(CHAINS)
         command = [sys.executable, "-m", __name__, str(self.config), str(self.seed), str(count)]
-        writers = [subprocess.Popen([*command, *SITES[n::WRITERS]], cwd=ROOT) for n in range(WRITERS)]
+        writers = [spawn([*command, *SITES[n::WRITERS]], cwd=ROOT) for n in range(WRITERS)]
         codes = [writer.wait() for writer in writers]
         assert codes == [0] * WRITERS, f"writers ended with {codes}"
         self.counts = dict.fromkeys(CHAINS, count)

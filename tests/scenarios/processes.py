@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from infra.local.tether import spawn
+from tests.support import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,17 +23,17 @@ class Service:
         self.log_size = 0  # when it was last started
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Service:
-        """Start it; nothing if it runs."""
+    def start(self, **env: str) -> Service:
+        """Start it; nothing if it runs. `env`: for this time only."""
         if not self.runs():
             self.log_size = self.log.stat().st_size if self.log.exists() else 0
             with self.log.open("ab") as log:
-                self._process = subprocess.Popen(
+                self._process = spawn(
                     [sys.executable, "-m", "floe", *self._command],
                     stdout=log,
                     stderr=log,
                     cwd=ROOT,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env},
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **self._env, **env},
                 )
         return self
 
@@ -53,9 +56,9 @@ class Service:
         """SIGKILL; returns when it is gone."""
         self.send(signal.SIGCONT)
         self.send(signal.SIGKILL)
-        self.wait(10)
+        self.wait(PATIENCE)
 
-    def drain(self, seconds: float = 40) -> int:
+    def drain(self, seconds: float = PATIENCE) -> int:
         """SIGTERM; its exit code. Fails if it takes longer than `seconds`."""
         self.send(signal.SIGCONT)
         self.send(signal.SIGTERM)

@@ -179,8 +179,8 @@ class Lap:
             expected = self._ids(feed)
             with processes() as started:
                 started.append(Process(self.bench, self.stream, feeds=[feed]))
-                await self.bench.archived_to(feed["name"], log[-1].sequence, seconds=30)
-                await soon(partial(self._has, feed["name"], len(expected)), seconds=30)
+                await self.bench.archived_to(feed["name"], log[-1].sequence)
+                await soon(partial(self._has, feed["name"], len(expected)))
                 await started[0].drain()
 
     async def _has(self, name: str, count: int) -> bool:

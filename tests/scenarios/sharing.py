@@ -29,12 +29,13 @@ from tests.scenarios.judge import Verdict, archive_of
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import Service
 from tests.scenarios.world import LEASE_TTL, World
+from tests.support import PATIENCE
 from tests.tcp_proxy import TcpProxy
 
 SITE, STREAM, PARTITIONS, MEMBERS = "alpha", "NODES", 4, 3
 SUBJECT = "alpha.p{partition}.>"
 LEASE_SECONDS = parse_duration(LEASE_TTL)
-QUIET = 30.0  # seconds for shares to settle: two lease times, a segment's age, and a slow machine
+QUIET = PATIENCE  # for shares to settle: two lease times and a segment's age
 
 
 def chains() -> list[Chain]:
@@ -200,7 +201,7 @@ async def logs_of(world: World) -> dict[Chain, list[Message]]:
     return found
 
 
-async def archived_to(store: SegmentStore, ends: dict[Chain, int], seconds: float = 60) -> None:
+async def archived_to(store: SegmentStore, ends: dict[Chain, int], seconds: float = PATIENCE) -> None:
     """Wait until each chain is archived so far. What is missing then is for the comparison to name."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(_end(store, chain) < end for chain, end in ends.items()):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import platform
 import random
 import secrets
+import subprocess
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,61 +27,120 @@ from tests.scenarios.histories import recreated_unput, recreated_while_down, rec
 from tests.scenarios.many_sites import many_sites
 from tests.scenarios.replay import replay_kills
 from tests.scenarios.retention import retention
+from tests.scenarios.rounds import crash_rounds
 from tests.scenarios.sharing import shared
 from tests.scenarios.sharing_sampled import sampled_shared
 from tests.scenarios.takeover import take_overs
 from tests.support import SharedS3
 
-EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "soak.json"
+ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "docs" / "evidence" / "soak.json"
 
 Ran = Outcome | dict[str, Any]  # what says itself whether it is well, or what has raised nothing
 
-RUNS: dict[str, Callable[[Any, random.Random], Awaitable[Ran]]] = {
-    "kill_rounds": lambda s3, rng: kill_rounds(s3, rng, rounds=50, rate=1000),
-    "twins": lambda s3, rng: twins(s3, rng, seconds=60, rate=1000),
-    "standby": lambda s3, rng: standby(s3, rng, seconds=60, rate=500),
-    "recreated_while_down": recreated_while_down,
-    "recreated_while_running": recreated_while_running,
-    "recreated_unput": recreated_unput,
-    "compacted": lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000),
-    "compacted_spark": lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"),
-    "shuffled": lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000),
-    "sampled_crashes": lambda _, rng: sampling.run(100, rng.getrandbits(32)),
-    "sharing": lambda s3, rng: shared(s3, rng, seconds=60),
-    "sharing_sampled": lambda s3, rng: sampled_shared(s3, rng, seconds=60),
-    "retention": lambda s3, rng: retention(s3, rng, seconds=60),
-    "delivery_fast": lambda s3, rng: delivered(s3, rng, 300, "fast"),
-    "delivery_atomic": lambda s3, rng: delivered(s3, rng, 300, "atomic"),
-    "delivery_single": lambda s3, rng: delivered(s3, rng, 300, "single"),
-    "delivery_work_queue": lambda s3, rng: work_queue(s3, rng, 300, "auto"),
-    "delivery_per_subject": lambda s3, rng: per_subject(s3, rng, 300, "auto"),
-    "replay_kills": lambda s3, rng: replay_kills(s3, rng, rounds=30),
-    "take_overs": lambda s3, rng: take_overs(s3, rng, rounds=10),
-    "foreign_site": lambda s3, rng: foreign_site(s3, rng, seconds=60),
-    "many_sites": lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300),
+EGRESS, INGRESS, COMPACTION = "egress", "ingress", "compaction"
+BESIDE = (  # what every run stands on
+    *("common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak"),
+    *("tests/egress_bench.py", "tests/egress_process.py", "tests/segment_files.py"),
+    *("tests/support.py", "tests/tcp_proxy.py"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """One fault run at full length, and the parts of the product that it exercises."""
+
+    run: Callable[[Any, random.Random], Awaitable[Ran]]
+    parts: tuple[str, ...]
+
+
+PATH = (EGRESS, INGRESS)
+WHOLE = (EGRESS, INGRESS, COMPACTION)
+
+RUNS: dict[str, Soak] = {
+    "crash_rounds": Soak(lambda _, rng: crash_rounds(rng), (*WHOLE, "tests")),
+    "kill_rounds": Soak(lambda s3, rng: kill_rounds(s3, rng, rounds=50, rate=1000), PATH),
+    "twins": Soak(lambda s3, rng: twins(s3, rng, seconds=60, rate=1000), PATH),
+    "standby": Soak(lambda s3, rng: standby(s3, rng, seconds=60, rate=500), PATH),
+    "recreated_while_down": Soak(recreated_while_down, PATH),
+    "recreated_while_running": Soak(recreated_while_running, PATH),
+    "recreated_unput": Soak(recreated_unput, PATH),
+    "compacted": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000), WHOLE),
+    "compacted_spark": Soak(lambda s3, rng: compacted(s3, rng, seconds=60, rate=1000, engine="spark"), WHOLE),
+    "shuffled": Soak(lambda s3, rng: shuffled(s3, rng, seconds=45, rate=1000), PATH),
+    "sampled_crashes": Soak(lambda _, rng: sampling.run(100, rng.getrandbits(32)), (EGRESS,)),
+    "sharing": Soak(lambda s3, rng: shared(s3, rng, seconds=60), PATH),
+    "sharing_sampled": Soak(lambda s3, rng: sampled_shared(s3, rng, seconds=60), PATH),
+    "retention": Soak(lambda s3, rng: retention(s3, rng, seconds=60), PATH),
+    "delivery_fast": Soak(lambda s3, rng: delivered(s3, rng, 1800, "fast"), WHOLE),
+    "delivery_atomic": Soak(lambda s3, rng: delivered(s3, rng, 300, "atomic"), WHOLE),
+    "delivery_single": Soak(lambda s3, rng: delivered(s3, rng, 300, "single"), WHOLE),
+    "delivery_work_queue": Soak(lambda s3, rng: work_queue(s3, rng, 300, "auto"), WHOLE),
+    "delivery_per_subject": Soak(lambda s3, rng: per_subject(s3, rng, 300, "auto"), WHOLE),
+    "replay_kills": Soak(lambda s3, rng: replay_kills(s3, rng, rounds=30), (INGRESS,)),
+    "take_overs": Soak(lambda s3, rng: take_overs(s3, rng, rounds=10), (INGRESS,)),
+    "foreign_site": Soak(lambda s3, rng: foreign_site(s3, rng, seconds=60), PATH),
+    "many_sites": Soak(lambda s3, rng: many_sites(s3, rng, segments=94_000, seconds=300), (INGRESS,)),
 }
 
 
+def _names(_context: click.Context, _option: click.Parameter, text: str | None) -> list[str]:
+    names = (text or "").replace(",", " ").split()
+    if unknown := sorted(set(names) - set(RUNS)):
+        raise click.BadParameter(f"no such run: {', '.join(unknown)}; there are {', '.join(RUNS)}")
+    return names
+
+
 @click.command()
-@click.option("--only", type=click.Choice(sorted(RUNS)), help="Run this one alone.")
+@click.option("--only", callback=_names, help="Names of runs, with commas or spaces between them.")
+@click.option("--stale", is_flag=True, help="Only runs made before a change of what they exercise.")
 @click.option("--seed", type=int, help="Repeat a run with the seed that it printed.")
-def main(only: str | None, seed: int | None) -> None:
-    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds"""
+def main(only: list[str], stale: bool, seed: int | None) -> None:
+    """Run the fault runs at full length. Example: python -m tests.soak --only kill_rounds,twins"""
     results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
+    names = [name for name in only or RUNS if not stale or _is_stale(name, results.get(name, {}))]
     failed = []
     with SeaweedFS() as server:
-        for name in [only] if only else list(RUNS):
-            results[name] = _run(server, name, seed if seed is not None else secrets.randbits(32))
-            if not results[name]["ok"]:
+        for name in names:
+            commit, code = _commit(name), _code(name)
+            found = _run(server, name, seed if seed is not None else secrets.randbits(32))
+            if not found["ok"]:
                 failed.append(name)
-            _write(results)
+            # Read again: another part of the soak may have written meanwhile.
+            results = json.loads(EVIDENCE.read_text())["runs"] if EVIDENCE.exists() else {}
+            _write(results | {name: {"commit": commit, "code": code, **found}})
     raise SystemExit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    return (*RUNS[name].parts, *BESIDE)
+
+
+def _commit(name: str) -> str:
+    """What is run: the commit, with a mark where files that count were changed behind it."""
+    commit = _git("rev-parse", "--short=12", "HEAD").strip()
+    return f"{commit} and changes" if _git("status", "--porcelain", "--", *_parts(name)).strip() else commit
+
+
+def _code(name: str) -> str:
+    """A digest of all committed files that count: the same in any history that holds the same files."""
+    return hashlib.sha256(_git("ls-tree", "-r", "HEAD", "--", *_parts(name)).encode()).hexdigest()[:12]
+
+
+def _is_stale(name: str, result: dict[str, Any]) -> bool:
+    """Whether the run failed, is missing, or was made with other files than stand here."""
+    unknown = not result.get("ok") or " " in result.get("commit", " ") or " " in _commit(name)
+    return unknown or result.get("code") != _code(name)
 
 
 def _run(server: SeaweedFS, name: str, seed: int) -> dict[str, Any]:
     click.echo(f"{name}, seed {seed} …")
     try:
-        ran = asyncio.run(RUNS[name](SharedS3(server), random.Random(seed)))
+        ran = asyncio.run(RUNS[name].run(SharedS3(server), random.Random(seed)))
     except AssertionError as error:
         click.echo(f"  {error}")
         return {"ok": False, "seed": seed, "why": str(error)[:2000]}

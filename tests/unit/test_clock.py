@@ -24,7 +24,7 @@ async def test_a_manual_clock_moves_only_when_told_or_slept_on():
     await clock.sleep(3600)
     clock.pause(60)
     assert (clock.now(), clock.monotonic()) == (4665.0, 3665.0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 async def test_sleeping_lets_other_tasks_run():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from compaction.ahead import ahead
+from tests.support import PATIENCE
 
 
 def counting(count: int, closed: list[int] | None = None, fail_at: int = -1) -> Iterator[int]:
@@ -61,6 +62,6 @@ def test_no_more_than_the_depth_is_made_ahead():
 
     items = ahead(source(), depth=4)
     assert next(items) == 0
-    assert released.wait(5)
+    assert released.wait(PATIENCE)
     assert len(made) <= 7
     items.close()

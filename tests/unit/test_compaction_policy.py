@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from compaction.plan import Output, plan
-from tests.compaction_refs import NOW, TestPolicy, ref
+from common.chain import Chain
+from common.segments.segment import SegmentRef
+from common.sequences import Stretch
+from common.service.logs import RESERVED
+from compaction.plan import Output, plan, unite
+from compaction.supersede import Supersession
+from tests.compaction_refs import CHAIN, NOW, TestPolicy, ref
 
 
 def ranges(outputs: list[Output]) -> list[str]:
@@ -110,3 +115,33 @@ def test_what_only_a_damaged_segment_accounts_for_above_is_merged_again():
 def test_other_levels_are_left_to_their_own_policies():
     second = [ref(i * 100 + 1, i * 100 + 100, level=1, size=500) for i in range(4)]
     assert ranges(plan([*tens(9), *second], TestPolicy(from_=1, to=2), NOW)) == ["1..400"]
+
+
+def late(segment: SegmentRef, *above: SegmentRef) -> Supersession:
+    return Supersession((segment,), tuple(Stretch(s, s.coverage) for s in above))
+
+
+def test_late_segments_are_united_with_what_contains_them_one_level_above():
+    first, second, third = ref(1, 100, 1), ref(101, 200, 2), ref(301, 400, 1)
+    found = unite([late(ref(5, 9), first), late(ref(90, 110), first, second), late(ref(301, 302), third)])
+    assert [(o.level, str(o.coverage), len(o.inputs)) for o in found] == [
+        (3, "1..200", 4),
+        (2, "301..400", 2),
+    ]
+
+
+def test_late_segments_of_different_chains_are_not_united():
+    other = Chain("eu-west", "NODES")
+    found = unite([late(ref(5, 9), ref(1, 10, 1)), late(ref(5, 9, chain=other), ref(1, 10, 1, chain=other))])
+    assert {(o.chain, str(o.coverage)) for o in found} == {(CHAIN, "1..10"), (other, "1..10")}
+
+
+def test_above_level_9_nothing_is_united():
+    assert unite([late(ref(5, 9), ref(1, 10, 9))]) == []
+    assert unite([]) == []
+
+
+def test_what_is_logged_of_an_output_leaves_the_level_of_the_line_alone():
+    [output] = plan(tens(10), TestPolicy(min_size=1000), NOW)
+    assert output.log_context()["segment_level"] == 1
+    assert not RESERVED & output.log_context().keys()

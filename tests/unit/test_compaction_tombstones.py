@@ -8,8 +8,9 @@ import json
 import pytest
 
 from common.chain import Chain
+from common.segments.table import SegmentTable
 from compaction.supersede import Supersession, made_by
-from compaction.tombstones import Standing, Tombstone, deletable, done, valid
+from compaction.tombstones import Standing, Tombstone, TombstoneIndex
 from tests.compaction_refs import CHAIN, LAYOUT, NOW, ref
 
 INPUTS = (ref(1, 50), ref(51, 100))
@@ -24,8 +25,12 @@ def standing(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> Standing:
 
 
 def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
-    found = deletable(listing, stones or [standing()], NOW, grace)
-    return [str(s.coverage) for _, may_go in found for s in may_go]
+    found = index(listing, *(stones or [standing()])).deletable(NOW, grace)
+    return [str(s.coverage) for each in found for s in each.superseded]
+
+
+def index(listing, *stones: Standing) -> TombstoneIndex:
+    return TombstoneIndex(SegmentTable.listing(listing), stones)
 
 
 def changed(**fields: object) -> bytes:
@@ -49,7 +54,7 @@ def test_two_jobs_write_the_same_bytes_under_the_same_name():
     [
         (b"[]", "expected an object"),
         (b"{", "Expecting property name"),
-        (changed(surprise=1), "expected an object of"),
+        (b'{"format_version":1,"superseded":[]}', "expected an object of"),
         (changed(format_version=2), "format_version: expected 1, found 2"),
         (changed(superseding=[]), "expected a list of segments that is not empty"),
         (
@@ -86,7 +91,8 @@ def test_nothing_goes_when_what_replaces_it_is_condemned_itself():
     upper = ref(1, 1000, 2)
     stones = [standing(), standing(upper, [OUTPUT])]
     assert going([*LISTING, upper], stones) == ["1..100"]
-    assert valid([*LISTING, upper], stones) == stones[1:]
+    assert [stone.key for stone in index([*LISTING, upper], *stones).valid()] == [stones[1].key]
+    assert [*index([*LISTING, upper], *stones).buried()] == [0, 0, 0, 1, 0]
 
 
 def test_the_chain_s_greatest_end_stays():
@@ -98,9 +104,9 @@ def test_a_segment_of_another_length_than_the_tombstone_says_stays():
 
 
 def test_a_tombstone_is_done_when_all_it_names_is_gone():
-    assert done(LISTING, [standing()]) == []
-    assert done([INPUTS[1], OUTPUT], [standing()]) == []
-    assert done([OUTPUT], [standing()]) == [standing()]
+    assert index(LISTING, standing()).done() == []
+    assert index([INPUTS[1], OUTPUT], standing()).done() == []
+    assert index([OUTPUT], standing()).done() == [standing().key]
 
 
 def test_a_supersession_that_breaks_the_order_is_a_problem():

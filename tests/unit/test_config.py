@@ -337,6 +337,42 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_the_configuration(tmp_path: 
         load(str(path))
 
 
+QUICK_LEVEL = "levels: [{from: 0, to: 1, min_age: 59s}]"
+
+
+@pytest.mark.parametrize(
+    ("compaction", "wrong", "warned"),
+    [
+        ("delete_grace: 0s", ["compaction.delete_grace: expected a time"], False),
+        (QUICK_LEVEL, ["compaction.levels.0.min_age: expected at least 1m, found 59s"], False),
+        (
+            f"delete_grace: 0s, {QUICK_LEVEL}",
+            ["compaction.delete_grace", "compaction.levels.0.min_age"],
+            False,
+        ),
+        (f"delete_grace: 0s, allow_short_times: true, {QUICK_LEVEL}", [], False),
+        ("delete_grace: 1h", [], True),
+        ("delete_grace: 6h", [], False),
+        ("delete_grace: 0s, delete: false", [], False),
+    ],
+)
+def test_times_of_compaction_that_take_segments_from_readers_are_refused_or_warned_of(
+    tmp_path: Path, compaction: str, wrong: list[str], warned: bool
+):
+    file = tmp_path / "site.yaml"
+    file.write_text(f"{HEAD}compaction: {{{compaction}}}\n")
+    if wrong:
+        with pytest.raises(ConfigError) as refused:
+            load_document(str(file))
+        assert [p for p in wrong if p not in str(refused.value)] == []
+        assert str(refused.value).count("allow_short_times: true") == len(wrong)
+    else:
+        cautions = [
+            w for w in load_document(str(file)).warnings if w.startswith("compaction.delete_grace: 1h")
+        ]
+        assert bool(cautions) is warned
+
+
 def test_a_file_that_everybody_may_write_and_servers_that_are_not_checked_are_warned_of(tmp_path: Path):
     file = tmp_path / "site.yaml"
     file.write_text(
@@ -349,3 +385,53 @@ def test_a_file_that_everybody_may_write_and_servers_that_are_not_checked_are_wa
         "ingress.nats.tls.insecure: the server's certificate is not checked",
         "store.tls.insecure: the server's certificate is not checked",
     )
+
+
+def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SECRET", "s")
+    file, secret, nkey = (tmp_path / name for name in ("my site.yaml", "token", "user.nk"))
+    for each in (secret, nkey):
+        each.write_text("t-o-k-e-n")
+
+    def warnings(text: str, mode: int) -> tuple[str, ...]:
+        file.write_text(HEAD + text)
+        for each in (file, secret, nkey):
+            os.chmod(each, mode)
+        return load_document(str(file)).warnings
+
+    exposed = "a secret that others may read: chmod 600"
+    for mode in (0o604, 0o640):
+        assert warnings("nats: {user: u, password: p}\n", mode) == (
+            f"{file}: holds nats.password, and others may read it: chmod 600 '{file}'",
+        )
+        assert warnings(f"nats: {{token_file: {secret}}}\n", mode) == (f"{secret}: {exposed} {secret}",)
+    assert warnings("nats: {user: u, password: '${SECRET}'}\n", 0o644) == ()
+    assert warnings("nats: {user: u, password: p}\n", 0o600) == ()
+    assert warnings(f"ingress: {{nats: {{nkey_seed_file: {nkey}}}}}\n", 0o644) == (
+        f"{nkey}: {exposed} {nkey}",
+    )
+    monkeypatch.setattr(os, "getegid", lambda: -1)  # another group than the owner's was chosen
+    assert warnings(f"nats: {{token_file: {secret}}}\n", 0o640) == ()
+    assert warnings(f"nats: {{token_file: {secret}}}\n", 0o644)[0].endswith(f"chmod 640 {secret}")
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"),
+    [
+        ("http://store.example:8333", True),
+        ("http://10.0.0.7", True),
+        ("https://store.example", False),
+        ("http://localhost:8333", False),
+        ("http://127.0.0.1:8333", False),
+        ("http://[::1]:8333", False),
+    ],
+)
+def test_a_store_of_another_host_in_clear_is_warned_of(tmp_path: Path, url: str, warned: bool):
+    file = tmp_path / "site.yaml"
+    file.write_text(HEAD.replace("s3://floe", f"s3://floe, endpoint_url: '{url}'"))
+    os.chmod(file, 0o600)
+    found = load_document(str(file)).warnings
+    expected = f"store.endpoint_url: {url}: payloads are sent in clear (keys are not); use https://"
+    assert found == ((expected,) if warned else ())

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import ConfigError
 from common.segments.segment import Message
+from infra.demo import Options, run_demo
+from infra.demo_publish import Load
 from infra.demo_result import COLUMNS, Readings, Result, worst
+from infra.demo_view import QuietView
 from infra.oracle import Comparison, Trace
 
 CHAIN = Chain("us-east", "NODES")
@@ -95,3 +102,14 @@ def test_another_number_in_the_ledger_than_is_missing_is_damage(left_out: int) -
 
 def test_what_is_missing_at_the_target_of_a_sampled_chain_is_damage() -> None:
     assert not result(Readings(CHAIN, trace(1, 2, 3), trace(1, 3), trace(1), left_out=1)).ok
+
+
+async def test_without_pyspark_the_demo_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a server starts; it took 20 s, and the line was that of a compaction that had failed."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
+    options = Options(Load(seconds=1, seed=1, rate=1))
+    with pytest.raises(
+        ConfigError, match=r"expected pyspark, found none; pip install 'floe-jetstream\[spark"
+    ):
+        await run_demo(options, QuietView(), SystemClock())

@@ -130,7 +130,6 @@ BAD_CHAINS = [
     b" " * (1024 * 1024) + DOCUMENT.to_json(),
     spoiled(GOOD_CHAIN, format_version=2),
     spoiled(GOOD_CHAIN, format_version="absent"),
-    spoiled(GOOD_CHAIN, unknown=1),
     spoiled(GOOD_CHAIN, first=0),
     spoiled(GOOD_CHAIN, first=-1),
     spoiled(GOOD_CHAIN, first=MAX_SEQUENCE + 1),
@@ -158,7 +157,6 @@ BAD_STREAMS = [
     spoiled(GOOD_STREAM, previous={"-1": 1}),
     spoiled(GOOD_STREAM, previous={"65536": 1}),
     spoiled(GOOD_STREAM, previous="absent"),
-    spoiled(GOOD_STREAM, more={}),
     b'{"format_version":1,"created":"","previous":null,"config":' + b'{"a":' * 5000 + b"1" + b"}" * 5001,
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,11 @@ from common.clock import ManualClock
 from common.segments.rows import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
+from egress import builder as builder_module
 from egress.budget import Account, Budget
 from egress.builder import GAP_AGE, PIECE_MESSAGES, Builder, Close, Closing, Emitted, Piece
 from egress.columns import chosen
-from egress.ledger import attribute, before_first_gap, gone_before_read
+from egress.ledger import attribute, before_first_gap, gone_before_read, unread
 from egress.sifted import SAMPLED_OUT, TOO_OLD, Sifted
 
 SECOND = 1_000_000_000
@@ -251,7 +253,7 @@ STEP = st.one_of(
     st.integers(20, 200),
     st.one_of(st.none(), st.integers(1, 60)),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_segments_account_for_everything_once(
     steps: list[tuple[str, object]], max_messages: int, max_size: int, until: int | None
 ) -> None:
@@ -298,7 +300,7 @@ def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
 
 
 @given(st.sets(st.integers(1, 30)), st.integers(1, 40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], source_first: int) -> None:
     found = piece(SequenceRange(1, 30), sorted(received))
     missing = [s for s in range(1, 31) if s not in received]
@@ -309,6 +311,8 @@ def test_the_ledger_agrees_with_looking_at_every_sequence(received: set[int], so
         assert ledger.counts.get(Reason.GONE_BEFORE_READ, 0) == gone
         assert ledger.counts.get(reason, 0) == len(missing) - gone
         assert ledger.total() + len(received) == 30
+    below = [s for s in missing if s < source_first]
+    assert unread(found, source_first) == (SequenceRange(below[0], below[-1]) if below else None)
 
 
 def test_the_part_before_the_first_gap() -> None:
@@ -316,3 +320,45 @@ def test_the_part_before_the_first_gap() -> None:
     assert trimmed is not None
     assert (trimmed.coverage, trimmed.rows.sequences) == (SequenceRange(5, 7), [5, 6, 7])
     assert before_first_gap(piece(SequenceRange(5, 20), [6])) is None
+
+
+def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the half that was appended, nor the messages before it beside a coverage that lies."""
+    bench = Bench(max_messages=3)
+    bench.builder.messages(columns([1, 2]))
+
+    def fails_halfway(rows: Columns, more: Columns) -> None:
+        rows.sequences.extend(more.sequences)
+        raise MemoryError
+
+    monkeypatch.setattr(builder_module, "extend", fails_halfway)
+    with pytest.raises(MemoryError):
+        bench.builder.messages(columns([3, 4]))
+    monkeypatch.undo()
+    bench.clock.advance(3600)
+    bench.builder.tick()
+    bench.builder.close(Close.DOUBT)
+    assert bench.emitted == []
+    with pytest.raises(RuntimeError, match="after an error"):
+        bench.builder.passed(100)
+    with pytest.raises(RuntimeError, match="after an error"):
+        bench.builder.messages(columns([5]))
+
+
+def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(max_messages=3)
+    real = builder_module.extend
+
+    def fails_at_four(rows: Columns, more: Columns) -> None:
+        if 4 in more.sequences:
+            raise MemoryError
+        real(rows, more)
+
+    monkeypatch.setattr(builder_module, "extend", fails_at_four)
+    with pytest.raises(MemoryError):
+        bench.builder.messages(columns([1, 2, 3, 4, 5]))
+    bench.builder.close(Close.DOUBT)
+    assert [piece.coverage for piece in bench.pieces] == [SequenceRange(1, 3)]
+    assert bench.pieces[0].rows.sequences == [1, 2, 3]

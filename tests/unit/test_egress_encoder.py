@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.errors import Unavailable
 from common.segments.parquet import open_file
 from common.segments.rows import Columns
 from common.segments.spool import Spool
@@ -19,7 +21,7 @@ from common.settings.egress import FeedSettings
 from egress.budget import Budget
 from egress.builder import Close, Piece
 from egress.draft import BATCH_ROWS, Draft
-from egress.encoding import Encoder
+from egress.encoding import AskGone, Encoder
 from egress.reader import DoubtError
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
@@ -56,7 +58,14 @@ def thread() -> Iterator[Threads]:
     threads.close()
 
 
-def encoder(thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False) -> Encoder:
+async def all_of(missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+    """A source that holds nothing of what was not received."""
+    return missing
+
+
+def encoder(
+    thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False, gone: AskGone = all_of
+) -> Encoder:
     account = Budget(1 << 30).account(lambda: None)
     report = FeedReport(CHAIN, "S", Health(SystemClock()))
     spool = Spool(folder)
@@ -66,6 +75,7 @@ def encoder(thread: Threads, folder: Path, source: Source, *, fills_hole: bool =
         report,
         lambda: Draft(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
         source.ask,
+        gone,
         fills_hole=fills_hole,
     )
 
@@ -84,6 +94,7 @@ async def test_pieces_of_one_segment_become_one_balanced_file(thread: Threads, t
     (spooled,) = made.sealed
     assert spooled.footer.is_balanced()
     assert spooled.footer.ledger.to_json() == {"gone_before_read": 4, "deleted": 3}
+    assert spooled.footer.unread == SequenceRange(1, 4)
     assert (spooled.footer.coverage, spooled.footer.rows) == (SequenceRange(1, 10), 3)
     assert spooled.path.stat().st_size == spooled.size
 
@@ -114,6 +125,33 @@ async def test_in_a_hole_that_begins_with_a_gap_nothing_is_written(thread: Threa
     assert not made.sealed
 
 
+async def test_what_is_missing_in_a_hole_may_have_been_archived_once(thread: Threads, tmp_path: Path) -> None:
+    """Nobody knows whether 7, 11 and 12 were deleted before the lost segment was written or after."""
+    made = encoder(thread, tmp_path, Source(), fills_hole=True)
+    for item in (piece(SequenceRange(5, 10), [5, 6, 8, 9, 10]), piece(SequenceRange(11, 14), [13, 14])):
+        made.emit(item)
+    made.emit(Close.HOLE)
+    await made.all()
+    footer = made.sealed[0].footer
+    assert (footer.ledger.to_json(), footer.unread) == ({"gone_from_hole": 3}, SequenceRange(7, 12))
+
+
+async def test_what_a_filter_passed_in_a_hole_is_gone_only_where_the_source_lacks_it(
+    thread: Threads, tmp_path: Path
+) -> None:
+    async def one_of(missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        assert list(missing) == [SequenceRange(6, 8), SequenceRange(10, 10)]
+        return [SequenceRange(7, 7)]
+
+    made = encoder(thread, tmp_path, Source(), fills_hole=True, gone=one_of)
+    made.emit(piece(SequenceRange(5, 10), [5, 9]))
+    made.emit(Close.HOLE)
+    await made.all()
+    footer = made.sealed[0].footer
+    assert footer.ledger.to_json() == {"deleted": 3, "gone_from_hole": 1}
+    assert footer.unread == SequenceRange(7, 7)
+
+
 async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads, tmp_path: Path) -> None:
     source = Source()
     made = encoder(thread, tmp_path, source)
@@ -125,6 +163,30 @@ async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads,
     source.gone = False
     await made.all()
     assert coverages(made) == ["1..10"]
+
+
+async def test_nothing_is_sealed_behind_a_piece_that_was_lost_to_an_error(
+    thread: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The segment would cover its sequences without its rows."""
+    made = encoder(thread, tmp_path, Source())
+    real = Draft.add
+
+    def add(self: Draft, each: Piece, *rest: Any) -> None:
+        if each.coverage.first == 4:
+            raise Unavailable("the disk is full")
+        real(self, each, *rest)
+
+    monkeypatch.setattr(Draft, "add", add)
+    for first in (1, 4, 7):
+        made.emit(piece(SequenceRange(first, first + 2), [first, first + 1, first + 2]))
+        if first == 1:
+            made.emit(Close.SIZE)
+    made.emit(Close.DOUBT)
+    with pytest.raises(Unavailable):
+        await made.all()
+    await made.all()
+    assert coverages(made) == ["1..3"]
 
 
 def sampled_piece(number: int, rows: int) -> Piece:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import eventually
+from infra.local.tether import spawn
+from tests.support import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,14 +29,12 @@ for n in range(1, {times} + 1):
         print("raised", error, flush=True)
 """
     environment = {**os.environ, "FLOE_FAILPOINTS": points}
-    return subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    return spawn([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def ended(points: str) -> tuple[list[str], int]:
     with passes(points) as process:
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=PATIENCE)
     return output.split("\n")[:-1], process.returncode
 
 
@@ -68,12 +67,12 @@ def test_stop_stops_until_the_process_is_continued():
         state = lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]  # noqa: E731
         eventually(lambda: state() == "T")
         process.send_signal(signal.SIGCONT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=PATIENCE)
     assert (output, process.returncode) == ("1\n2\n3\n4\n5\n", 0)
 
 
 @pytest.mark.parametrize("points", ["here=explode", "here"])
 def test_an_unknown_action_is_an_error(points: str):
     with passes(points) as process:
-        process.communicate(timeout=20)
+        process.communicate(timeout=PATIENCE)
     assert process.returncode == 1

@@ -74,10 +74,17 @@ class Received:
         self.messages: list[tuple[bytes, bytes, bytes, bytes | None]] = []
         self.others: list[bytes] = []
         self.lines: list[bytes] = []
-        self.parser = FrameParser({b"1": self.sink}, self.other, self.line)
+        self.broken: list[tuple[bytes, str]] = []
+        self.parser = FrameParser({b"1": self.sink, b"9": self.fail}, self.other, self.line, self.on_broken)
 
     def sink(self, *message: bytes | None) -> None:
         self.messages.append(message)
+
+    def fail(self, *_: bytes | None) -> None:
+        raise MemoryError("no room")
+
+    def on_broken(self, sid: bytes, error: Exception) -> None:
+        self.broken.append((sid, str(error)))
 
     async def other(self, sid: bytes, *_: bytes | None) -> None:
         self.others.append(sid)
@@ -104,6 +111,13 @@ def test_hands_messages_to_their_sink_and_lines_to_the_connection():
     assert received.messages == [(b"a", b"", b"hi", None), (b"c", b"r.1", b"x", BLOCK)]
     assert received.others == [b"2"]
     assert received.lines == [b"PING", b"PONG"]
+
+
+def test_a_sink_that_raises_costs_no_other_its_messages():
+    received = Received().feed(b"MSG a 9 2\r\nhi\r\nMSG b 1 2\r\nho\r\nPONG\r\n")
+    assert received.broken == [(b"9", "no room")]
+    assert received.messages == [(b"b", b"", b"ho", None)]
+    assert received.lines == [b"PONG"]
 
 
 SUBJECT = st.binary(min_size=1, max_size=12).filter(lambda s: not set(s) & set(b" \t\r\n")) | st.sampled_from(

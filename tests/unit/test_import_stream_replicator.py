@@ -476,7 +476,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
         b"name: \xe9\n",
         b"a: b: c\n",
         b"\t- x",
-        b"{" * 5000,
+        b"{" * 1000,
         b"x" * 2_000_000,
     ],
 )

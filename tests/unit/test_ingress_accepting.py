@@ -52,8 +52,10 @@ def census(
     return found
 
 
-def reading(last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0") -> Reading:
-    return Reading(last, created, tail)
+def reading(
+    last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
+) -> Reading:
+    return Reading(last, created, tail, forgets)
 
 
 def positions(state: TargetState | None) -> dict[Chain, int]:
@@ -73,7 +75,8 @@ def test_a_chain_that_is_moved_forth_says_what_is_never_carried() -> None:
 
 
 def test_a_chain_that_is_moved_back_says_what_is_stored_twice() -> None:
-    assert move(CLOSED, A, 3).told == [f"{A}: 3 to 10 are carried again: what is stored is stored twice"]
+    twice = "what is stored is stored twice, at most 8 messages"
+    assert move(CLOSED, A, 3).told == [f"{A}: 3 to 10 are carried again: {twice}"]
     assert move(CLOSED, A, 11).told == []
 
 
@@ -145,6 +148,8 @@ def test_an_intent_whose_arithmetic_holds_needs_no_message_to_be_read() -> None:
     """The rows that are not stored are gone from the archive; the target is a work queue."""
     assert positions(accept(OPEN, reading(104), census(100, 104), {}).after) == {A: 21, B: 5}
     assert positions(accept(OPEN, reading(106), census(100, 106), {}).after) == {A: 21, B: 7}
+    with pytest.raises(CorrectionRefused):  # of a stream that keeps its last message it proves nothing
+        accept(OPEN, reading(104, forgets=False), census(100, 104), {})
     with pytest.raises(CorrectionRefused):  # which of 11..20 is the third of four messages?
         accept(OPEN, reading(103), census(100, 103), {})
     assert positions(accept(OPEN, reading(103, Origin(A, 17)), census(100, 103), {}).after) == {A: 18, B: 5}
@@ -210,7 +215,10 @@ def test_an_old_state_is_a_lower_bound_where_the_target_let_messages_go() -> Non
 
 def test_a_target_that_was_restored_from_an_old_copy_gets_what_it_lost_again() -> None:
     seen = census(0, 2, (1, A, 3), (2, A, 5))
-    assert positions(rebuild(CLOSED, reading(2), seen).after) == {A: 6}
+    again = rebuild(CLOSED, reading(2), seen)
+    assert positions(again.after) == {A: 6}
+    assert any("the last 98 messages, which the target has lost" in line for line in again.told)
+    assert any("gets them twice" in line for line in again.told)
 
 
 # Begin again

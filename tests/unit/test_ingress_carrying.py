@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from common.chain import Chain
 from common.clock import ManualClock, SystemClock
-from common.errors import AnotherWriter, FloeError
+from common.errors import AnotherWriter, Stopped
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
 from common.service.monitor import Health
@@ -20,9 +22,10 @@ from ingress.checkpoints.intent import Checkpoint, CheckpointConflict, Piece, Ta
 from ingress.checkpoints.state import StateMoved, Stored
 from ingress.parts import Pace
 from ingress.publishing.publisher import Outcome
-from ingress.rows.blocks import Block, Rows
+from ingress.rows.blocks import Block, Material, Rows
 from ingress.runner import Runner
-from ingress.verdicts.verdict import Settled
+from ingress.verdicts.verdict import Sending, Settled
+from tests.support import PATIENCE
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
@@ -49,11 +52,11 @@ class World:
         self.stored, self.moves = Stored(state(us=1), 1), moves or []
         self.next, self.published, self.stop_at = first, 0, 5
         self.stop = asyncio.Event()
-        self.recall = self
+        self.recall, self.sending = self, Sending()
 
-    def carrier(self) -> Carrier:
+    def carrier(self, limits: Any = None) -> Carrier:
         world: Any = self
-        return Carrier("T", world, world, world, world, ManualClock())
+        return Carrier("T", world, world, world, world, ManualClock(), limits=limits)
 
     # State and target
 
@@ -95,12 +98,64 @@ class World:
 
 async def test_a_stop_in_a_backlog_ends_behind_the_open_intent() -> None:
     world = World()
-    await asyncio.wait_for(world.carrier().run(world.stop), 10)
+    await asyncio.wait_for(world.carrier().run(world.stop), PATIENCE)
 
     assert world.published == 5
     assert world.stored.state is not None
     assert world.stored.state.intent is None
     assert world.stored.state.checkpoint.positions == {CHAIN: 6}
+
+
+class Limits:
+    """A server that takes less at `changes`, counted in looks; `refuses`: what an open intent holds too."""
+
+    def __init__(self, world: World, *, refuses: bool = False) -> None:
+        self.world, self.refuses, self.renewed, self.are_outdated = world, refuses, 0, True
+
+    async def renew(self, positions: Any) -> None:
+        assert self.world.stored.state is not None
+        assert self.world.stored.state.intent is None
+        self.renewed, self.are_outdated = self.renewed + 1, False
+        self.world.next = positions[CHAIN]
+
+    def check(self, rows: Rows, stored: int) -> None:
+        assert self.world.stored.state is not None
+        assert self.world.stored.state.intent is not None
+        if self.refuses:
+            raise Stopped("too large", code="E-OVERSIZE-INTENT")
+
+
+async def test_rows_made_ready_for_another_server_get_into_no_intent() -> None:
+    world = World()
+    limits: Any = Limits(world)
+    await asyncio.wait_for(world.carrier(limits).run(world.stop), PATIENCE)
+
+    assert limits.renewed == 1
+    assert world.stored.state is not None
+    assert world.stored.state.checkpoint.positions == {CHAIN: 6}
+
+
+async def test_nothing_of_an_open_intent_is_sent_that_the_server_would_not_take() -> None:
+    world = World()
+    limits: Any = Limits(world, refuses=True)
+    with pytest.raises(Stopped, match="too large"):
+        await asyncio.wait_for(world.carrier(limits).run(world.stop), PATIENCE)
+
+    assert world.published == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)]
+)
+def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
+    limit: int, stored: int, found: tuple[Chain, int, int] | None
+) -> None:
+    payloads = pa.array([b"", b"", b""], pa.binary())
+    material = Material([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
+    rows = Rows([Block(piece(1, 3), material)])
+
+    assert rows.most == 100
+    assert rows.above(limit, stored) == found
 
 
 async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
@@ -142,6 +197,7 @@ class Sharing:
 
     def __init__(self) -> None:
         self.retired: list[object] = []
+        self.owner = "me"
 
     def seat(self, key: str, told: Any) -> object:
         self.told = told
@@ -152,24 +208,34 @@ class Sharing:
         self.told.standby("somebody")  # an answer that was on its way
 
 
-async def test_a_defect_ends_its_target_and_shows() -> None:
-    health, sharing = Health(SystemClock()), Sharing()
-    parts: Any = SimpleNamespace(health=health, clock=SystemClock(), sharing=sharing, pace=Pace())
+async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_grow() -> None:
+    health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
+    discovery = SimpleNamespace(sites=None)
+    parts: Any = SimpleNamespace(
+        health=health, clock=clock, sharing=sharing, pace=Pace(), discovery=discovery
+    )
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
-    runner = Runner(parts, settings)
+    runner, stop, began = Runner(parts, settings), asyncio.Event(), []
+    runner._pause = 0.05
 
     async def check() -> None:
+        began.append(clock.monotonic())
+        if len(began) == 4:
+            stop.set()
         raise KeyError("nobody foresaw this")
 
-    carriage: Any = SimpleNamespace(check=check)
-    runner._carriage = carriage
-    with pytest.raises(FloeError) as error:
-        await runner.run(asyncio.Event())
+    async def occupy(_stop: asyncio.Event) -> None:
+        return None
 
-    assert (error.value.code, error.value.exit_code) == ("E-UNEXPECTED", 1)
-    assert isinstance(error.value.__cause__, KeyError)
-    assert len(sharing.retired) == 1
+    carriage: Any = SimpleNamespace(check=check)
+    seat: Any = SimpleNamespace(occupy=occupy)
+    runner._carriage, runner._seat = carriage, seat
+    await runner.run(stop)
+
+    pauses = [b - a for a, b in pairwise(began)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True))
+    assert sharing.retired == []
     shown = health.status()["parts"]["target T"]
-    assert shown["state"] == "stopped"
+    assert (shown["state"], shown["code"]) == ("stopped", "E-UNEXPECTED")
     assert "nobody foresaw this" in shown["why"]
     assert any("nobody foresaw this" in problem for problem in health.problems())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.chain import Chain
+from common.clock import SystemClock
 from common.errors import (
     AnotherWriter,
     ConfigError,
@@ -19,6 +20,7 @@ from common.jetstream.requests import ApiError
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
 from common.service.metrics import REGISTRY
+from common.service.monitor import Health
 from ingress.chains.lane import Lane
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.checkpoints.intent import Intent, Piece
@@ -27,6 +29,7 @@ from ingress.lags import Lags
 from ingress.rows.blocks import Block
 from ingress.rows.prepare import Preparer, Shape
 from ingress.rows.subjects import Accepting, SubjectRule
+from ingress.telling import TargetReport
 from tests.support import unique
 
 CHAIN = Chain("us-east", "NODES")
@@ -114,3 +117,17 @@ def test_the_lag_grows_while_nothing_is_carried_and_is_0_when_all_is() -> None:
     lags.measure([lane(301, 300)], {CHAIN: 301}, [], None, 1100.0)
     assert (gauge(target, "lag_seconds"), gauge(target, "late_sequences")) == (0, 0)
     lags.forget()
+
+
+def test_the_lag_stays_until_another_instance_carries() -> None:
+    target, clock = unique("T"), SystemClock()
+    report = TargetReport(target, Health(clock), clock, owner="me")
+    report._lags.measure([lane(101, 300)], {CHAIN: 101}, [], None, 1090.0)
+    report.gives_back()
+    for nobody in (None, "me"):
+        report.standby(nobody)
+        assert gauge(target, "lag_sequences") == 200
+    asked = REGISTRY.get_sample_value("floe_ingress_lag_last_success_timestamp_seconds", {"target": target})
+    assert asked == 1090
+    report.standby("another")
+    assert gauge(target, "lag_sequences") is None

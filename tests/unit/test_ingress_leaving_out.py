@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import Stopped
+from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.threads import Threads
 from common.settings.ingress import TargetSettings
@@ -79,6 +80,43 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
         assert [rows.sequence(index) for index in range(rows.count)] == carried
 
 
+async def test_an_open_intent_is_finished_from_the_segments_that_it_names(
+    tmp_path: Path, threads: Threads
+) -> None:
+    """B did not read 1..50; twin A's segment had come when the intent was made, and a third comes after."""
+    archive = Archive(tmp_path)
+    gone, relays = Ledger({Reason.GONE_BEFORE_READ: 49}), Relays(archive.documents, threads)
+    rows = [message(s) for s in range(1, 121)]
+    early = archive.put(
+        [rows[0], *rows[50:]], SequenceRange(1, 120), ledger=gone, unread=SequenceRange(2, 50)
+    )
+    late = archive.put(rows[9:40], SequenceRange(5, 60), ledger=Ledger({Reason.DELETED: 25}))
+    decoder, blocks = Decoder(archive.store, threads, Budget(1 << 30)), list[Block]()
+    roster = Roster(SETTINGS, LARGE)
+    await decoder.read(early, early.coverage, roster.preparer(CHAIN), blocks.append)
+    pieces = Rows(blocks).pieces()
+    assert [(piece.segment, str(piece.rows), piece.count) for piece in pieces] == [
+        (early.segment, "1..4", 1),
+        (late.segment, "5..40", 31),
+        (early.segment, "41..120", 70),
+    ]
+
+    archive.put(rows[:100], SequenceRange(1, 100))
+    state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(pieces)))))
+    assert state.intent is not None
+    recall = Recall(archive.store, threads, Budget(1 << 30), roster, relays)
+    expected = [1, *range(10, 41), *range(51, 121)]
+    found = await recall.rows(state.intent, 0)
+    assert [found.sequence(index) for index in range(found.count)] == expected
+
+    # Gone by its name, its rows are where the cover has them: behind `unread` of what masks them.
+    archive.put(rows[9:40], SequenceRange(5, 60), ledger=Ledger({Reason.DELETED: 25}), level=1)
+    archive.store.delete(late)
+    archive.store.delete(next(ref for ref in archive.store.list(CHAIN) if ref.coverage.last == 100))
+    found = await recall.rows(state.intent, 0)
+    assert [found.sequence(index) for index in range(found.count)] == expected
+
+
 async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_gone(
     tmp_path: Path, threads: Threads
 ) -> None:
@@ -107,7 +145,7 @@ async def test_a_row_of_an_open_intent_that_the_target_takes_no_more_names_what_
     archive = Archive(tmp_path)
     ref = archive.put([message(s, b"L" * 2000 if s == 3 else b"x", subject=b"a.b") for s in range(1, 6)])
     intent = Intent(0, (Piece(ref.segment, ref.coverage, 5),))
-    for shape, code in ((Shape(Accepting([">"]), 1000), "E-MSG-TOO-LARGE"), (NARROW, "E-SUBJECT")):
+    for shape, code in ((Shape(Accepting([">"]), 1000), "E-OVERSIZE-INTENT"), (NARROW, "E-SUBJECT")):
         budget = Budget(1 << 30)
         relays = Relays(archive.documents, threads)
         recall = Recall(archive.store, threads, budget, Roster(SETTINGS, shape), relays)

@@ -68,7 +68,7 @@ def test_an_incarnation_whose_stream_json_names_no_ends_stops() -> None:
 
     with pytest.raises(Stopped, match="expected the ends of the incarnation before, found none") as caught:
         lanes.check_may_begin(NEXT, 7)
-    assert "--incarnation 1 --sequence 7 --yes" in caught.value.hint
+    assert "--incarnation 1 --partition 0 --sequence 7 --yes" in caught.value.hint
 
 
 def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_before_is_done() -> None:
@@ -83,7 +83,7 @@ def test_a_new_incarnation_can_be_made_to_wait_for_an_operator_once_the_one_befo
         lanes.check_may_begin(NEXT, 3)
     assert "floe checkpoint set" in caught.value.hint
     assert caught.value.hint.endswith(
-        "--target FLEET --site us-east --feed NODES --incarnation 1 --sequence 3 --yes"
+        "--target FLEET --site us-east --feed NODES --incarnation 1 --partition 0 --sequence 3 --yes"
     )
     lanes.check_may_begin(CHAIN, 1)
 

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.errors import AnotherWriter, Stopped
+from common.errors import AnotherWriter, FloeError, Stopped
 from common.segments.layout import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoints.cli import checkpoint_set
-from ingress.checkpoints.intent import Checkpoint, Ending, Piece, TargetState, open_intent
+from ingress.checkpoints.corrections import count_stored
+from ingress.checkpoints.intent import Checkpoint, Ending, Piece, TargetState, close_intent, open_intent
+from ingress.checkpoints.marks import CorrectionRefused
+from ingress.checkpoints.state import Stored
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.verdict import Finding, Origin, Reading, Unread, Verdict, contradiction, judge
+from ingress.verdicts.settler import Settler
+from ingress.verdicts.target import forgets
+from ingress.verdicts.verdict import (
+    Doubt,
+    Finding,
+    Origin,
+    Reading,
+    Sending,
+    Sent,
+    Unread,
+    Verdict,
+    contradiction,
+    judge,
+    newest,
+)
 
 A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west", "OTHER")
 
@@ -27,13 +46,112 @@ CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
 OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 
-def reading(last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0") -> Reading:
-    return Reading(last, created, tail)
+def reading(
+    last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
+) -> Reading:
+    return Reading(last, created, tail, forgets)
 
 
 @pytest.mark.parametrize("stored", [0, 1, 4, 5, 9])
 def test_the_arithmetic_holds_where_the_last_message_cannot_be_read(stored: int) -> None:
     assert judge(OPEN, reading(100 + stored)) == Verdict(Finding.STORED, stored)
+
+
+@pytest.mark.parametrize("stored", [1, 4, 9])
+def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stored: int) -> None:
+    """A purge up to a sequence beyond the end moves the last sequence, and nothing was stored."""
+    gone = reading(100 + stored, forgets=False)
+    verdict = judge(OPEN, gone)
+
+    assert (verdict.finding, verdict.doubt) == (Finding.UNREAD, Doubt(0, stored, 9))
+    # What is empty alone says nothing, nor what was acknowledged, read, or accepted by an operator.
+    assert judge(OPEN, reading(100, forgets=False)) == Verdict(Finding.STORED, 0)
+    assert judge(CLOSED, reading(100, forgets=False)) == Verdict(Finding.STORED, 0)
+    assert judge(OPEN, gone, sent=Sent(stored)) == Verdict(Finding.STORED, stored)
+    assert judge(OPEN, gone, sent=Sent(stored - 1)).finding is Finding.UNREAD
+    assert OPEN.intent is not None
+    at = OPEN.intent.piece_at(stored - 1)[1]
+    assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == Verdict(
+        Finding.STORED, stored
+    )
+    accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, begins=100 + stored))
+    assert judge(accepted, gone) == Verdict(Finding.STORED, stored)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_the_process_that_sends_never_sent_is_not_ours(forgets: bool) -> None:
+    verdict = judge(OPEN, reading(106, forgets=forgets), sent=Sent(2, 5))
+
+    assert verdict == Verdict(Finding.AHEAD, detail="last sequence: expected at most 105, found 106")
+    assert verdict.doubt == Doubt(2, 6, 9)
+    assert judge(OPEN, reading(105), sent=Sent(2, 5)) == Verdict(Finding.STORED, 5)
+    # Another instance sent it: then it can be read, or the lease was lost.
+    assert judge(OPEN, reading(106, Origin(B, 6)), sent=Sent(2, 5)) == Verdict(Finding.STORED, 6)
+    assert judge(OPEN, reading(106), sent=Sent(2, None)) == Verdict(Finding.STORED, 6)
+
+
+def test_what_was_sent_is_remembered_of_one_intent_only() -> None:
+    sending = Sending()
+    sending.opens(7)
+    assert sending.of(7) == Sent(0, 0)
+    assert sending.of(8) is None
+    before = sending.begins()
+    assert sending.of(7) == Sent(0, None)  # any of them may be on its way
+    sending.ends(before, 3, 5)
+    assert sending.of(7) == Sent(3, 5)
+    sending.settled(7, 4)
+    sending.ends(sending.begins(), 4, 0)
+    assert sending.of(7) == Sent(4, 5)
+    sending.settled(9, 2)  # taken over
+    assert sending.of(9) == Sent(2, None)
+
+
+def test_the_newest_row_that_can_be_read_is_stored() -> None:
+    intent = OPEN.intent
+    assert intent is not None
+    read = {101: Origin(A, 11), 105: Origin(B, 6), 106: Origin(A, 12), 107: Unread.GONE, 108: Unread.FOREIGN}
+
+    assert newest(intent, read) == 5
+    assert newest(intent, {107: Unread.GONE, 99: Origin(A, 10)}) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "control", "expected"),
+    [
+        ({}, set(), False),
+        ({"max_msgs": 5, "max_msgs_per_subject": 1, "max_bytes": 10**7, "allow_msg_ttl": True}, set(), False),
+        ({"retention": "workqueue"}, set(), True),
+        ({"retention": "interest"}, set(), True),
+        ({"max_age": 10**9}, set(), True),
+        ({"max_bytes": 1000}, set(), True),
+        ({"allow_msg_ttl": True}, {b"nats-ttl"}, True),
+    ],
+)
+def test_which_streams_let_go_of_their_last_message(
+    config: dict[str, Any], control: set[bytes], expected: bool
+) -> None:
+    assert forgets(config, frozenset(control), 2**20) is expected
+
+
+@pytest.mark.parametrize(("rows", "base"), [(0, 130), (4, 126), (9, 121)])
+def test_an_operator_says_how_many_rows_are_stored(rows: int, base: int) -> None:
+    """100 is the base; the last sequence was moved to 130."""
+    correction = count_stored(OPEN, reading(130), rows)
+    after = correction.after
+    assert after is not None
+
+    assert judge(after, reading(130, forgets=False)) == Verdict(Finding.STORED, rows)
+    assert close_intent(after).checkpoint.target_sequence == base + 9
+    assert correction.told[0] == f"rows 1 to {rows} of the 9 of the open intent count as stored"
+
+
+@pytest.mark.parametrize(
+    ("state", "found", "rows"),
+    [(CLOSED, reading(100), 0), (OPEN, reading(104), 5), (OPEN, reading(130), 10), (OPEN, reading(9), 0)],
+)
+def test_rows_that_cannot_be_stored_are_not_counted(state: TargetState, found: Reading, rows: int) -> None:
+    with pytest.raises(CorrectionRefused):
+        count_stored(state, found, rows)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +266,7 @@ def test_every_stop_names_the_choices(finding: Finding) -> None:
     assert isinstance(error, Stopped)
     assert error.message.startswith("target FLEET: ")
     assert "expected 1, found 2" in error.message
-    for command in (named := re.findall(r"floe checkpoint set ([^;]+)", error.hint)):
+    for command in (named := re.findall(r"^floe checkpoint set (.+)$", error.hint, re.MULTILINE)):
         # The command line takes it as it stands.
         context = checkpoint_set.make_context("set", shlex.split(command))
         assert context.params["target"] == "FLEET"
@@ -161,3 +279,50 @@ def test_a_target_that_still_moves_has_another_writer() -> None:
 
     assert isinstance(error, AnotherWriter)
     assert error.exit_code == 4
+
+
+class Looked:
+    """A target that says one thing after the other, and everything else that a settler needs."""
+
+    def __init__(self, *lasts: int) -> None:
+        self.lasts, self.asked = lasts, 0
+
+    async def read(self) -> Reading:
+        self.asked += 1
+        return reading(self.lasts[min(self.asked, len(self.lasts)) - 1], Unread.FOREIGN)
+
+    read_fresh = read
+
+    async def described(self, place: int) -> str:
+        return f"message {place} has subject 'x'"
+
+    async def load(self) -> Stored:
+        return Stored(CLOSED, 1)
+
+    async def sleep(self, seconds: float) -> None: ...
+    def is_usable(self) -> bool:
+        return True
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    async def error(self) -> FloeError:
+        around: Any = self
+        settler = Settler(Choices("FLEET"), around, around, around, around)
+        with pytest.raises(FloeError) as raised:
+            await settler.settle(await self.load(), None)
+        return raised.value
+
+
+@pytest.mark.parametrize(
+    ("lasts", "code", "asked"),
+    [((101, 103, 103, 103), 1, 4), ((103, 103, 103), 1, 3), ((101, 103, 105), 4, 3), ((103, 103, 104), 4, 3)],
+)
+async def test_only_what_moved_since_the_look_before_still_moves(
+    lasts: tuple[int, ...], code: int, asked: int
+) -> None:
+    looked = Looked(*lasts)
+    error = await looked.error()
+
+    assert (error.exit_code, error.code, looked.asked) == (code, "E-TARGET-SHARED", asked)
+    assert "message 101 has subject 'x'" in error.message

@@ -94,6 +94,8 @@ def test_what_is_overridden_exists():
     own = {name for name in vars(FloeClient) if name.startswith("_") and not name.startswith("__")}
     ours = {
         "_abort",
+        "_check_loopback",
+        "_on_broken",
         "_on_error",
         "_on_line",
         "_on_message",
@@ -102,6 +104,7 @@ def test_what_is_overridden_exists():
         "_round_trip",
         "_stop_tasks",
         "_tell",
+        "_watchdog",
         "_went_down",
         "_wire",
     }

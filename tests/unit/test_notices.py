@@ -250,9 +250,9 @@ def test_garbage_is_told_from_notifications_and_raises_nothing(raw: bytes) -> No
 def test_ten_megabytes_are_not_even_read() -> None:
     raw = json.dumps({"Records": [amazon(segment_key())] * 20_000}).encode()
     assert len(raw) > 10_000_000
-    began = time.perf_counter()
+    began = time.thread_time()
     assert written(raw) is None
-    assert time.perf_counter() - began < 0.01
+    assert time.thread_time() - began < 0.01
     assert written(b" " * (MAX_BYTES + 1)) is None
 
 

@@ -303,3 +303,18 @@ def test_headers_and_payload_stay_out_of_the_sampler() -> None:
     choices = Sampler(HOW).fold(rows)
     assert list(choices.kept) == [1, 1]
     assert choices.keys == [None, "a"]
+
+
+@pytest.mark.parametrize("time", [2**63 - 1, 2**63 - HOUR // 2])
+def test_a_message_of_the_last_hour_that_a_server_can_write_is_sampled_like_any_other(time: int) -> None:
+    """What is due or told of behind 2^63 ns counts as due then; a clock set back brings time back."""
+    sampler = Sampler(HOW)
+    choices = choose(sampler, ("a", time - 3 * HOUR), ("a", time), ("b", time), ("b", time))
+    assert list(choices.kept)[:3] == [1, 1, 1]
+    found = [*choices.advisories, *sampler.advance(2**63 - 1)]
+    assert all(0 <= each.seen_ns <= each.moment_ns < 2**63 for each in found)
+    state = sampler.freeze()
+    assert Sampler(HOW, state).freeze() == state
+    assert {each.value: each.seen_ns for each in state.known()} == {"a": time, "b": time}
+    assert list(choose(sampler, ("a", START), ("a", START + HOUR)).kept) == [0, 1]
+    assert known(sampler)["a"][0] == START + HOUR

@@ -117,7 +117,7 @@ def test_every_cut_is_refused(keys: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_flipped_bit_is_refused(data: st.DataObject) -> None:
     whole = bytearray(raw(snapshot(40)))
     place = data.draw(st.integers(0, len(whole) - 1))
@@ -127,7 +127,7 @@ def test_every_flipped_bit_is_refused(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_bytes_do_harm(noise: bytes) -> None:
     for content in (noise, MAGIC + noise, sealed(noise)):
         with pytest.raises(ValueError):
@@ -135,7 +135,7 @@ def test_no_bytes_do_harm(noise: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_block_does_harm(data: st.DataObject) -> None:
     """Damage below a hash that is right, as somebody may write it on purpose."""
     blocks = [bytearray(block) for block in unframed(raw(snapshot(30)))]

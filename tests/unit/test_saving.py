@@ -17,7 +17,7 @@ from common.errors import Unavailable
 from common.service.threads import Threads
 from egress.sampling.saving import Saving
 from egress.sampling.telling import SamplingReport
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 CHAIN = Chain("site", "UNIT_SAVING")
 
@@ -33,7 +33,7 @@ class Store:
 
     def save(self, snapshot: Any, spool: Path) -> Any:
         spool.write_bytes(b"x")
-        assert self.gate.wait(5)
+        assert self.gate.wait(PATIENCE)
         if self.fails:
             raise self.fails.pop()
         self.written.append(snapshot.position)

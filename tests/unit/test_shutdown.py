@@ -13,13 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from common.service.expand import read_secret
 from common.service.shutdown import stop_on_signals
+from common.settings.secret_file import FileSecret
+from infra.local.tether import spawn
+from tests.support import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 
 DRAINS = """
 async def main():
     async with stop_on_signals() as stop:
+        {setup}
         print("ready", flush=True)
         await stop.wait()
         print("draining", flush=True)
@@ -29,12 +34,15 @@ async def main():
 
 
 @contextmanager
-def service(drain: str = "pass", runner: str = "run_async(main())") -> Iterator[subprocess.Popen[str]]:
+def service(
+    drain: str = "pass", runner: str = "run_async(main())", setup: str = "pass"
+) -> Iterator[subprocess.Popen[str]]:
     script = (
         "import asyncio, time\nfrom common.service.cli import run_async\n"
-        f"from common.service.shutdown import stop_on_signals\n{DRAINS.format(drain=drain)}\n{runner}\n"
+        "from common.service.shutdown import hangups, stop_on_signals\n"
+        f"{DRAINS.format(drain=drain, setup=setup)}\n{runner}\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = spawn([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -51,7 +59,7 @@ def test_the_first_signal_lets_the_service_drain(number: signal.Signals, runner:
     with service(runner=runner) as process:
         process.send_signal(number)
         assert process.stdout.read() == "draining\ndrained\n"
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -60,7 +68,7 @@ def test_the_second_signal_ends_the_process_at_once(number: signal.Signals, code
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "draining\n"
         process.send_signal(number)
-        assert process.wait(10) == code
+        assert process.wait(PATIENCE) == code
         assert process.stdout.read() == ""
 
 
@@ -69,12 +77,48 @@ def test_the_second_signal_works_while_the_event_loop_is_blocked():
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "draining\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143
+        assert process.wait(PATIENCE) == 143
 
 
 async def test_the_former_handlers_are_back_afterwards():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     async with stop_on_signals() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), 5)
+        await asyncio.wait_for(stop.wait(), PATIENCE)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_a_hangup_ends_nothing_and_calls_what_reads_again():
+    read_again = "hangups.append(lambda: print('read again', flush=True))"
+    with service(setup=read_again) as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "read again\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "draining\ndrained\n"
+        assert process.wait(PATIENCE) == 0
+
+
+def test_an_error_in_what_a_hangup_calls_ends_nothing():
+    fails = "hangups.append(lambda: print('reads', flush=True) or 1 / 0)"
+    with service(setup=fails) as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "reads\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "draining\ndrained\n"
+        assert process.wait(PATIENCE) == 0
+
+
+async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path):
+    path = tmp_path / "secret"
+    path.write_text("former")
+    secret = FileSecret("former", str(path), read_secret)
+    path.write_text("later\n")
+    async with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await soon(lambda: secret.get_secret_value() == "later")
+        path.unlink()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        assert not stop.is_set()
+    assert secret.get_secret_value() == "later", "a file that is gone takes nothing away"
+    assert "later" not in f"{secret!r} {secret}"

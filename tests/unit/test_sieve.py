@@ -8,8 +8,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.rows import Columns
+from egress.loops import Claims
 from egress.sampling.fold import Choices
 from egress.sampling.sieve import Sieve
 from egress.sifted import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, left_out
@@ -92,6 +94,21 @@ def test_a_message_that_came_through_this_site_two_hops_ago_is_looped() -> None:
     assert list(sieve().sift(batch((1, block))).codes) == [LOOPED]
 
 
+def test_what_claims_to_have_come_round_passes_and_the_sampler_is_not_shown_it() -> None:
+    """Whatever the comparison finds, the sampler must choose the same when the stream is read again."""
+    sampler, claims = EveryOther(), Claims(Chain("here", "FEED"))
+    sifter = Sieve("here", sampler=sampler, claims=claims)
+    claiming = escape(hop("here").replace(b" 7 ", b" 1 "), Provenance("there", "FEED", 0, 0, 9, 1))
+    found = sifter.sift(batch((1, None), (2, claiming), (3, hop("there")), (4, claiming), (5, None)))
+    assert sampler.shown == [1, 3, 5]
+    assert list(found.codes) == [KEPT, KEPT, SAMPLED_OUT, KEPT, KEPT]
+    assert (found.kept.sequences, found.kept.sample_keys) == ([1, 2, 4, 5], ["k1", None, None, "k5"])
+    everything = batch((6, claiming), (7, claiming))
+    everything.sequences[:] = [6, 7]
+    assert sifter.sift(everything).kept.sequences == [6, 7]
+    assert sampler.shown == [1, 3, 5]
+
+
 def test_age_is_counted_from_the_newest_message_before() -> None:
     sifter = sieve()
     assert list(sifter.sift(batch((50, None), (500, None), (50, None))).codes) == [KEPT, KEPT, TOO_OLD]
@@ -113,7 +130,7 @@ TIMES = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 
 
 @given(st.lists(TIMES, max_size=5), st.integers(1, 20), st.integers(0, 60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_too_old_agrees_with_looking_at_every_message(batches: list[list[int]], keep: int, seen: int) -> None:
     sifter, newest = sieve(keep=keep), seen
     sifter.saw(seen * SECOND)
@@ -139,7 +156,7 @@ def _lists(columns: Columns) -> list[list[Any]]:
 
 
 @given(st.lists(st.sampled_from([KEPT, LOOPED, TOO_OLD, SAMPLED_OUT]), min_size=1), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_part_holds_what_was_kept_inside_it(codes: list[int], data: Any) -> None:
     whole = examined(codes)
     first = data.draw(st.integers(0, len(codes)))

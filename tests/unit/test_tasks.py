@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 
-from common.clock import wait_for, within
-from common.tasks import beside, together
+from common.clock import ManualClock, wait_for, within
+from common.errors import Stopped, Unavailable, Unforeseen
+from common.service.cli import run_async
+from common.tasks import Trouble, again, beside, guarded, orphaned, together, unexpected, watched
+from tests.support import PATIENCE
 
 
 async def swallows(times: int, ended: asyncio.Event) -> None:
@@ -31,14 +36,14 @@ async def fails(after: float = 0.01) -> None:
 
 async def test_sides_end_with_the_main_work_even_where_they_lose_a_cancellation() -> None:
     ended = asyncio.Event()
-    await asyncio.wait_for(beside(asyncio.sleep(0.01), swallows(1, ended)), 5)
+    await asyncio.wait_for(beside(asyncio.sleep(0.01), swallows(1, ended)), PATIENCE)
     assert ended.is_set()
 
 
 async def test_a_side_that_fails_ends_the_main_work() -> None:
     ended = asyncio.Event()
     with pytest.raises(BaseExceptionGroup) as caught:
-        await asyncio.wait_for(beside(swallows(1, ended), fails()), 5)
+        await asyncio.wait_for(beside(swallows(1, ended), fails()), PATIENCE)
     assert ended.is_set()
     assert [str(error) for error in caught.value.exceptions] == ["failed"]
 
@@ -58,7 +63,7 @@ async def test_together_waits_for_all_and_ends_all_with_the_first_that_fails() -
     await together(asyncio.sleep(0.01), asyncio.sleep(0.02))
     ended = asyncio.Event()
     with pytest.raises(BaseExceptionGroup):
-        await asyncio.wait_for(together(swallows(1, ended), fails()), 5)
+        await asyncio.wait_for(together(swallows(1, ended), fails()), PATIENCE)
     assert ended.is_set()
 
 
@@ -89,3 +94,127 @@ async def test_within_raises_in_time_and_cancels_what_it_waited_for() -> None:
     with pytest.raises(TimeoutError):
         await within(future, 0.01)
     assert future.cancelled()
+
+
+# Errors that nobody awaits
+
+
+def broken(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+def soon() -> None:
+    asyncio.get_running_loop().call_soon(broken)
+
+
+def later() -> None:
+    asyncio.get_running_loop().call_later(0.001, broken)
+
+
+def from_a_thread() -> None:
+    asyncio.get_running_loop().run_in_executor(None, asyncio.get_running_loop().call_soon_threadsafe, broken)
+
+
+def when_done() -> None:
+    asyncio.create_task(asyncio.sleep(0)).add_done_callback(broken)
+
+
+def in_a_task_nobody_awaits() -> None:
+    async def fail() -> None:
+        broken()
+
+    asyncio.create_task(fail())  # noqa: RUF006
+    asyncio.get_running_loop().call_later(0.01, gc.collect)
+
+
+def to_nobody() -> None:
+    orphaned(MemoryError("no room"))
+
+
+@pytest.mark.parametrize("throw", [soon, later, from_a_thread, when_done, in_a_task_nobody_awaits, to_nobody])
+def test_an_error_without_an_owner_ends_the_service(throw: Any) -> None:
+    count = unexpected.labels("service")._value.get()
+
+    async def service() -> None:
+        throw()
+        await asyncio.sleep(60)
+
+    with pytest.raises(Unforeseen, match="MemoryError: no room") as caught:
+        run_async(service())
+    assert (caught.value.code, caught.value.exit_code) == ("E-UNEXPECTED", 1)
+    assert unexpected.labels("service")._value.get() == count + 1
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), Unavailable("away"), TimeoutError("late")])
+def test_an_error_of_a_transport_ends_nothing(error: Exception) -> None:
+    def cut() -> None:
+        raise error
+
+    async def service() -> str:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(cut)
+        loop.call_exception_handler({"message": "fatal", "exception": ValueError("b"), "transport": object()})
+        loop.call_exception_handler({"message": "a task was destroyed"})
+        await asyncio.sleep(0.01)
+        return "goes on"
+
+    assert run_async(service()) == "goes on"
+
+
+def test_the_owner_of_a_callback_or_a_task_is_told() -> None:
+    async def fail() -> None:
+        broken()
+
+    async def service() -> list[str]:
+        found: list[Exception] = []
+        guarded(broken, found.append)()
+        task = watched(fail(), found.append, name="x")
+        await asyncio.wait({task})
+        ended = watched(asyncio.sleep(60), found.append, name="y")
+        await asyncio.sleep(0)
+        ended.cancel()
+        await asyncio.wait({ended})
+        return list(map(str, found))
+
+    assert run_async(service()) == ["no room", "no room"]
+
+
+async def test_trouble_is_raised_where_its_owner_waits() -> None:
+    trouble = Trouble()
+    trouble.check()
+    waiting = asyncio.create_task(trouble.wait())
+    guarded(broken, trouble.tell)()
+    trouble.tell(ValueError("the first counts"))
+    with pytest.raises(MemoryError):
+        await waiting
+
+
+async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None:
+    clock, began = ManualClock(), []
+
+    async def work() -> None:
+        began.append(clock.monotonic())
+        if len(began) == 4:
+            clock.advance(60)  # it ran for a while: its end counts as the first
+        if len(began) < 6:
+            broken()
+
+    count = unexpected.labels("expiry")._value.get()
+    await again("expiry", work, clock)
+    assert began == [0, 1, 3, 7, 68, 70]
+    assert unexpected.labels("expiry")._value.get() == count + 5
+
+
+async def test_what_was_foreseen_is_not_begun_again() -> None:
+    async def work() -> None:
+        raise Stopped("an operator has to look")
+
+    with pytest.raises(Stopped):
+        await again("expiry", work, ManualClock())
+
+
+def test_a_group_is_told_by_what_nobody_foresaw() -> None:
+    inner = ExceptionGroup("inner", [Unavailable("a"), KeyError("x")])
+    told = Unforeseen.of(ExceptionGroup("group", [Unavailable("b"), inner]), "chain s/f")
+    assert told.message == "chain s/f: KeyError: 'x'"
+    assert isinstance(told.__cause__, KeyError)

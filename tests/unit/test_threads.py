@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.service.threads import Threads, busy_threads
-from tests.support import soon
+from tests.support import PATIENCE, soon
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ async def test_idle_waits_for_a_call_whose_await_was_cancelled(threads: Threads)
     release, done = threading.Event(), threading.Event()
 
     def upload() -> None:
-        release.wait(10)
+        release.wait(PATIENCE)
         done.set()
         raise OSError("nobody is there to see it")
 
@@ -99,7 +99,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_free_never_runs(threa
 
 
 async def test_idle_returns_at_once_where_nothing_runs(threads: Threads):
-    await asyncio.wait_for(threads.idle(), 1)
+    await asyncio.wait_for(threads.idle(), PATIENCE)
 
 
 async def test_calls_left_behind_are_counted_over_all_pools(threads: Threads):

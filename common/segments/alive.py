@@ -1,0 +1,202 @@
+"""The signs of life of egress: one small object for each process, put again every minute.
+
+    {prefix}/_floe/alive/{site}/{host}[.{label}][.{worker}]
+
+The time that the store notes of it (LastModified) is the sign of life; inside stands what no other object
+tells the centre: why a chain does not go on, and how far the stream itself is. A process that is started
+again has the same name and replaces its object. Objects of processes that never come back are passed over:
+of each chain the newest object that names it counts, and what is FORGOTTEN older than the newest object of
+its site is not read at all.
+
+Whoever can write to the bucket can write these: they are read up to a size, and only shown and measured by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from common.chain import Chain
+from common.objects.port import ObjectInfo
+from common.sequences import MAX_SEQUENCE
+
+FORMAT_VERSION = 1
+FORGOTTEN = 7 * 86_400.0  # seconds behind the newest object of the same site
+MAX_CHAINS = 20_000  # of one process
+STANDBY = "standby"
+
+_TEXT = 1000  # characters of a reason, at most
+
+
+class _ChainWire(msgspec.Struct, frozen=True, omit_defaults=True):
+    feed: str
+    partition: int
+    incarnation: int
+    state: str
+    since: float
+    code: str = ""
+    why: str = ""
+    end: int | None = None
+    source_last: int | None = None
+    source_asked: float | None = None
+
+
+class _AliveWire(msgspec.Struct, frozen=True):
+    format_version: int
+    site: str
+    owner: str
+    time: float
+    chains: list[_ChainWire]
+
+
+# Made at import: types that several threads use first at the same time are not safe.
+_DECODER = msgspec.json.Decoder(_AliveWire)
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSign:
+    """What a process says of one chain. `state`, `code`, `why`: as in its /status, since `since`.
+
+    `end`: the last sequence archived, None where that was not looked up yet. `source_last`: the last sequence
+    of the stream when it was last asked, at `source_asked`. Times in seconds since 1970 by the clock of the
+    process. `incarnation` of `chain`: the one that was written last; 0 where none was found yet.
+    """
+
+    chain: Chain
+    state: str
+    since: float
+    code: str = ""
+    why: str = ""
+    end: int | None = None
+    source_last: int | None = None
+    source_asked: float | None = None
+
+    @property
+    def works(self) -> bool:
+        """Whether it comes from the process that has the chain."""
+        return self.state != STANDBY
+
+    def not_archived(self, incarnation: int, archived: int) -> int | None:
+        """Sequences of the stream behind what is archived; None where nobody said how far the stream is.
+
+        `incarnation`, `archived`: the newest that the reader knows of, and the end of its coverage (0: none).
+        """
+        if self.source_last is None:
+            return None
+        end = self.end or 0
+        if self.chain.incarnation > incarnation:
+            return max(0, self.source_last - end)
+        # A process that was started again and stopped before it looked names none, and says 0.
+        known = max(archived, end) if self.chain.incarnation == incarnation else archived
+        return max(0, self.source_last - known)
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """One object. `owner`: the process that wrote it, at `time` by its own clock."""
+
+    site: str
+    owner: str
+    time: float
+    chains: tuple[ChainSign, ...]
+
+    def to_json(self) -> bytes:
+        wires = [
+            _ChainWire(
+                each.chain.feed,
+                each.chain.partition,
+                each.chain.incarnation,
+                each.state,
+                each.since,
+                each.code,
+                each.why[:_TEXT],
+                each.end,
+                each.source_last,
+                each.source_asked,
+            )
+            for each in self.chains
+        ]
+        return _ENCODER.encode(_AliveWire(FORMAT_VERSION, self.site, self.owner, self.time, wires))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Alive:
+        """What `to_json` wrote, by this version or a later one that added fields. Raises ValueError."""
+        try:
+            wire = _DECODER.decode(raw)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        if wire.format_version != FORMAT_VERSION:
+            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {wire.format_version}")
+        if len(wire.chains) > MAX_CHAINS:
+            raise ValueError(f"chains: expected at most {MAX_CHAINS}, found {len(wire.chains)}")
+        return cls(wire.site, wire.owner, wire.time, tuple(_sign(wire.site, each) for each in wire.chains))
+
+
+def _sign(site: str, wire: _ChainWire) -> ChainSign:
+    for name, value in (("end", wire.end), ("source_last", wire.source_last)):
+        if value is not None and not 0 <= value <= MAX_SEQUENCE:
+            raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
+    return ChainSign(
+        Chain(site, wire.feed, wire.incarnation, wire.partition),
+        wire.state[:_TEXT],
+        wire.since,
+        wire.code[:_TEXT],
+        wire.why[:_TEXT],
+        wire.end,
+        wire.source_last,
+        wire.source_asked,
+    )
+
+
+def process_name(host: str, instance: str = "", worker: int | None = None) -> str:
+    """What a process is called in its key: the same after a restart, and another for each of its siblings."""
+    return ".".join([host, *([instance] if instance else []), *([] if worker is None else [str(worker)])])
+
+
+def to_read(found: Iterable[tuple[str, ObjectInfo]]) -> list[ObjectInfo]:
+    """The objects that may still say something, of (site, object): none FORGOTTEN older than the newest of
+    its site.
+    """
+    objects = list(found)
+    newest: dict[str, float] = {}
+    for site, info in objects:
+        newest[site] = max(newest.get(site, info.modified), info.modified)
+    return [info for site, info in objects if info.modified >= newest[site] - FORGOTTEN]
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What one object says of one chain. `modified`: its sign of life, by the store's clock; `age`: how long
+    ago that was, in seconds; `time`: when it was written, by the clock of the process.
+    """
+
+    sign: ChainSign
+    modified: float
+    age: float
+    time: float
+
+    @property
+    def lasts(self) -> float:
+        """Seconds that its state had lasted, by the clock of the process alone."""
+        return max(0.0, self.time - self.sign.since)
+
+
+def newest(sightings: Iterable[Sighting]) -> dict[Chain, Sighting]:
+    """What counts of each partition, by its chain in incarnation 0000: the newest that comes from a process
+    that has the chain; from one that stands by only where there is no other.
+    """
+    found: dict[Chain, Sighting] = {}
+    for each in sightings:
+        chain = each.sign.chain
+        partition = Chain(chain.site, chain.feed, 0, chain.partition)
+        known = found.get(partition)
+        if known is None or _rank(each) > _rank(known):
+            found[partition] = each
+    return found
+
+
+def _rank(sighting: Sighting) -> tuple[bool, float]:
+    return sighting.sign.works, sighting.modified

@@ -1,0 +1,195 @@
+"""Very many segments in little memory: 40 bytes for each, where a SegmentRef takes about 690.
+
+A chain may have a million segments. Who has to know all of them keeps one listing so, and makes references of
+a *window* of it at a time: of segments that no segment of another window overlaps. What is said of a window,
+which segments are outstanding, contained, damaged or not covered by others, is said of the whole chain.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+from common.chain import Chain
+from common.segments.layout import DIGEST_LENGTH, SegmentName
+from common.segments.segment import SegmentRef
+from common.sequences import MAX_SEQUENCE, SequenceRange
+
+WINDOW = 2000  # segments of a window at least; as many more as overlap at its end
+
+Window = list[range]
+
+
+class _Folder:
+    """The segments of one chain and level: what they have in common, and a column for all else."""
+
+    def __init__(self, prefix: str, chain: Chain, level: int) -> None:
+        self.prefix, self.chain, self.level = prefix, chain, level
+        self.firsts, self.lasts, self.sizes = array("q"), array("q"), array("q")
+        self.digests, self.modified = array("Q"), array("d")
+
+    def __len__(self) -> int:
+        return len(self.lasts)
+
+    def add(self, ref: SegmentRef) -> None:
+        self.firsts.append(ref.coverage.first)
+        self.lasts.append(ref.coverage.last)
+        self.digests.append(int(ref.segment.digest, 16))
+        self.sizes.append(ref.size)
+        self.modified.append(ref.modified)
+
+    def ref(self, row: int) -> SegmentRef:
+        first, last, digest = self.firsts[row], self.lasts[row], f"{self.digests[row]:0{DIGEST_LENGTH}x}"
+        name = SegmentName(self.chain, self.level, SequenceRange(first, last), digest)
+        key = f"{self.prefix}{last:020d}-{first:020d}-{digest}.parquet"
+        return SegmentRef(name, key, self.sizes[row], self.modified[row])
+
+    def find(self, name: SegmentName) -> int | None:
+        """The row of `name`, where the rows ascend by name."""
+        digest = int(name.digest, 16)
+        begin, end = (side(self.lasts, name.coverage.last) for side in (bisect_left, bisect_right))
+        same = (row for row in range(begin, end) if self.firsts[row] == name.coverage.first)
+        return next((row for row in same if self.digests[row] == digest), None)
+
+    def ends_before(self, last: int) -> int:
+        """How many end at `last` or before, where the rows ascend by name."""
+        return bisect_right(self.lasts, last)
+
+    def descending(self) -> Iterator[tuple[int, int]]:
+        """Last and first sequence of each, from the last row on."""
+        return zip(reversed(self.lasts), reversed(self.firsts), strict=True)
+
+
+class SegmentTable(Sequence[SegmentRef]):
+    """Segments, grouped by chain and level in the order in which these first came; a reference is made where
+    it is asked for. The *place* of a segment is its index.
+
+    What looks for one, or cuts windows, expects the segments of one chain, each level ascending by name, as a
+    listing gives them.
+    """
+
+    def __init__(self, refs: Iterable[SegmentRef] = ()) -> None:
+        self._folders: dict[str, _Folder] = {}
+        self.extend(refs)
+
+    @classmethod
+    def listing(cls, refs: Iterable[SegmentRef]) -> SegmentTable:
+        """`refs` of one chain, in whatever order, as a listing of it would show them."""
+        return cls(sorted(refs, key=lambda ref: (ref.level, ref.name)))
+
+    def extend(self, refs: Iterable[SegmentRef]) -> None:
+        """Take more segments."""
+        for ref in refs:
+            prefix = ref.key[: -len(ref.name)]
+            folder = self._folders.get(prefix)
+            if folder is None:
+                folder = self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
+            folder.add(ref)
+
+    def absorb(self, other: SegmentTable) -> None:
+        """Take all of `other`, which is not used any more: a chain and level new here is only moved."""
+        for prefix, folder in other._folders.items():
+            if self._folders.setdefault(prefix, folder) is not folder:
+                self.extend(map(folder.ref, range(len(folder))))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._folders.values()))
+
+    @overload
+    def __getitem__(self, place: int) -> SegmentRef: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[SegmentRef]: ...
+    def __getitem__(self, place: int | slice) -> SegmentRef | list[SegmentRef]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        folder, row = self._at(place)
+        return folder.ref(row)
+
+    def __iter__(self) -> Iterator[SegmentRef]:
+        for folder in self._folders.values():
+            yield from map(folder.ref, range(len(folder)))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether `other` is a sequence of the same segments."""
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"SegmentTable({len(self)} segments)"
+
+    def size_of(self, place: int) -> int:
+        """Stored bytes of the segment at `place`."""
+        folder, row = self._at(place)
+        return folder.sizes[row]
+
+    def end_of(self, place: int) -> int:
+        """The last sequence that the segment at `place` covers."""
+        folder, row = self._at(place)
+        return folder.lasts[row]
+
+    @property
+    def end(self) -> int:
+        """The last sequence that any segment covers; 0 if there is none."""
+        return max((max(folder.lasts) for folder in self._folders.values()), default=0)
+
+    @property
+    def newest(self) -> float:
+        """When the youngest was stored, seconds since 1970 by the store's clock; 0 if there is none."""
+        return max((max(folder.modified) for folder in self._folders.values()), default=0.0)
+
+    def place(self, ref: SegmentRef) -> int | None:
+        """Where the segment with the key of `ref` stands; None if it is not here."""
+        prefix, offset = ref.key[: -len(ref.name)], 0
+        for folder in self._folders.values():
+            if folder.prefix == prefix:
+                row = folder.find(ref.segment)
+                return None if row is None else offset + row
+            offset += len(folder)
+        return None
+
+    def windows(self, size: int | None = None) -> Iterator[Window]:
+        """The places of all segments, window by window, ascending; in each a range for each level.
+
+        A window holds `size` segments (None: WINDOW) and what overlaps these: where all segments are
+        connected by overlaps there is one window, as large as the chain.
+        """
+        begins = dict.fromkeys(self._folders, 0)
+        for cut in [*reversed(self._cuts(size or WINDOW)), MAX_SEQUENCE]:
+            window, offset = [], 0
+            for prefix, folder in self._folders.items():
+                begin, end = begins[prefix], folder.ends_before(cut)
+                window.append(range(offset + begin, offset + end))
+                begins[prefix] = end
+                offset += len(folder)
+            if any(window):
+                yield window
+
+    def _cuts(self, size: int) -> list[int]:
+        """Sequences, descending, that no segment covers together with the next sequence; between two of them
+        end at least `size` segments.
+        """
+        cuts: list[int] = []
+        if len(self) <= size:
+            return cuts
+        count, least = 0, MAX_SEQUENCE + 1  # `least`: where the first of those behind begins
+        # From the end, because only there it is known where what stands behind begins.
+        for last, first in heapq.merge(*(f.descending() for f in self._folders.values()), reverse=True):
+            if count >= size and last < least:
+                cuts.append(last)
+                count = 0
+            count, least = count + 1, min(least, first)
+        return cuts
+
+    def _at(self, place: int) -> tuple[_Folder, int]:
+        row = place if place >= 0 else place + len(self)
+        for folder in self._folders.values():
+            if 0 <= row < len(folder):
+                return folder, row
+            row -= len(folder)
+        raise IndexError(f"place {place}: expected one of {len(self)}")

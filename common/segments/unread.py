@@ -1,0 +1,316 @@
+"""The rows of a stretch of a cover: those of its segment, and those that others have of what it did not read.
+
+The cover goes by names. A segment whose writer never received some sequences of its coverage (they had left
+the source by then) says so in its footer, `unread`; one that arrives later, of a writer that was slower, may
+hold their messages. So whoever reads a stretch opens it here: for those sequences the rows of all undamaged
+segments count. For the others nothing else is looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import combinations
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from common.errors import SegmentCorrupt
+from common.segments.faults import SegmentGone, fork
+from common.segments.reader import SegmentReader
+from common.segments.rows import CONTENT_COLUMNS, first_difference
+from common.segments.schema import SCHEMA
+from common.segments.segment import Footer, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, Stretch, preference
+from common.service.logs import get_logger
+
+log = get_logger("segments.unread")
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a stretch, ascending, all from `segment`.
+
+    `segment` has no other rows between the part before, or `since` where that is greater, and the last of
+    these: so its name and a range are enough to find the very same rows again.
+    """
+
+    segment: SegmentRef
+    since: int
+    batch: pa.RecordBatch
+
+
+class StretchReader:
+    """An open stretch; a context manager. Made by `open_stretch`; used by one thread at a time.
+
+    `footer`: that of the stretch's own segment.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        stretch: Stretch[SegmentRef],
+        reader: SegmentReader,
+        refs: Sequence[SegmentRef] | None,
+        avoided: AbstractSet[str],
+    ) -> None:
+        self.footer: Footer = reader.footer
+        self._store, self._stretch, self._reader = store, stretch, reader
+        self._refs, self._avoided = refs, {*avoided, stretch.segment.key}
+        self._others: list[SegmentRef] | None = None
+
+    @property
+    def unread(self) -> SequenceRange | None:
+        """The part of the stretch of which other segments may hold rows; None: all of it was read."""
+        return self.footer.unread and self.footer.unread.intersection(self._stretch.rows)
+
+    @property
+    def others(self) -> Sequence[SegmentRef]:
+        """The other segments that cover some of `unread`. Raises what the store raises."""
+        if self._others is None:
+            unread, chain = self.unread, self._stretch.segment.chain
+            listed: Iterable[SegmentRef] = ()
+            if unread is not None:
+                listed = self._store.covering(chain, unread) if self._refs is None else self._refs
+            self._others = [
+                ref
+                for ref in listed
+                if unread and ref.coverage.overlaps(unread) and ref.key not in self._avoided
+            ]
+        return self._others
+
+    def batches(
+        self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows in sequence order, as `SegmentReader.batches` gives them; without `rows` the stretch."""
+        for part in self.parts(rows, columns):
+            yield part.batch
+
+    def parts(
+        self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
+    ) -> Iterator[Part]:
+        """As `batches`, with the segment that each comes from.
+
+        Raises SegmentCorrupt and SegmentGone for the stretch's own segment, DataError (E-FORK) where two
+        segments have different messages under one sequence; other segments that cannot be read are left out.
+        """
+        wanted = rows or self._stretch.rows
+        unread = self.unread and self.unread.intersection(wanted)
+        if unread is None or not self.others:
+            yield from self._own(wanted, columns)
+            return
+        if unread.first > wanted.first:
+            yield from self._own(SequenceRange(wanted.first, unread.first - 1), columns)
+        yield from self._united(unread, columns)
+        if unread.last < wanted.last:
+            yield from self._own(SequenceRange(unread.last + 1, wanted.last), columns)
+
+    def still_missing(self, within: SequenceRange) -> int:
+        """How many of the sequences in `within` that the segment counts as gone no segment has, at most.
+
+        A ledger counts, and does not name them: where other reasons stand in the same range, a row that is
+        missing for one of those counts too.
+        """
+        unread = self.unread and self.unread.intersection(within)
+        if unread is None:
+            return 0
+        found = sum(batch.num_rows for batch in self.batches(unread, ("sequence",)))
+        return min(self.footer.ledger.unread(), len(unread) - found)
+
+    def _own(self, rows: SequenceRange, columns: Sequence[str] | None) -> Iterator[Part]:
+        segment, since = self._stretch.segment, self._stretch.rows.first
+        for batch in self._reader.batches(rows, columns):
+            yield Part(segment, since, batch)
+
+    def _united(self, within: SequenceRange, columns: Sequence[str] | None) -> Iterator[Part]:
+        """The rows that any of the segments has inside `within`, without those that cannot be read."""
+        names = [name for name in SCHEMA.names if columns is None or name in columns]
+        own = self._stretch.segment
+        position = within.first
+        while position <= within.last:
+            usable = [ref for ref in self.others if ref.key not in self._avoided]
+            uniting = _Uniting(self._store, own, self._reader, usable, SequenceRange(position, within.last))
+            try:
+                for segment, batch in uniting.parts():
+                    begins = self._stretch.rows if segment is own else within
+                    since = max(begins.first, segment.coverage.first)
+                    yield Part(segment, since, batch.select(names))
+                    position = batch.column("sequence")[-1].as_py() + 1
+                return
+            except _UnusableError as error:
+                log.warning(
+                    "segment left out",
+                    action="left_out",
+                    error=str(error.__cause__),
+                    **error.segment.log_context(),
+                )
+                self._avoided.add(error.segment.key)
+            finally:
+                uniting.close()
+
+    def close(self) -> None:
+        """Let go of the segment; no error if that was done."""
+        self._reader.close()
+
+    def __enter__(self) -> StretchReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_stretch(
+    store: SegmentStore,
+    stretch: Stretch[SegmentRef],
+    *,
+    refs: Sequence[SegmentRef] | None = None,
+    avoided: AbstractSet[str] = NOTHING,
+) -> StretchReader:
+    """Open what a cover takes of a segment.
+
+    `refs`: the segments of the chain, where they are listed already (None: listed when it matters).
+    `avoided`: keys of segments that do not count. Raises SegmentCorrupt, SegmentGone, what the store raises.
+    """
+    reader = store.open(stretch.segment, rows=stretch.rows)
+    return StretchReader(store, stretch, reader, refs, avoided)
+
+
+class _UnusableError(Exception):
+    """A segment beside the stretch's own cannot be read."""
+
+    def __init__(self, segment: SegmentRef) -> None:
+        super().__init__(segment.key)
+        self.segment = segment
+
+
+_Taken = list[tuple[SegmentRef, pa.RecordBatch]]
+
+
+class _Uniting:
+    """The rows of `own` and of `others` inside `within`, each sequence once; used once.
+
+    An equal row is taken from where the row before it came from, so that there are few changes.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        own: SegmentRef,
+        reader: SegmentReader,
+        others: Sequence[SegmentRef],
+        within: SequenceRange,
+    ) -> None:
+        self._store, self._own, self._within = store, own, within
+        self._runs = [_Run(own, reader.batches(within))]
+        self._waiting = deque(sorted(others, key=lambda ref: (ref.coverage, ref.name)))
+        self._open: list[SegmentReader] = []
+        self._current = own
+
+    def parts(self) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
+        for run in self._runs:
+            self._advance(run)
+        while True:
+            self._open_reached()
+            self._runs = [run for run in self._runs if run.head is not None]
+            if not self._runs:
+                return
+            last = min(run.last for run in self._runs)
+            taken = [(run.segment, self._taken(run, last)) for run in self._runs]
+            yield from self._chosen([each for each in taken if each[1].num_rows])
+
+    def close(self) -> None:
+        for reader in self._open:
+            reader.close()
+
+    def _open_reached(self) -> None:
+        """Open what covers a sequence up to the least that all runs have at hand, or the next of all."""
+        while self._waiting:
+            at_hand = [run.last for run in self._runs if run.head is not None]
+            if at_hand and self._waiting[0].coverage.first > min(at_hand):
+                return
+            ref = self._waiting.popleft()
+            try:
+                reader = self._store.open(ref, rows=self._within)
+            except (SegmentCorrupt, SegmentGone) as error:
+                raise _UnusableError(ref) from error
+            self._open.append(reader)
+            run = _Run(ref, reader.batches(self._within))
+            self._advance(run)
+            self._runs.append(run)
+            self._runs.sort(
+                key=lambda each: (each.segment is self._own, preference(each.segment)), reverse=True
+            )
+
+    def _advance(self, run: _Run) -> None:
+        try:
+            run.head = next(run.batches, None)
+        except (SegmentCorrupt, SegmentGone) as error:
+            if run.segment is self._own:
+                raise
+            raise _UnusableError(run.segment) from error
+
+    def _taken(self, run: _Run, last: int) -> pa.RecordBatch:
+        """The rows at hand up to sequence `last`."""
+        assert run.head is not None
+        count = bisect_right(_sequences(run.head), last)
+        taken, run.head = run.head.slice(0, count), run.head.slice(count)
+        if not run.head.num_rows:
+            self._advance(run)
+        return taken
+
+    def _chosen(self, taken: _Taken) -> Iterator[tuple[SegmentRef, pa.RecordBatch]]:
+        places = [{sequence: row for row, sequence in enumerate(_sequences(batch))} for _, batch in taken]
+        _check_forks(taken, places)
+        number = next((n for n, (segment, _) in enumerate(taken) if segment is self._current), 0)
+        begin, end = 0, 0  # of what is taken from `number` and not given out yet
+        for sequence in sorted(set().union(*places)):
+            if sequence not in places[number]:
+                if end > begin:
+                    yield taken[number][0], taken[number][1].slice(begin, end - begin)
+                number = next(n for n, each in enumerate(places) if sequence in each)
+                begin = end = places[number][sequence]
+            elif end == begin:
+                begin = end = places[number][sequence]
+            end += 1
+        self._current = taken[number][0]
+        yield taken[number][0], taken[number][1].slice(begin, end - begin)
+
+
+class _Run:
+    """One open segment and the rows of it that are next; `head` None: there are no more."""
+
+    def __init__(self, segment: SegmentRef, batches: Iterator[pa.RecordBatch]) -> None:
+        self.segment, self.batches = segment, batches
+        self.head: pa.RecordBatch | None = None
+
+    @property
+    def last(self) -> int:
+        """The last sequence of the rows at hand."""
+        assert self.head is not None
+        return int(self.head.column("sequence")[-1].as_py())
+
+
+def _sequences(batch: pa.RecordBatch) -> list[int]:
+    column: Any = batch.column("sequence")
+    found: list[int] = column.to_pylist()
+    return found
+
+
+def _check_forks(taken: _Taken, places: Sequence[dict[int, int]]) -> None:
+    for (one, other), (here, there) in zip(combinations(taken, 2), combinations(places, 2), strict=True):
+        if not (common := sorted(here.keys() & there.keys())):
+            continue
+        left = one[1].take(pa.array([here[sequence] for sequence in common]))
+        right = other[1].take(pa.array([there[sequence] for sequence in common]))
+        for name in CONTENT_COLUMNS:
+            if (row := first_difference(left.column(name), right.column(name))) is not None:
+                raise fork(one[0], other[0], common[row])

@@ -1,0 +1,149 @@
+"""What the processes of egress say of themselves (`common.segments.alive`), as the running service knows it.
+
+One listing a minute, and a read of each object that changed since. Whether a site is silent is judged by how
+long its objects have stood still, by this host's clock that never jumps; only at the first look by their
+age. A store that does not answer makes nobody silent: nobody could put anything there either, so that time
+does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from common.chain import Chain
+from common.clock import Clock
+from common.errors import FloeError
+from common.objects.port import ObjectInfo
+from common.segments.alive import Alive, Sighting, newest
+from common.segments.documents import ChainStore
+from common.service.threads import Threads
+from ingress import metrics
+
+MOST_READ = 1000  # objects that one look reads; the others' turn comes with the next
+READ_AT_ONCE = 4
+
+
+@dataclass(slots=True)
+class _Known:
+    """One object. `moved`: when it was seen to change, or would have been; `read_at`: when it was read; both
+    in monotonic seconds. `seen_etag`: as it was then.
+    """
+
+    info: ObjectInfo
+    moved: float
+    read_at: float = float("-inf")
+    seen_etag: str = ""
+    alive: Alive | None = None
+
+
+class Sites:
+    """The signs of life under one layout. `silent_after`: seconds."""
+
+    def __init__(self, documents: ChainStore, threads: Threads, clock: Clock, silent_after: float) -> None:
+        self._documents, self._threads, self._clock = documents, threads, clock
+        self.silent_after = silent_after
+        self._known: dict[str, _Known] = {}
+        self._looked_at = float("-inf")
+        self._unanswered_since: float | None = None
+        self._sightings: dict[Chain, Sighting] = {}
+        self._shown_sites: set[str] = set()
+        self._shown_chains: set[tuple[str, str, str]] = set()
+
+    def of(self, chain: Chain) -> Sighting | None:
+        """What is known of the partition that `chain` is of, whichever incarnation; None: nothing."""
+        return self._sightings.get(Chain(chain.site, chain.feed, 0, chain.partition))
+
+    def is_silent(self, sighting: Sighting) -> bool:
+        """Whether the last sign of life is too long ago."""
+        return sighting.age > self.silent_after
+
+    def chains(self, pairs: Collection[tuple[str, str]]) -> list[Sighting]:
+        """What is known of the feeds `pairs`, in their order."""
+        found = (each for chain, each in sorted(self._sightings.items()) if (chain.site, chain.feed) in pairs)
+        return list(found)
+
+    async def look(self, pairs: Collection[tuple[str, str]]) -> None:
+        """One listing, and what changed of the sites of `pairs`. Raises what the store raises."""
+        sites = {site for site, _ in pairs}
+        try:
+            listed = await self._threads.run(self._documents.listed_alive)
+        except FloeError:
+            self._unanswered_since = self._unanswered_since or self._clock.monotonic()
+            raise
+        now = self._clock.monotonic()
+        self._leave_out_unanswered(now)
+        self._note([info for info in listed if self._site(info.key) in sites], now)
+        changed = [known for known in self._known.values() if known.seen_etag != known.info.etag]
+        changed.sort(key=lambda known: known.read_at)
+        gate = asyncio.Semaphore(READ_AT_ONCE)
+        await asyncio.gather(*(self._read(known, gate, now) for known in changed[:MOST_READ]))
+        self._looked_at = now
+        self._sightings = newest(self._all())
+        self._show(pairs)
+        metrics.alive_read.set(self._clock.now())
+
+    def _leave_out_unanswered(self, now: float) -> None:
+        if self._unanswered_since is not None:
+            for known in self._known.values():
+                known.moved += now - self._unanswered_since
+            self._unanswered_since = None
+
+    def _site(self, key: str) -> str:
+        name = self._documents.layout.parse_alive(key)
+        return name[0] if name else ""
+
+    def _note(self, listed: Iterable[ObjectInfo], now: float) -> None:
+        former, self._known = self._known, {}
+        for info in listed:
+            known = former.get(info.key)
+            if known is None:
+                known = _Known(info, now - max(0.0, self._clock.now() - info.modified))
+            elif known.info.etag != info.etag:
+                known.info, known.moved = info, now
+            self._known[info.key] = known
+
+    async def _read(self, known: _Known, gate: asyncio.Semaphore, now: float) -> None:
+        async with gate:
+            found = await self._threads.run(self._documents.read_alive, known.info.key)
+        known.seen_etag, known.read_at = known.info.etag, now
+        if found is not None:
+            known.alive = found
+
+    def _all(self) -> Iterator[Sighting]:
+        for known in self._known.values():
+            for sign in known.alive.chains if known.alive else ():
+                age = self._looked_at - known.moved
+                yield Sighting(sign, known.info.modified, age, known.alive.time if known.alive else 0.0)
+
+    # Metrics
+
+    def _show(self, pairs: Collection[tuple[str, str]]) -> None:
+        ages: dict[str, float] = {}
+        times: dict[str, float] = {}
+        for key, known in self._known.items():
+            site, age = self._site(key), self._looked_at - known.moved
+            ages[site] = min(ages.get(site, age), age)
+            times[site] = max(times.get(site, 0.0), known.info.modified)
+        for site, age in ages.items():
+            metrics.site_silent.labels(site).set(age > self.silent_after)
+            metrics.site_alive.labels(site).set(times[site])
+        for site in self._shown_sites - ages.keys():
+            metrics.site_silent.remove(site)
+            metrics.site_alive.remove(site)
+        self._shown_sites = set(ages)
+        self._show_chains(pairs)
+
+    def _show_chains(self, pairs: Collection[tuple[str, str]]) -> None:
+        shown = set()
+        for each in self.chains(pairs):
+            chain = each.sign.chain
+            labels = chain.site, chain.feed, str(chain.partition)
+            shown.add(labels)
+            metrics.source_stopped.labels(*labels).set(each.sign.state == "stopped")
+            metrics.source_silent.labels(*labels).set(self.is_silent(each))
+        for labels in self._shown_chains - shown:
+            metrics.source_stopped.remove(*labels)
+            metrics.source_silent.remove(*labels)
+        self._shown_chains = shown

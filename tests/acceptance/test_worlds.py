@@ -1,0 +1,312 @@
+"""The ordinary worlds: no fault at all, and everything arrives as it was stored.
+
+Numbers O1 to O12 are those of the project's list of worlds. O1 (a beginning that moves) is held by
+`tests/integration/test_egress_beginnings.py`, O4 (idle or dead) by `test_signs_of_life.py`, O6 by
+`test_many_feeds.py`, O12 (typing) by `test_names.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.jetstream.client import FloeClient
+from common.jetstream.streams import create_stream, stream_info
+from common.service.wiring import load_settings, open_store
+from infra.acked import AckedPublisher
+from infra.awkward import publish_awkward
+from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
+from infra.oracle import Trace, compare, prefixed
+from infra.oracle_archive import archived
+from infra.oracle_streams import source_trace, target_traces
+from infra.oracle_targets import compare_target
+from tests.clusters import placing
+from tests.scenarios.judge import PREFIX, carried
+from tests.scenarios.load import client_of
+from tests.scenarios.processes import run_floe
+from tests.scenarios.world import TARGET, World
+from tests.support import seeded, soon
+
+pytestmark = pytest.mark.servers
+
+SITE = "alpha"
+SEGMENT = {"max_age": "1s", "max_messages": 200}
+
+
+async def put(client: FloeClient, *messages: tuple[str, bytes, bytes | None]) -> int:
+    """Publish the messages; how many the server stored."""
+    async with AckedPublisher(client, window=256) as publisher:
+        for subject, payload, headers in messages:
+            await publisher.publish(subject.encode(), payload, headers)
+        return (await publisher.settle()).stored
+
+
+def headers(*lines: str) -> bytes:
+    return ("NATS/1.0\r\n" + "".join(f"{line}\r\n" for line in lines) + "\r\n").encode()
+
+
+async def judged(world: World, config: Path, feeds: Iterable[str], *, gone: bool = False) -> None:
+    """Wait until the target holds all that the streams hold; then compare sources, archive and target.
+
+    `gone`: the sources have let go of messages that were archived before.
+    """
+    store = open_store(load_settings(str(config)))
+    url = world.sites[SITE].url
+    async with client_of(url) as client:
+        plain = {feed: await source_trace(client, feed) for feed in feeds}
+        mapped = {Chain(SITE, feed): await source_trace(client, feed, prefixed(PREFIX)) for feed in feeds}
+    await soon(lambda: all(reaches(store, Chain(SITE, f), t.through) for f, t in plain.items()), 60, 0.3)
+    found = {feed: Trace.of(archived(store, Chain(SITE, feed))) for feed in feeds}
+    for feed, trace in plain.items():
+        compared = compare(trace, found[feed], name=feed, may_be_gone=gone)
+        assert compared.ok, compared.report()
+    await carried(world, sum(map(len, found.values())), 60)
+    async with client_of(world.central.url) as client:
+        target = await target_traces(client, TARGET)
+    if not gone:
+        compared = compare_target(mapped, target.traces, target.foreign)
+        assert compared.ok, compared.report()
+    for feed, trace in found.items():
+        arrived = target.traces.get(Chain(SITE, feed), Trace())
+        assert list(arrived.sequences) == list(trace.sequences), feed
+    store.close()
+
+
+def reaches(store: Any, chain: Chain, last: int) -> bool:
+    return max((ref.coverage.last for ref in store.list(chain)), default=0) >= last
+
+
+# O2, O7, O8
+
+
+async def kv_bucket(client: FloeClient, name: str, history: int) -> str:
+    """A bucket as clients make them: many revisions of few keys, deletes and purges among them."""
+    stream = f"KV_{name}"
+    config = {"subjects": [f"$KV.{name}.>"], "max_msgs_per_subject": history, "discard": "new"}
+    flags = {"allow_rollup_hdrs": True, "deny_delete": True, "allow_direct": True}
+    await create_stream(client, {"name": stream, "storage": "file", **config, **flags})
+    purge = headers("KV-Operation: PURGE", "Nats-Rollup: sub")
+    messages = [(f"$KV.{name}.k{n % 20}", b"v%d" % n, None) for n in range(200)]
+    messages += [(f"$KV.{name}.k{n}", b"", headers("KV-Operation: DEL")) for n in range(3)]
+    messages += [(f"$KV.{name}.k{n}", b"", purge) for n in range(3, 6)]
+    assert await put(client, *messages) == len(messages)
+    return stream
+
+
+async def object_store(client: FloeClient, name: str) -> str:
+    """An object-store bucket: chunks, a description that rolls up, one object written anew."""
+    stream = f"OBJ_{name}"
+    subjects = [f"$O.{name}.C.>", f"$O.{name}.M.>"]
+    flags = {"allow_rollup_hdrs": True, "allow_direct": True, "discard": "new"}
+    await create_stream(client, {"name": stream, "storage": "file", "subjects": subjects, **flags})
+    for key in ("one", "two", "one"):
+        nuid = secrets.token_hex(8)
+        chunks = [(f"$O.{name}.C.{nuid}", secrets.token_bytes(10_000), None) for _ in range(5)]
+        meta = json.dumps({"name": key, "nuid": nuid, "chunks": 5}).encode()
+        subject = f"$O.{name}.M.{base64.urlsafe_b64encode(key.encode()).decode()}"
+        await put(client, *chunks, (subject, meta, headers("Nats-Rollup: sub")))
+    return stream
+
+
+async def special_streams(client: FloeClient) -> list[str]:
+    """One stream for each setting that changes what is stored, each with messages that use it."""
+    kinds: dict[str, dict[str, Any]] = {
+        "DISCARD_NEW": {"discard": "new", "max_msgs": 150},
+        "REPUBLISH": {"republish": {"src": ">", "dest": "again.>"}},
+        "TRANSFORMED": {"subject_transform": {"src": "TRANSFORMED.>", "dest": "TRANSFORMED.x.>"}},
+        "WITH_TTL": {"allow_msg_ttl": True, "subject_delete_marker_ttl": 3600 * 10**9},
+        "SCHEDULED": {"allow_msg_ttl": True, "allow_msg_schedules": True},
+        "ROLLED_UP": {"allow_rollup_hdrs": True},
+        "COMPRESSED": {"compression": "s2"},
+        "SEALED": {},
+    }
+    rng = seeded()
+    for name, config in kinds.items():
+        given = {"name": name, "subjects": [f"{name}.>"], "storage": "file", "duplicate_window": 10**9}
+        await create_stream(client, {**given, **config})
+        await publish_awkward(client, name, name, rng, 120, largest=20_000)
+    await create_stream(
+        client, {"name": "COUNTED", "subjects": ["COUNTED.>"], "storage": "file", "allow_msg_counter": True}
+    )
+    counts = [(f"COUNTED.c{n % 3}", b"", headers(f"Nats-Incr: {n}")) for n in range(1, 60)]
+    assert await put(client, *counts) == len(counts)
+    await create_stream(client, {"name": "MIRROR", "storage": "file", "mirror": {"name": "REPUBLISH"}})
+    sources = [{"name": "REPUBLISH"}, {"name": "COMPRESSED"}]
+    await create_stream(client, {"name": "SOURCED", "storage": "file", "sources": sources})
+    sealed = await stream_info(client, "SEALED")
+    assert sealed is not None
+    await client.api("STREAM.UPDATE.SEALED", {**sealed.config, "sealed": True})
+    return [*kinds, "COUNTED", "MIRROR", "SOURCED"]
+
+
+async def named_streams(client: FloeClient) -> list[str]:
+    """Names that look alike, odd or long, and subjects that are both."""
+    names = ["orders", "ORDERS", "12345", "x" * 200, "ü%#?:=", "a-_b"]
+    for number, name in enumerate(names):
+        root = f"names{number}"
+        await create_stream(client, {"name": name, "subjects": [f"{root}.>"], "storage": "file"})
+        deep = ".".join(["t"] * 200)
+        subjects = [f"{root}.plain", f"{root}.ü.%23?", f"{root}.{deep}", f"{root}.{'w' * 3000}"]
+        messages = [(subject, b"%d" % n, None) for n, subject in enumerate(subjects * 5)]
+        assert await put(client, *messages) == len(messages)
+    return names
+
+
+async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_are_through_restarts(
+    s3: Any,
+) -> None:
+    with World(s3, SITE, segment=SEGMENT) as world:
+        url = world.sites[SITE].url
+        async with client_of(url) as client:
+            feeds = [await kv_bucket(client, f"h{history}", history) for history in (1, 5, 64)]
+            feeds += [await object_store(client, "files"), *await special_streams(client)]
+            feeds += await named_streams(client)
+            await soon(lambda: same_length(client, "MIRROR", "REPUBLISH"), 30)
+        site = world.site_config(SITE, *({"stream": feed} for feed in feeds))
+        centre = world.central_config(feeds=tuple(feeds))
+        egress, ingress = world.egress(site), world.ingress(centre)
+        await judged(world, site, feeds)
+        assert (egress.drain(), ingress.drain()) == (0, 0)
+        async with client_of(url) as client:  # a restart, and what came meanwhile
+            more = [(f"$KV.h5.k{n % 7}", b"again %d" % n, None) for n in range(40)]
+            more += [(f"names{n}.plain", b"again", None) for n in range(5)]
+            await put(client, *more)
+        egress.start()
+        ingress.start()
+        await judged(world, site, feeds, gone=True)
+        drill = run_floe("drill", "-c", str(centre), "--site", SITE, "--feed", "KV_h5")
+        assert drill.returncode == 0, drill.stderr
+
+
+async def same_length(client: FloeClient, one: str, other: str) -> bool:
+    infos = [await stream_info(client, name) for name in (one, other)]
+    return all(infos) and len({info.messages for info in infos if info}) == 1
+
+
+# O3
+
+
+async def test_a_stream_of_one_message_per_subject_that_renews_all_the_time_moves_on_and_loses_nothing(
+    s3: Any,
+) -> None:
+    subjects, rounds = 2000, 5
+    with World(s3, SITE, segment={"max_age": "1s", "max_messages": 1000}) as world:
+        async with client_of(world.sites[SITE].url) as client:
+            config = {"name": "LATEST", "subjects": ["latest.>"], "storage": "file"}
+            await create_stream(client, {**config, "max_msgs_per_subject": 1})
+            await put(client, *((f"latest.s{n}", b"first", None) for n in range(subjects)))
+            site = world.site_config(SITE, {"stream": "LATEST"})
+            world.egress(site)
+            world.ingress(world.central_config(feeds=("LATEST",)))
+            for number in range(rounds):
+                await put(client, *((f"latest.s{n}", b"%d" % number, None) for n in range(subjects)))
+        await judged(world, site, ["LATEST"], gone=True)
+        store = open_store(load_settings(str(site)))
+        counted = [store.footer(ref).ledger.to_json() for ref in store.list(Chain(SITE, "LATEST"))]
+        assert {reason for ledger in counted for reason in ledger} <= {"deleted", "gone_before_read"}
+
+
+# O9
+
+
+async def test_a_site_that_is_installed_again_goes_on_where_its_archive_ends(s3: Any) -> None:
+    with World(s3, SITE, segment=SEGMENT) as world:
+        async with client_of(world.sites[SITE].url) as client:
+            await create_stream(client, {"name": "NODES", "subjects": ["nodes.>"], "storage": "file"})
+            await put(client, *((f"nodes.{n}", b"before", None) for n in range(500)))
+            site, centre = world.site_config(SITE), world.central_config()
+            egress = world.egress(site)
+            world.ingress(centre)
+            await judged(world, site, ["NODES"])
+            assert egress.drain() == 0
+            for bucket in ("FLOE_STATE", "FLOE_LEASES"):  # another disk, another host, the state gone
+                await client.api(f"STREAM.DELETE.KV_{bucket}", {})
+            await put(client, *((f"nodes.{n}", b"after", None) for n in range(500)))
+            world.egress(site, "egress-reinstalled", TMPDIR=str(world.folder), HOSTNAME="another")
+            await judged(world, site, ["NODES"])
+        store = open_store(load_settings(str(site)))
+        assert {ref.chain.incarnation for ref in store.list(Chain(SITE, "NODES"))} == {0}
+        assert not store.list(Chain(SITE, "NODES", 1))
+
+
+# O10
+
+
+@asynccontextmanager
+async def oldest_cluster() -> AsyncIterator[NatsCluster]:
+    cluster = NatsCluster(3, binary=nats_server_binary("2.10"))
+    try:
+        await asyncio.to_thread(cluster.start)
+        yield await asyncio.to_thread(placing, cluster)
+    finally:
+        cluster.close()
+
+
+async def test_a_cluster_that_is_upgraded_node_by_node_is_archived_all_along(s3: Any) -> None:
+    with World(s3, SITE, segment=SEGMENT) as world:
+        async with oldest_cluster() as cluster, client_of(cluster.urls[0]) as first:
+            config = {"name": "NODES", "subjects": ["nodes.>"], "storage": "file", "num_replicas": 3}
+            await create_stream(first, config)
+            site = world.site_config(SITE)
+            text = site.read_text().replace(world.sites[SITE].url, json.dumps(cluster.urls))
+            site.write_text(text)
+            world.egress(site)
+            world.ingress(world.central_config())
+            sent = await put(first, *((f"nodes.{n}", b"oldest", None) for n in range(300)))
+            store = open_store(load_settings(str(site)))
+            chain = Chain(SITE, "NODES")
+            for number, server in enumerate(cluster.servers):
+                await soon(lambda: reaches(store, chain, sent), 60, 0.3)  # noqa: B023
+                await asyncio.to_thread(server.stop)
+                server.use(nats_server_binary())
+                await asyncio.to_thread(server.start, wait=False)
+                await asyncio.to_thread(cluster.wait_ready, 60)
+                async with client_of(cluster.urls[(number + 1) % 3]) as client:
+                    more = [(f"nodes.{n}", b"after %d" % number, None) for n in range(300)]
+                    await soon(lambda: leader_known(client), 60, 0.3)
+                    sent += await put(client, *more)
+            async with client_of(cluster.urls[0]) as client:
+                await soon(lambda: reaches(store, chain, sent), 60, 0.3)
+                plain = await source_trace(client, "NODES")
+                mapped = await source_trace(client, "NODES", prefixed(PREFIX))
+            compared = compare(plain, Trace.of(archived(store, chain)))
+            assert compared.ok, compared.report()
+            await carried(world, sent, 60)
+            async with client_of(world.central.url) as central:
+                target = await target_traces(central, TARGET)
+            compared = compare_target({chain: mapped}, target.traces, target.foreign)
+            assert compared.ok, compared.report()
+
+
+async def leader_known(client: FloeClient) -> bool:
+    info = await stream_info(client, "NODES")
+    return info is not None
+
+
+async def test_a_server_that_is_renamed_and_moved_to_another_port_goes_on(s3: Any) -> None:
+    with World(s3, SITE, segment=SEGMENT) as world:
+        old = world.sites[SITE]
+        async with client_of(old.url) as client:
+            await create_stream(client, {"name": "NODES", "subjects": ["nodes.>"], "storage": "file"})
+            await put(client, *((f"nodes.{n}", b"before", None) for n in range(300)))
+        site, centre = world.site_config(SITE), world.central_config()
+        egress = world.egress(site)
+        world.ingress(centre)
+        await judged(world, site, ["NODES"])
+        assert egress.drain() == 0
+        old.stop()
+        world.sites[SITE] = new = NatsServer(old.folder, name="renamed")
+        new.start()
+        async with client_of(new.url) as client:
+            await put(client, *((f"nodes.{n}", b"after", None) for n in range(300)))
+        egress = world.egress(world.site_config(SITE), "egress-moved")
+        await judged(world, site, ["NODES"])

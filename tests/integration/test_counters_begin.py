@@ -1,0 +1,76 @@
+"""After a start every counter has a sample: without one its first event is no increase that an alert sees."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from prometheus_client import Counter, Histogram
+
+from common.service.metrics import COUNTED, REGISTRY
+from egress.workers.process import WorkerProcess
+from ingress.discovery.events import Notified
+from tests.egress_bench import SITE, Bench, connected
+from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support import soon, unique
+
+pytestmark = pytest.mark.servers
+
+
+def missing(known: dict[str, str], feeds: dict[str, str]) -> list[str]:
+    """The samples that are not there. `known`: the values of labels; `feeds`: of a counter's kind."""
+    counted = {each.metric: each for each in COUNTED}
+    found = []
+    for metric, names in list(REGISTRY._collector_to_names.items()):
+        if not isinstance(metric, Counter | Histogram) or not metric._labelnames:
+            continue
+        each = counted.get(metric)
+        if each is None:
+            found.append(f"{metric._name}: not declared with common.service.metrics")
+            continue
+        role = "ingress" if each.name.startswith("ingress_") else "egress"
+        values = {label: known.get(f"{role}_{label}", known.get(label, "")) for label in each.labels}
+        if each.kind:
+            values["feed"] = feeds[each.kind]
+        sample = next(name for name in names if name.endswith(("_total", "_count")))
+        for combination in itertools.product(*each.sets.values()):
+            labels = {**values, **dict(zip(each.sets, combination, strict=True))}
+            if REGISTRY.get_sample_value(sample, labels) is None:
+                found.append(f"{sample} {labels}")
+    return found
+
+
+async def test_every_counter_has_a_sample_after_the_start(nats_url: str, tmp_path: Path) -> None:
+    client = await connected(nats_url)
+    bench = Bench(nats_url, tmp_path, client)
+    whole, sampled = await bench.make_stream(unique("T")), await bench.make_stream(unique("T"))
+    rules = {
+        "inspect_header": "Node",
+        "inspect_duration": "1h",
+        "advisory": {"subject": unique("adv") + ".%s"},
+    }
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 5))
+    centre = Centre(tmp_path, archive, nats_url)
+    WorkerProcess(0, 1, [], {})  # of egress with several workers
+    async with (
+        bench.egress({"stream": whole}, {"stream": sampled, **rules}) as running,
+        client_of(nats_url) as other,
+    ):
+        await soon(lambda: running.state(whole) == running.state(sampled) == "reading")
+        async with centre.running() as health:
+            Notified("nats", "b", archive.documents.layout, None, health)  # type: ignore[arg-type]
+            await centre.carried(other, 5)
+            known = {
+                "egress_site": SITE,
+                "egress_feed": whole,
+                "ingress_site": CHAIN.site,
+                "ingress_feed": CHAIN.feed,
+                "partition": "0",
+                "target": centre.target,
+                "source": "nats",
+                "worker": "0",
+            }
+            assert missing(known, {"sampled": sampled, "advisories": sampled}) == []
+    await client.aclose()

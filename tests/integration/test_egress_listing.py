@@ -1,0 +1,206 @@
+"""How much egress lists of a chain, and what it finds so: the end, holes, segments for identity."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import Unavailable
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectInfo
+from common.segments.documents import ChainStore
+from common.segments.layout import SegmentName
+from common.sequences import SequenceRange
+from common.service.threads import Threads
+from egress.archive import Archive
+from egress.parts import Pace
+from egress.walking import Walk
+from tests.compaction_archive import CHAIN
+from tests.compaction_archive import Archive as Segments
+from tests.support import soon
+
+
+class Counting(LocalObjects):
+    """Counts what is listed: `requests`, as a server with pages of 1000 keys would be asked, and `keys`."""
+
+    requests = keys = 0
+
+    def list(
+        self, prefix: str, *, start_after: str = "", limit: int | None = None
+    ) -> builtins.list[ObjectInfo]:
+        found = super().list(prefix, start_after=start_after, limit=limit)
+        self.requests += max(1, -(-len(found) // 1000))
+        self.keys += len(found)
+        return found
+
+
+class Mark:
+    """The high-water mark of the one chain; None: there is none."""
+
+    def __init__(self, end: int | None) -> None:
+        self._end = end
+
+    async def get(self, _chain: Chain) -> int | None:
+        return self._end
+
+
+class World:
+    """A chain with whatever segments a test names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.objects = Counting(folder / "store")
+        self.segments = Segments(folder, self.objects)
+        self.threads = Threads("listing", 2)
+
+    def name(self, ranges: Iterable[tuple[int, int]], level: int = 0) -> list[str]:
+        """Objects with the names of segments and nothing in them: below the mark none is opened."""
+        keys = []
+        for number, (first, last) in enumerate(ranges):
+            name = SegmentName(CHAIN, level, SequenceRange(first, last), f"{number:016x}")
+            keys.append(self.segments.layout.segment(name))
+            self.segments.path(keys[-1]).parent.mkdir(parents=True, exist_ok=True)
+            self.segments.path(keys[-1]).touch()
+        return keys
+
+    def archive(self, mark: int | None, first: int = 1) -> Archive:
+        chains = ChainStore(self.objects, self.segments.layout)
+        return Archive(CHAIN, first, self.segments.store, chains, Mark(mark), self.threads)  # type: ignore[arg-type]
+
+    async def loaded(self, mark: int | None) -> Archive:
+        archive = self.archive(mark)
+        await archive.load()
+        return archive
+
+    def walk(self, archive: Archive, **pace: float) -> Walk:
+        walk = Walk(self.threads, SystemClock(), Pace(**{"page": 0.0, "check": 0.05, **pace}))
+        walk.follow(archive)
+        return walk
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    world.threads.close()
+
+
+def tens(first: int, last: int) -> list[tuple[int, int]]:
+    return [(begin, begin + 9) for begin in range(first, last, 10)]
+
+
+async def test_a_session_and_a_put_list_once_each_what_stands_at_the_end(world: World) -> None:
+    world.name(tens(1, 15_000))
+    archive = await world.loaded(15_000)
+    assert (archive.end, archive.holes, len(archive.newest)) == (15_000, (), 1)
+    assert not await archive.is_covered(15_001)
+    assert (world.objects.requests, world.objects.keys) == (2, 1)
+
+
+async def test_a_crash_before_the_mark_is_seen_whatever_was_merged_meanwhile(world: World) -> None:
+    """The last segment that was put is in level 0; the one that contains the mark may be no more."""
+    world.name([(1, 80), (81, 90)], level=1)
+    newest = world.segments.put(91, 100)
+    archive = await world.loaded(90)
+    assert (archive.end, archive.holes, archive.newest[0].key) == (100, (), newest.key)
+    assert world.objects.requests <= 20
+
+
+async def test_an_old_mark_finds_the_true_end_and_the_holes_behind_it(world: World) -> None:
+    for first, last, level in [(1, 40, 1), (41, 60, 1), (71, 80, 1), (81, 90, 0), (91, 100, 0)]:
+        world.segments.put(first, last, level=level)
+    archive = await world.loaded(30)
+    assert (archive.end, archive.holes) == (100, (SequenceRange(61, 70),))
+
+
+async def test_a_mark_that_no_segment_contains_is_no_end_whatever_lies_behind(world: World) -> None:
+    world.name(tens(1, 80))
+    world.segments.put(91, 100)
+    archive = world.archive(90)
+    with pytest.raises(Unavailable, match="contains the high-water mark 90, found none") as caught:
+        await archive.load()
+    assert caught.value.code == "E-LISTING"
+    await archive.survey()
+    assert (archive.end, archive.holes) == (100, (SequenceRange(81, 90),))
+
+
+async def test_a_chain_without_segments_and_one_without_a_mark_are_told_apart(world: World) -> None:
+    assert (await world.loaded(0)).end == 0
+    assert (await world.loaded(None)).is_hollow(2)
+    for first, last in [(1, 10), (21, 30)]:
+        world.segments.put(first, last)
+    archive = await world.loaded(None)
+    assert (archive.end, archive.holes, archive.is_hollow(2)) == (30, (SequenceRange(11, 20),), False)
+
+
+async def test_looking_back_gives_the_newest_hundred_in_order_and_lists_few_more(world: World) -> None:
+    world.name(tens(1, 15_000))
+    archive = await world.loaded(15_000)
+    found = await archive.look_back(1)
+    assert [ref.coverage.last for ref in found] == [*range(15_000, 14_000, -10)]
+    assert world.objects.keys < 1_000
+    asked = world.objects.requests
+    assert await archive.look_back(1) == found
+    assert world.objects.requests == asked, "once a session is enough"
+
+
+async def test_segments_at_a_sequence_are_found_in_whatever_level_they_are(world: World) -> None:
+    world.name(tens(5_001, 15_000))
+    world.name([(1, 3_000), (3_001, 5_000)], level=2)
+    archive = await world.loaded(15_000)
+    assert any(4_000 in ref.coverage for ref in await archive.at(4_000))
+    assert await archive.at(15_001) == ()
+
+
+# The walk
+
+
+async def test_a_walk_finds_holes_below_the_mark_and_keeps_no_page(world: World) -> None:
+    world.name([each for each in tens(1, 15_000) if each[0] not in (11, 9_001, 9_011)])
+    walk = world.walk(await world.loaded(15_000))
+    running = asyncio.create_task(walk.run())
+    await soon(walk.news.is_set)
+    running.cancel()
+    assert walk.holes == (SequenceRange(11, 20), SequenceRange(9_001, 9_020))
+    archive = await world.loaded(15_000)
+    assert archive.holes == ()
+    walk.follow(archive)
+    assert archive.holes == walk.holes
+
+
+async def test_what_a_merge_moves_up_during_a_walk_is_no_hole(world: World) -> None:
+    lower = world.name(tens(1, 15_000))
+    walk = world.walk(await world.loaded(15_000), page=0.05)
+    running = asyncio.create_task(walk.run())
+    listed = world.objects.requests
+    await soon(lambda: world.objects.requests > listed + 1)
+    world.name([(10_001, 14_990)], level=1)
+    for key in lower[1_000:1_499]:
+        world.segments.path(key).unlink()
+    await soon(walk.news.is_set)
+    running.cancel()
+    assert walk.holes == ()
+
+
+async def test_a_walk_that_was_cut_goes_on_where_it_was_and_comes_again_when_it_is_due(world: World) -> None:
+    world.name(tens(1, 15_000))
+    archive = await world.loaded(15_000)
+    walk = world.walk(archive, page=0.05)
+    before, cuts = world.objects.requests, 0
+    while not walk.news.is_set():
+        running = asyncio.create_task(walk.run())
+        await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait({running})
+        cuts += 1
+        assert cuts < 1_000
+    assert world.objects.requests - before < 20, "one walk, whatever cut it"
+    again = asyncio.create_task(walk.run())
+    await asyncio.sleep(0.2)
+    assert world.objects.requests - before < 20, "not due for hours"
+    again.cancel()

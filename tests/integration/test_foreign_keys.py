@@ -1,0 +1,91 @@
+"""What stands in a bucket and nothing reads: foreign keys, and segments behind a delete marker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import boto3
+import pytest
+
+from common.objects.open import open_objects
+from common.objects.port import Paged
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.foreign import look_for_foreign
+from common.settings.store import StoreSettings
+from compaction.verify import verify_chain
+from tests.compaction_archive import CHAIN, Archive
+from tests.support import SharedS3
+
+pytestmark = pytest.mark.servers
+
+JUNK = (
+    "data/README",
+    "data/_floe/notes.txt",
+    "data/_floe/tombstones/site=us-east/feed=NODES/incarnation=0000/partition=0/old.json",
+    "data/site=us east/feed=NODES/incarnation=0000/partition=0/level=0/x.parquet",
+    "data/site=us-east/feed=NODES/incarnation=0000/partition=0/level=0/0.parquet.tmp",
+)
+
+
+def archive_in(folder: Path, s3: SharedS3, bucket: str = "") -> Archive:
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key}
+    url = f"s3://{bucket or s3.new_bucket()}"
+    settings = StoreSettings.model_validate({"url": url, "endpoint_url": s3.endpoint_url, **keys})
+    return Archive(folder, open_objects(settings))
+
+
+def test_foreign_keys_are_counted_and_named_whatever_the_size_of_pages(
+    tmp_path: Path, s3: SharedS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = archive_in(tmp_path, s3)
+    ChainStore(archive.objects, archive.layout).create_chain(CHAIN, ChainDocument((), 1, 1))
+    for first in (1, 11, 21):
+        archive.put(first, first + 9)
+    for key in JUNK:
+        archive.objects.put(key, b"?")
+    monkeypatch.setattr("common.objects.s3.PAGE_KEYS", 2)
+
+    assert isinstance(archive.objects, Paged)
+    found = look_for_foreign(archive.objects, archive.layout)
+    assert (sorted(found.keys), found.count, found.is_whole) == (sorted(JUNK), len(JUNK), True)
+    assert f"nothing reads: {len(JUNK)}" in found.lines()[0]
+    places = archive.layout.places(CHAIN)
+    assert sorted(look_for_foreign(archive.objects, archive.layout, places).keys) == [JUNK[2], JUNK[4]]
+    assert not look_for_foreign(archive.objects, archive.layout, limit=2).is_whole
+
+
+def test_a_store_without_versions_is_no_trouble_at_a_hole(tmp_path: Path, s3: SharedS3) -> None:
+    archive = archive_in(tmp_path, s3)
+    refs = [archive.put(first, first + 9) for first in (1, 11, 21)]
+    archive.store.delete(refs[1])
+    [hole] = verify_chain(archive.store, ChainStore(archive.objects, archive.layout), CHAIN).problems
+    assert hole.hint.startswith("the source may still hold them")
+
+
+def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(
+    tmp_path: Path, s3: SharedS3
+) -> None:
+    bucket = s3.new_bucket()
+    client = boto3.session.Session().client(
+        "s3",
+        endpoint_url=s3.endpoint_url,
+        aws_access_key_id=s3.access_key,
+        aws_secret_access_key=s3.secret_key,
+        region_name="us-east-1",
+    )
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    archive = archive_in(tmp_path, s3, bucket)
+    chains = ChainStore(archive.objects, archive.layout)
+    chains.create_chain(CHAIN, ChainDocument((), 1, 1))
+    refs = [archive.put(first, first + 9) for first in (1, 11, 21)]
+    [kept] = client.list_object_versions(Bucket=bucket, Prefix=refs[1].key)["Versions"]
+    archive.store.delete(refs[1])
+
+    [hole] = verify_chain(archive.store, chains, CHAIN).problems
+    assert hole.kind == "hole"
+    assert f"a delete marker hides {refs[1].key}, of which version {kept['VersionId']} exists" in hole.hint
+    assert hole.hint.index("delete marker") < hole.hint.index("the source may still hold them")
+    [marker] = client.list_object_versions(Bucket=bucket, Prefix=refs[1].key)["DeleteMarkers"]
+    assert marker["VersionId"] in hole.hint
+    client.delete_object(Bucket=bucket, Key=refs[1].key, VersionId=marker["VersionId"])
+    assert verify_chain(archive.store, chains, CHAIN).problems == []

@@ -1,0 +1,182 @@
+"""A dead site, a dead store and a stopped chain are seen at the centre."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.errors import Refused, Unavailable
+from common.segments.alive import Alive, ChainSign
+from common.service.metrics import REGISTRY
+from infra.local.nats import NatsServer
+from tests.commands import floe
+from tests.egress_bench import QUICK, SITE, Bench, connected
+from tests.faulty_store import FaultyStore
+from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support import soon, unique
+
+pytestmark = pytest.mark.servers
+
+OTHER = Chain("eu-west", "NODES")
+LIVELY = replace(QUICK, pace=replace(QUICK.pace, alive=0.2))
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+def sample(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"floe_{name}", labels)
+
+
+def said(bench: Bench, feed: str) -> ChainSign | None:
+    """What the one process of the site says of the feed."""
+    infos = bench.chains.listed_alive()
+    assert len(infos) <= 1, "a restart takes the name that it had"
+    alive = bench.chains.read_alive(infos[0].key) if infos else None
+    return next((sign for sign in alive.chains if sign.chain.feed == feed), None) if alive else None
+
+
+async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench: Bench) -> None:
+    stream = await bench.make_stream(unique("T"))
+    store = FaultyStore(bench.objects)
+    trouble: dict[str, Exception] = {}
+
+    def perhaps(real: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        for part, error in trouble.items():
+            if part in key:
+                raise error
+        return real(key, *args, **kwargs)
+
+    for verb in ("put", "put_if_absent", "put_if_match", "get", "head", "list"):
+        store.on(verb, perhaps)
+    labels = {"site": SITE, "feed": stream, "partition": "0"}
+
+    def says(end: int, last: int) -> bool:
+        sign = said(bench, stream)
+        return sign is not None and (sign.state, sign.end, sign.source_last) == ("reading", end, last)
+
+    async with bench.egress({"stream": stream}, tuning=LIVELY, objects=store):  # type: ignore[arg-type]
+        await bench.publish(stream, [b"x"] * 50)
+        await soon(lambda: says(50, 50))
+        assert sample("egress_store_reachable") == sample("egress_nats_reachable") == 1
+
+        # Refused: the archive goes on.
+        trouble["/alive/"] = Refused("no")
+        await soon(lambda: (sample("egress_alive_errors_total", site=SITE) or 0) >= 1)
+        await bench.publish(stream, [b"y"] * 10)
+        await bench.archived_to(stream, 60)
+        assert sample("egress_store_reachable") == 1, "a refusal is an answer"
+
+        # Away: it shows at once, and the stream is asked all the same.
+        trouble.clear()
+        trouble["data"] = Unavailable("away")
+        await bench.publish(stream, [b"z"] * 20)
+        await soon(lambda: sample("egress_store_reachable") == 0)
+        await soon(lambda: sample("egress_source_sequence", **labels) == 80)
+        asked = sample("egress_source_last_success_timestamp_seconds", **labels)
+        assert asked is not None
+        assert abs(time.time() - asked) < 60
+        trouble.clear()
+        await soon(lambda: sample("egress_store_reachable") == 1)
+        await soon(lambda: says(80, 80), 20)
+
+    await bench.delete_stream(stream)
+    async with bench.egress({"stream": stream}, tuning=LIVELY):
+
+        def stopped() -> bool:
+            sign = said(bench, stream)
+            return sign is not None and (sign.state, sign.code) == ("stopped", "E-SOURCE-GONE")
+
+        await soon(stopped, 20)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    return Archive(tmp_path / "store")
+
+
+def say(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:
+    """Put the sign of life of a process that has the chain, `ago` seconds ago."""
+    now = time.time()
+    alive = Alive(chain.site, "o", now, (ChainSign(chain, state, now, **fields),))
+    archive.documents.write_alive("host", alive)
+    path = archive.folder / archive.documents.layout.alive(chain.site, "host")
+    os.utime(path, (now - ago, now - ago))
+
+
+async def status(centre: Centre) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
+    """The exit code of `floe status`, and its rows by site and feed."""
+    done = await floe("status", "-c", str(centre.write()), "--json")
+    return done.code, {(row["site"], row["feed"]): row for row in done.json()}
+
+
+async def test_the_centre_knows_the_true_lag_the_reason_and_who_is_silent(
+    tmp_path: Path, archive: Archive, nats_url: str
+) -> None:
+    archive.put(rows_of(1, 50))
+    say(archive, CHAIN, "reading", end=50, source_last=597)
+    centre = Centre(tmp_path, archive, nats_url)
+    labels = {"site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
+
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 50)
+        await soon(lambda: sample("ingress_source_lag_sequences", target=centre.target, **labels) == 547)
+        assert sample("ingress_lag_sequences", target=centre.target, **labels) == 0
+        assert sample("ingress_site_silent", site=CHAIN.site) == 0
+        shown = centre.status(health)["chains"][str(CHAIN)]["source"]
+        assert (shown["state"], shown["sequence"]) == ("reading", 597)
+
+        code, rows = await status(centre)
+        row = rows[CHAIN.site, CHAIN.feed]
+        assert (code, row["phase"], row["egress"]) == (0, "idle", "reading")
+        assert (row["lag_sequences"], row["source_lag_sequences"]) == (0, 547)
+        assert row["last_archived"] is not None
+
+        # A site that never archived anything is seen too, and why.
+        say(archive, OTHER, "stopped", code="E-ROLLED-BACK", why="it ends before", source_last=9)
+        code, rows = await status(centre)
+        row = rows[OTHER.site, OTHER.feed]
+        assert (code, row["egress"], row["archived"]) == (3, "stopped E-ROLLED-BACK", None)
+        assert row["why"] == "egress: it ends before"
+
+    say(archive, CHAIN, "reading", ago=400, end=50, source_last=597)
+    code, rows = await status(centre)
+    assert (code, rows[CHAIN.site, CHAIN.feed]["egress"]) == (3, "silent")
+    async with centre.running():
+        await soon(lambda: sample("ingress_site_silent", site=CHAIN.site) == 1)
+        assert sample("ingress_source_silent", **labels) == 1
+        await soon(lambda: sample("ingress_source_stopped", **{**labels, "site": OTHER.site}) == 1)
+
+
+async def test_what_was_measured_stays_while_nats_is_away(tmp_path: Path, archive: Archive) -> None:
+    archive.put(rows_of(1, 5))
+    labels = {"site": CHAIN.site, "feed": CHAIN.feed, "partition": "0"}
+    with NatsServer() as server:
+        centre = Centre(tmp_path, archive, server.url)
+        async with centre.running():
+            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 6, 20)
+            assert sample("ingress_nats_reachable") == 1
+            server.stop()
+            await soon(lambda: sample("ingress_nats_reachable") == 0)
+            await soon(lambda: sample("ingress_lease_held", target=centre.target) == 0, 20)
+            measured = sample("ingress_lag_last_success_timestamp_seconds", target=centre.target)
+            assert sample("ingress_lag_sequences", target=centre.target, **labels) == 0
+            assert measured is not None
+            server.start()
+            archive.put(rows_of(6, 10))
+            await soon(lambda: sample("ingress_position", target=centre.target, **labels) == 11, 20)
+            assert sample("ingress_nats_reachable") == 1
+            again = sample("ingress_lag_last_success_timestamp_seconds", target=centre.target)
+            assert again is not None
+            assert again > measured

@@ -1,0 +1,488 @@
+"""Errors that nobody foresaw, thrown where nobody awaits them: their owner ends, loudly, and begins again.
+
+Nothing that was received may count as archived, be covered or be acknowledged because of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import tasks
+from common.clock import SystemClock
+from common.jetstream.client import frame
+from common.jetstream.lease import Lease
+from common.jetstream.streams import stream_info
+from common.segments.rows import Columns
+from common.service.monitor import Health
+from common.settings.root import Settings
+from common.sharing.bell import Bell
+from common.sharing.sharing import Sharing
+from common.tasks import to_its_end
+from egress import builder as builder_module
+from egress import controller as egress_controller
+from egress.acknowledging import Acknowledging
+from egress.advisories.reliable import ReliableSender
+from egress.alive import Reach, SignOfLife
+from egress.budget import Budget
+from egress.builder import Builder
+from egress.controller import Feed
+from egress.encoding import Encoder
+from egress.expiry import Expiry
+from egress.heartbeats import Heartbeats
+from egress.inquiry import Inquiry
+from egress.partitions import unmatched
+from egress.partitions.succession import Succession
+from egress.putting import Putter
+from egress.reader import Reader
+from egress.sampling.quiet import Quiet
+from egress.sampling.saving import Saving
+from egress.session import Session
+from egress.walking import Walk
+from infra.local.nats import NatsServer
+from ingress import runner
+from ingress.carriage import Carriage
+from ingress.chains.attendant import Attendant
+from ingress.chains.supply import Supply
+from ingress.checkpoints.reporting import PositionsReport
+from ingress.controller import Controller
+from ingress.discovery import discovery
+from ingress.discovery.discovery import Discovery
+from ingress.discovery.events import Notified
+from ingress.discovery.sites import Sites
+from ingress.parked.retries import Retries
+from ingress.publishing.replies import Replies
+from ingress.replay.carrying import Carrying
+from ingress.replay.options import Options
+from ingress.replay.pace import MessageRate
+from ingress.replay.source import ReplaySource
+from ingress.runner import Runner
+from tests.egress_bench import QUICK, Bench, connected
+from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
+from tests.replay_world import World
+from tests.support import PATIENCE, soon, unique
+from tests.tcp_proxy import TcpProxy
+from tests.throwing import Throw, count, is_no_room
+from tests.unit.test_notices import minio, segment_key
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    client = await connected(nats_url)
+    yield Bench(nats_url, tmp_path, client)
+    await client.aclose()
+
+
+def payloads(bench: Bench, feed: str) -> list[bytes]:
+    return [message.payload for message in bench.messages(feed)]
+
+
+async def held(bench: Bench, stream: str) -> int:
+    info = await stream_info(bench.client, stream)
+    assert info is not None
+    return info.messages
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["before", "halfway"])
+@pytest.mark.parametrize("retention", ["limits", "workqueue"])
+async def test_what_the_builder_could_not_take_is_read_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, retention: str, half: bool
+) -> None:
+    """Memory ran out, perhaps when half a batch was appended: none of it is covered or acknowledged."""
+    stream, failed = await bench.make_stream(unique("T"), retention=retention), count("feed")
+
+    def halfway(columns: Columns, more: Columns) -> None:
+        if throw.left and throw.where(columns, more):
+            columns.sequences.extend(more.sequences)
+        extend(columns, more)
+
+    if half:
+        throw = Throw(monkeypatch, builder_module, "extend", where=lambda _, more: more.sequences[-1] > 40)
+        extend = builder_module.extend
+        monkeypatch.setattr(builder_module, "extend", halfway)
+    else:
+        throw = Throw(monkeypatch, Builder, "messages", where=lambda _, rows: rows.sequences[-1] > 40)
+    async with bench.egress({"stream": stream}):
+        await bench.publish(stream, (b"%d" % n for n in range(40)))
+        await bench.archived_to(stream, 40)
+        for n in range(40, 80):
+            await bench.publish(stream, [b"%d" % n])
+        await bench.archived_to(stream, 80)
+    assert not throw.left
+    assert bench.ledger(stream) == {}
+    assert payloads(bench, stream) == [b"%d" % n for n in range(80)]
+    assert count("feed") == failed + 1
+    bench.check(stream)
+    if retention == "workqueue":
+        await soon(lambda: _is_empty(bench, stream))
+
+
+async def _is_empty(bench: Bench, stream: str) -> bool:
+    return await held(bench, stream) == 0
+
+
+async def test_an_error_for_ever_is_shown_backs_off_and_takes_nothing_with_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither heartbeats nor the other messages of the batch move anything; other feeds go on."""
+    stream, other = [await bench.make_stream(unique("T"), retention="workqueue") for _ in range(2)]
+    poison = Throw(monkeypatch, Builder, "messages", float("inf"), lambda _, rows: b"poison" in rows.payloads)
+    async with bench.egress({"stream": stream}, {"stream": other}) as running:
+        await bench.publish(stream, [b"a", b"poison", b"b"])
+        await bench.publish(other, [b"x"])
+        await soon(lambda: len(poison.times) >= 4)
+        await bench.archived_to(other, 1)
+        await soon(lambda: running.state(stream) == "stopped")
+        status = running.status(stream)
+        assert "MemoryError: no room" in status["why"]
+        assert (status["code"], "bug" in status["hint"]) == ("E-UNEXPECTED", True)
+        assert any("no room" in problem for problem in running.health.problems())
+        assert running.state(other) == "reading"
+        assert (bench.end(stream), await held(bench, stream)) in ((0, 3), (1, 2))
+        pauses = [b - a for a, b in zip(poison.times, poison.times[1:], strict=False)]
+        assert pauses[2] > 0.5, pauses
+        poison.left = 0
+        await bench.archived_to(stream, 3)
+        await soon(lambda: running.state(stream) == "reading")
+    assert payloads(bench, stream) == [b"a", b"poison", b"b"]
+
+
+def _in_a_walk(*_: object) -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.get_name() == "walk"
+
+
+#: Of a place that several tasks come to: the one that is meant.
+ASKED_BY: dict[tuple[Any, str], Callable[..., bool]] = {(Inquiry, "place"): _in_a_walk}
+
+#: Thrown together: a second place that is only reached after the first.
+Places = list[tuple[str, list[tuple[Any, str]]]]
+
+
+async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One world, and an error in one place after the other; each time reading goes on afterwards."""
+    whole = await bench.make_stream(unique("T"), max_age=3_600_000_000_000)
+    queue = await bench.make_stream(unique("T"), retention="workqueue")
+    cut = await bench.make_stream(unique("T"))
+    feeds = [
+        {"stream": whole},
+        {"stream": queue},
+        {"stream": cut, "partitions": [f"{cut}.a", f"{cut}.b"]},
+    ]
+    beats = unique("BEAT")
+    await bench.make_stream(beats)
+    heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
+    _hurry(monkeypatch)
+    monkeypatch.setattr(unmatched, "LOOK_EVERY", 0.2)
+    places: Places = [
+        ("feed", [(Reader, "_on_heartbeat")]),  # called by the connection
+        ("feed", [(Reader, "pull")]),  # called by whoever gives memory back, by the loop, and in the session
+        ("feed", [(Acknowledging, "upto"), (Acknowledging, "upto")]),  # in the session, then catching up
+        ("feed", [(Session, "_look")]),  # in a side task of the session, as the next four
+        ("feed", [(Encoder, "next")]),
+        ("feed", [(Putter, "put"), (Session, "_watch")]),
+        ("decisions", [(Succession, "is_decided")]),
+        ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
+        ("walk", [(Walk, "_walk")]),
+        ("expiry", [(Expiry, "_left")]),
+        ("unmatched", [(unmatched, "look")]),
+        ("lease", [(Lease, "_renew")]),
+        ("heartbeats", [(Heartbeats, "_publish")]),
+        ("heartbeats", [(Heartbeats, "_on_write")]),  # called by the connection
+        ("sharing", [(Bell, "_on_lease")]),  # called by the connection
+        ("sharing", [(Bell, "_on_member")]),
+        ("sharing", [(Sharing, "_look")]),
+        ("alive", [(SignOfLife, "_once")]),
+    ]
+    tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.01, alive=0.2))
+    throws = _armed(monkeypatch, places)
+    async with bench.egress(*feeds, heartbeats=heartbeats, tuning=tuning) as running:
+        sent = 0
+        for part, thrown in throws:
+            before = count(part)
+            for throw in thrown:
+                throw.left += 1
+            for stream in (whole, queue):
+                await bench.publish(stream, [b"%d" % sent])
+            sent += 1
+            await soon(lambda: not any(throw.left for throw in thrown))  # noqa: B023
+            await soon(lambda: count(part) >= before + len(thrown))  # noqa: B023
+            for stream in (whole, queue):
+                await bench.archived_to(stream, sent)
+        await soon(lambda: running.health.is_ready())
+        await soon(lambda: _is_empty(bench, queue))
+    for stream in (whole, queue):
+        assert payloads(bench, stream) == [b"%d" % n for n in range(sent)]
+        assert bench.ledger(stream) == {}
+
+
+async def test_who_gives_memory_back_is_not_ended_by_another_who_asks_for_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All readers are asked at once; the error of one ends its own session."""
+    one, other = [await bench.make_stream(unique("T")) for _ in range(2)]
+    budgets: set[Budget] = set()
+    real = Budget.account
+
+    def account(budget: Budget, on_release: Callable[[], None]) -> Any:
+        budgets.add(budget)
+        return real(budget, on_release)
+
+    monkeypatch.setattr(Budget, "account", account)
+    throw = Throw(monkeypatch, Reader, "pull", 0)
+    async with bench.egress({"stream": one}, {"stream": other}) as running:
+        await soon(lambda: running.state(one) == running.state(other) == "reading")
+        before, throw.left = count("feed"), 1
+        [budget] = budgets
+        budget.released()
+        assert throw.left == 0
+        await soon(lambda: count("feed") == before + 1)
+        for stream in (one, other):
+            await bench.publish(stream, [b"x"])
+            await bench.archived_to(stream, 1)
+
+
+async def test_whatever_fails_beside_a_sampled_feed_ends_its_session(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots, advisories, and the clock of what has fallen silent run in tasks of the session."""
+    stream = await bench.make_stream(unique("T"))
+    advisories = await bench.make_stream(f"{stream}_ADV")
+    feed = {
+        "stream": stream,
+        "inspect_field": "id",
+        "inspect_duration": "60s",
+        "snapshot_interval": "1s",
+        "advisory": {"subject": f"{advisories}.%s.%v", "reliable": True},
+    }
+    places: Places = [
+        ("feed", [(Saving, "_save")]),
+        ("feed", [(ReliableSender, "_step")]),
+        ("feed", [(Quiet, "until")]),
+    ]
+    throws = _armed(monkeypatch, places)
+
+    async def sent_and_thrown() -> bool:
+        """A snapshot is due behind a segment that was closed since the last one."""
+        await bench.publish(stream, [b'{"id": "n%d"}' % await bench.last(stream)])
+        return not any(throw.left for _, [throw] in throws)
+
+    async with bench.egress(feed) as running:
+        for part, [throw] in throws:
+            before, throw.left = count(part), 1
+            await soon(sent_and_thrown, every=0.3)
+            await soon(lambda: count(part) > before)  # noqa: B023
+            await bench.archived_to(stream, await bench.last(stream))
+        await soon(lambda: running.health.is_ready())
+        last = await bench.last(stream)
+        await soon(lambda: _holds(bench, advisories, last))
+    assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))
+    bench.check(stream)
+
+
+async def _holds(bench: Bench, stream: str, number: int) -> bool:
+    return await held(bench, stream) == number
+
+
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (tasks, runner):
+        monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
+        monkeypatch.setattr(module, "LAST_PAUSE", 0.2)
+
+
+def _armed(monkeypatch: pytest.MonkeyPatch, places: Places) -> list[tuple[str, list[Throw]]]:
+    """What throws nothing yet, by the part that it will end."""
+    made: dict[tuple[Any, str], Throw] = {}
+    for _, names in places:
+        for place in names:
+            made[place] = made.get(place) or Throw(
+                monkeypatch, *place, 0, ASKED_BY.get(place, lambda *_: True)
+            )
+    return [(part, [made[place] for place in names]) for part, names in places]
+
+
+class Notifying(Centre):
+    """Hears of the chain on a subject of NATS, which a store in a folder has no notifications for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.subject = unique("events").encode()
+        bucket = f"file://{self.archive.folder}"
+        self.notification = json.dumps(minio(segment_key(CHAIN), bucket=bucket)).encode()
+
+    def settings(self, **ingress: Any) -> Settings:
+        settings = super().settings(**ingress)
+        told = settings.ingress.model_copy(update={"events": f"nats://{self.subject.decode()}"})
+        return settings.model_copy(update={"ingress": told})
+
+
+async def test_whatever_fails_in_ingress_begins_again(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for egress; what is carried arrives once and in order all the same."""
+    places: Places = [
+        ("target", [(Supply, "found")]),  # called by discovery, which serves all targets
+        ("target", [(Supply, "tick")]),
+        ("target", [(Replies, "_sink")]),  # called by the connection, in the middle of a batch
+        ("target", [(Supply, "_turn")]),  # in a side task of the target, as the next four
+        ("target", [(Carriage, "_watch"), (Supply, "_turn")]),  # called once for each beginning
+        ("target", [(Attendant, "attend")]),
+        ("target", [(Retries, "look")]),
+        ("target", [(PositionsReport, "look")]),
+        ("discovery", [(Discovery, "look")]),
+        ("discovery", [(Discovery, "look_up_all")]),
+        ("discovery", [(Sites, "look")]),
+        ("discovery", [(Discovery, "_look_at_named")]),
+        ("target", [(Supply, "wake")]),  # called by discovery, for a notification
+        ("events", [(Notified, "take")]),  # called by the connection
+        ("lease", [(Lease, "_renew")]),
+        ("sharing", [(Sharing, "_look")]),
+    ]
+    _hurry(monkeypatch)
+    for name in ("LOOK_UP_ALL", "LOOK_AT_SITES"):
+        monkeypatch.setattr(discovery, name, 0.2)
+    throws = _armed(monkeypatch, places)
+    archive = Archive(tmp_path / "store")
+    archive.put(rows_of(1, 10))
+    centre = Notifying(tmp_path, archive, nats_url)
+    async with client_of(nats_url) as client, centre.running() as health:
+        await centre.carried(client, 10)
+        for number, (part, thrown) in enumerate(throws, 2):
+            before = count(part)
+            for throw in thrown:
+                throw.left += 1
+            archive.put(rows_of(10 * number - 9, 10 * number))
+            client.send(frame(centre.subject, centre.notification))
+            await soon(lambda: not any(throw.left for throw in thrown))  # noqa: B023
+            await soon(lambda: count(part) >= before + len(thrown))  # noqa: B023
+            await centre.carried(client, 10 * number)
+        await soon(lambda: not health.problems())
+        last = 10 * len(throws) + 10
+        check_exact(await centre.carried(client, last), archive, centre.prefix)
+
+
+# Replay and drill end with it; the same command goes on
+
+
+@pytest.fixture
+async def world(nats_url: str, tmp_path: Path) -> AsyncIterator[World]:
+    async with client_of(nats_url) as client:
+        world = World(tmp_path, nats_url, client)
+        world.fill((1, 300))
+        await world.make()
+        yield world
+
+
+@pytest.mark.parametrize(("owner", "name"), [(ReplaySource, "_decode_all"), (Carrying, "_watch")])
+async def test_whatever_fails_beside_a_replay_ends_it_and_it_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    Throw(monkeypatch, owner, name)
+    with pytest.raises(Exception) as caught:
+        await asyncio.wait_for(world.run(), PATIENCE)
+    assert is_no_room(caught.value)
+    assert (await world.run()).finished
+    assert await world.sequences() == list(range(1, 301))
+
+
+async def test_a_replay_whose_lease_nobody_renews_takes_it_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Throw(monkeypatch, Lease, "_renew")
+    before = count("lease")
+    result = await asyncio.wait_for(world.run(Options(pace=MessageRate(100))), PATIENCE)
+    assert result.finished
+    assert count("lease") == before + 1
+    assert await world.sequences() == list(range(1, 301))
+
+
+# What has no owner ends the service
+
+
+def _down(_self: object, *told: object) -> bool:
+    """Of a listener: the connection was lost."""
+    return told[-1] is False
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "where"),
+    [
+        (Feed, "_hold", lambda *_: True),
+        (Feed, "_halt", lambda *_: True),
+        (Health, "beat", lambda *_: True),
+        (egress_controller, "_deadline", lambda *_: True),
+        (Reach, "nats", _down),
+    ],
+    ids=["feed", "halt", "beat", "deadline", "listener"],
+)
+async def test_what_has_no_owner_ends_egress(
+    bench: Bench,
+    nats_server: NatsServer,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    where: Callable[..., bool],
+) -> None:
+    stream = await bench.make_stream(unique("T"))
+    Throw(monkeypatch, owner, name, where=where)
+    async with TcpProxy(nats_server.port) as proxy:
+        bench.url = proxy.url
+        running = bench.start(bench.settings({"stream": stream}))
+
+        async def service() -> bool:
+            return await running.task
+
+        ending = asyncio.create_task(to_its_end(service()))
+        if where is _down:
+            await soon(lambda: running.state(stream) == "reading")
+            proxy.cut()
+        with pytest.raises(Exception) as caught:
+            await asyncio.wait_for(ending, PATIENCE)
+        assert is_no_room(caught.value)
+        assert running.task.done()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "where"),
+    [
+        (Runner, "_hold", lambda one, *_: one.target.endswith("_A")),
+        (Controller, "_beat", lambda *_: True),
+        (Controller, "_shows", _down),
+    ],
+    ids=["target", "beat", "listener"],
+)
+async def test_what_has_no_owner_ends_ingress(
+    tmp_path: Path,
+    nats_server: NatsServer,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    where: Callable[..., bool],
+) -> None:
+    """Also where another target is still carried."""
+    Throw(monkeypatch, owner, name, where=where)
+    async with TcpProxy(nats_server.port) as proxy:
+        centre = Centre(tmp_path, Archive(tmp_path / "store"), proxy.url)
+        source = {"site": "us-east", "feed": "NODES"}
+        targets = [
+            {
+                "stream": name,
+                "create": {"subjects": [f"{name}.>"]},
+                "sources": [{**source, "subject_prefix": name}],
+            }
+            for name in (f"{centre.target}_A", f"{centre.target}_B")
+        ]
+        health = Health(SystemClock())
+        ending = asyncio.create_task(to_its_end(centre.run(health=health, targets=targets)))
+        if where is _down:
+            await soon(lambda: "carrying" in str(health.status()["parts"]))
+            proxy.cut()
+        with pytest.raises(Exception) as caught:
+            await asyncio.wait_for(ending, PATIENCE)
+        assert is_no_room(caught.value)

@@ -1,0 +1,246 @@
+"""An error in what a connection calls, or in one of its tasks, reaches whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from nats.aio.transport import TcpTransport
+
+from common.clock import SystemClock
+from common.errors import Unforeseen
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Leases
+from common.jetstream.requests import Requests
+from common.jetstream.streams import create_stream, get_message, stream_info
+from common.settings.nats import NatsSettings
+from common.sharing.bell import Bell
+from common.tasks import to_its_end
+from egress.advisories.scan import From, scan
+from infra.local.nats import NatsServer
+from ingress.checkpoints.census import Census, take_census
+from ingress.discovery.nats_events import follow_subject
+from ingress.publishing.replies import Expected, Replies
+from ingress.replay.reading import read_all
+from tests.ingress_world import client_of
+from tests.support import PATIENCE, soon, unique
+from tests.tcp_proxy import TcpProxy
+from tests.throwing import Throw, break_sinks, no_room
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    async with client_of(nats_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
+    async with TcpProxy(nats_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def orphans() -> list[str]:
+    """Errors without an owner: each of them would have ended the service."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+async def _kept(orphans: list[str]) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: orphans.append(str(context.get("exception"))))
+    yield
+    loop.set_exception_handler(None)
+
+
+async def filled(client: FloeClient) -> str:
+    """A stream of ten messages; the subject of the last is not UTF-8."""
+    stream = unique("S")
+    await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "memory"})
+    for number in range(9):
+        client.send(frame(b"%b.%d" % (stream.encode(), number), b"x"))
+    client.send(frame(stream.encode() + b".\xff", b"x"))
+
+    async def all_there() -> bool:
+        info = await stream_info(client, stream)
+        return info is not None and info.messages == 10
+
+    await soon(all_there)
+    return stream
+
+
+# Those who read a stream
+
+
+async def scanning(client: FloeClient, stream: str) -> None:
+    async for _ in scan(client, stream, From(1), until=10):
+        pass
+
+
+async def asking(client: FloeClient, stream: str) -> None:
+    await get_message(client, stream, 10)
+
+
+async def counting(client: FloeClient, stream: str) -> None:
+    await take_census(client, stream, "limits", Census(0, 10))
+
+
+async def reading(client: FloeClient, stream: str) -> None:
+    info = await stream_info(client, stream)
+    assert info is not None
+    await read_all(client, info, no_room)
+
+
+@pytest.mark.parametrize("read", [scanning, asking, counting, reading])
+async def test_whoever_reads_a_stream_gets_what_the_sink_raised(
+    client: FloeClient,
+    orphans: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[[FloeClient, str], Awaitable[None]],
+) -> None:
+    """At once, and neither the connection nor the service ends."""
+    stream = await filled(client)
+    with monkeypatch.context() as broken:
+        break_sinks(broken)
+        with pytest.raises(MemoryError, match="no room"):
+            await asyncio.wait_for(read(client, stream), PATIENCE)
+    assert orphans == []
+    assert client.generation == 1
+
+
+async def test_what_takes_the_messages_of_a_drill_may_fail(client: FloeClient, orphans: list[str]) -> None:
+    with pytest.raises(MemoryError, match="no room"):
+        await asyncio.wait_for(reading(client, await filled(client)), PATIENCE)
+    assert orphans == []
+
+
+# Listeners
+
+
+async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    Throw(monkeypatch, Bell, "_on_connection")
+    bucket = await KeyValue.open(client, unique("L"), ttl=5.0)
+    bell = Bell(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
+    await bell.run(asyncio.Event())
+
+
+async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    replies = await Replies.open(client)
+    reply = replies.make()
+    Throw(monkeypatch, type(reply), "lost")
+    replies.listen(reply)
+    await replies.judged(reply, Expected("S", 1), 10)
+
+
+async def notified(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Heard:
+        is_wanted = True
+
+        def take(self, raw: bytes) -> None: ...
+        def failed(self, why: str) -> None: ...
+        def listening(self) -> None:
+            """The first time it is called by whoever follows, then by the connection."""
+
+    heard = Heard()
+    once = iter([None])
+
+    def listening() -> None:
+        if next(once, "again") == "again":
+            no_room()
+
+    monkeypatch.setattr(heard, "listening", listening)
+    await follow_subject(client, unique("events"), heard, SystemClock())
+
+
+@pytest.mark.parametrize("listen", [rung, answered, notified])
+async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
+    proxy: TcpProxy,
+    orphans: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    listen: Callable[[FloeClient, pytest.MonkeyPatch], Coroutine[Any, Any, None]],
+) -> None:
+    async with client_of(proxy.url) as client:
+        listening = asyncio.create_task(listen(client, monkeypatch))
+        await asyncio.sleep(0.2)
+        proxy.cut()
+        with pytest.raises(MemoryError, match="no room"):
+            await asyncio.wait_for(listening, PATIENCE)
+        await soon(lambda: client.is_up)
+    assert orphans == []
+
+
+# The connection's own
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(FloeClient, "_round_trip"), (TcpTransport, "writelines")],
+    ids=["watchdog", "writing"],
+)
+async def test_a_task_of_the_connection_that_fails_has_it_made_again(
+    nats_url: str, orphans: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """Also while messages come, so that nothing looks dead."""
+    client = await connect(NatsSettings(url=nats_url), name="test", ping_interval=0.3)
+    other = await connect(NatsSettings(url=nats_url), name="other")
+    received: list[bytes] = []
+    subject = unique("s")
+    await client.subscribe_raw(subject, lambda *frame: received.append(frame[2]))
+    throw = Throw(monkeypatch, owner, name, where=lambda one, *_: one in (client, client._transport))
+    client.send(frame(b"x.y", b""))
+
+    async def reconnected() -> bool:
+        other.send(frame(subject.encode(), b"x"))
+        return client.generation > 1 and client.is_up
+
+    await soon(reconnected, 5)
+    assert throw.left == 0
+    assert orphans == []
+    await client.aclose()
+    await other.aclose()
+
+
+async def test_an_attempt_to_connect_that_fails_as_nobody_foresaw_is_not_the_last(
+    proxy: TcpProxy, orphans: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client_of(proxy.url) as client:
+        throw = Throw(monkeypatch, FloeClient, "_select_next_server")
+        proxy.cut()
+        await soon(lambda: client.generation > 1 and client.is_up)
+    assert throw.left == 0
+    assert orphans == []
+
+
+def test_what_keeps_the_connection_from_being_made_again_ends_the_service(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Throw(monkeypatch, FloeClient, "_went_down")
+
+    async def service() -> None:
+        async with TcpProxy(nats_server.port) as proxy, client_of(proxy.url):
+            proxy.cut()
+            await asyncio.sleep(10)
+
+    with pytest.raises(Unforeseen, match="no room"):
+        asyncio.run(to_its_end(service()))
+
+
+def test_answers_that_cannot_be_handed_out_end_the_service(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything in the process that asks would wait in vain."""
+    throw = Throw(monkeypatch, Requests, "sink", 0)
+
+    async def service() -> None:
+        async with client_of(nats_url) as client:
+            throw.left = 1
+            await stream_info(client, "NONE")
+
+    with pytest.raises(Unforeseen, match="no room"):
+        asyncio.run(to_its_end(service()))

@@ -1,0 +1,39 @@
+"""The tests that only `make soak` runs: crash points and publishers beyond those of `make test`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from infra.local.tether import tether
+
+ROOT = Path(__file__).parents[2]
+
+
+async def crash_rounds(rng: random.Random) -> dict[str, Any]:
+    """Run the tests marked `soak`. Raises AssertionError with the end of pytest's words where one fails."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "pytest", "-q", "-m", "soak", "-n", "2", f"--junit-xml={report}"),
+            cwd=ROOT,
+            env={**os.environ, "FLOE_SEED": str(rng.getrandbits(32))},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        tether(process.pid)
+        out, _ = await process.communicate()
+        assert process.returncode == 0, out.decode(errors="replace")[-2000:]
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+    assert suite is not None, "pytest wrote no report"
+    found = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    return {**found, "seconds": round(time.monotonic() - started, 1)}

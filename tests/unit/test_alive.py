@@ -1,0 +1,134 @@
+"""The sign of life of a process of egress: its document, which of them count, what the centre makes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.objects.port import ObjectInfo
+from common.segments.alive import (
+    FORGOTTEN,
+    Alive,
+    ChainSign,
+    Sighting,
+    newest,
+    process_name,
+    to_read,
+)
+from ingress.standing import Standing, by_newest_incarnation
+
+CHAIN = Chain("us-east", "NODES", 2)
+PARTITION = Chain("us-east", "NODES")
+
+
+def sign(state: str = "reading", **fields: Any) -> ChainSign:
+    return ChainSign(fields.pop("chain", CHAIN), state, fields.pop("since", 900.0), **fields)
+
+
+def sighting(made: ChainSign, modified: float = 1000.0, age: float = 10.0, time: float = 1000.0) -> Sighting:
+    return Sighting(made, modified, age, time)
+
+
+def standing(made: ChainSign | None = None, **fields: Any) -> Standing:
+    egress = made and sighting(made, age=fields.pop("age", 10.0), time=fields.pop("time", 1000.0))
+    return Standing("T", "fast", CHAIN, 50, 51, egress=egress, silent_after=300.0, **fields)
+
+
+def test_it_comes_back_as_it_was_and_later_versions_may_add_fields() -> None:
+    alive = Alive(
+        "us-east", "a/b/1/2", 1000.5, (sign("stopped", code="E-X", why="…", end=7, source_last=9), sign())
+    )
+    assert Alive.from_json(alive.to_json()) == alive
+
+    later = json.loads(alive.to_json())
+    later["new"] = later["chains"][0]["new"] = {"x": 1}
+    assert Alive.from_json(json.dumps(later).encode()) == alive
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format_version": 2},
+        {"chains": [{"feed": "a b", "partition": 0, "incarnation": 0, "state": "s", "since": 1}]},
+        {"chains": [{"feed": "F", "partition": -1, "incarnation": 0, "state": "s", "since": 1}]},
+        {"chains": [{"feed": "F", "partition": 0, "incarnation": 0, "state": "s", "since": 1, "end": -1}]},
+        {"time": "now"},
+    ],
+)
+def test_what_is_not_one_is_refused(change: dict[str, Any]) -> None:
+    document = json.loads(Alive("us-east", "o", 1.0, ()).to_json())
+    with pytest.raises(ValueError, match=r"expected|Expected"):
+        Alive.from_json(json.dumps({**document, **change}).encode())
+
+
+def test_a_restart_has_the_same_name_and_siblings_have_others() -> None:
+    names = [process_name("h"), process_name("h", "a"), process_name("h", "a", 0), process_name("h", "a", 1)]
+    assert names == ["h", "h.a", "h.a.0", "h.a.1"]
+
+
+def test_objects_of_processes_that_never_came_back_are_not_read_and_a_dead_site_is() -> None:
+    live, old = ObjectInfo("a", 1, 10 * FORGOTTEN, "e"), ObjectInfo("b", 1, 8 * FORGOTTEN, "e")
+    assert to_read([("s", live), ("s", old), ("dead", old)]) == [live, old]
+    assert to_read([("s", old), ("s", live)]) == [live]
+
+
+def test_of_a_chain_the_newest_process_that_has_it_counts() -> None:
+    dead = sighting(sign("stopped"), modified=10)
+    taken, standby = sighting(sign("reading"), modified=20), sighting(sign("standby"), modified=30)
+    assert newest([standby, dead]) == {PARTITION: dead}
+    assert newest([taken, standby, dead]) == {PARTITION: taken}
+    assert newest([standby]) == {PARTITION: standby}
+
+
+@pytest.mark.parametrize(
+    ("made", "incarnation", "archived", "expected"),
+    [
+        (sign(end=50, source_last=597), 2, 50, 547),
+        (sign(end=50, source_last=597), 2, 80, 517),
+        (sign(end=50, source_last=40), 2, 50, 0),
+        (sign(source_last=597), 2, 0, 597),
+        (sign(end=50), 2, 50, None),
+        # It has begun the next incarnation, and the centre has not heard of it.
+        (sign(end=5, source_last=9), 1, 1000, 4),
+        # It stopped before it looked which incarnation it is in.
+        (sign(chain=PARTITION, source_last=597), 2, 50, 547),
+    ],
+)
+def test_what_is_not_archived_is_counted(
+    made: ChainSign, incarnation: int, archived: int, expected: int | None
+) -> None:
+    assert made.not_archived(incarnation, archived) == expected
+
+
+def test_what_egress_says_belongs_to_the_newest_incarnation() -> None:
+    said = sighting(sign(chain=PARTITION))
+    assert by_newest_incarnation([PARTITION, CHAIN], {PARTITION: said}) == {CHAIN: said}
+    ahead = sighting(sign())
+    assert by_newest_incarnation([PARTITION], {PARTITION: ahead}) == {CHAIN: ahead}
+    assert by_newest_incarnation([CHAIN], {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "state", "alarm"),
+    [
+        (None, {}, None, False),
+        (sign(), {}, "reading", False),
+        (sign(), {"age": 301.0}, "silent", True),
+        (sign("stopped", code="E-FORKED"), {}, "stopped E-FORKED", True),
+        (sign("waiting", since=900.0), {}, "waiting", False),
+        (sign("waiting", since=600.0), {}, "waiting", True),
+        (sign("standby", since=1.0), {}, "standby", False),
+        (sign(), {"phase": "late", "lag_seconds": 200.0}, "reading", False),
+        (sign(), {"phase": "late", "lag_seconds": 400.0}, "reading", True),
+        (sign(), {"phase": "lost"}, "reading", True),
+        (None, {"phase": "stopped"}, None, True),
+    ],
+)
+def test_what_is_stopped_or_late_or_silent_for_long_is_an_alarm(
+    made: ChainSign | None, fields: dict[str, Any], state: str | None, alarm: bool
+) -> None:
+    found = standing(made, **fields)
+    assert (found.egress_state, found.alarm) == (state, alarm)

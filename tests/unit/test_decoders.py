@@ -1,0 +1,65 @@
+"""Documents decoded for the first time by several threads at once: a type that msgspec builds only then ends
+the process (SIGSEGV), about once in 200 starts, and in two of five of the rounds here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import at_length
+
+ROOT = Path(__file__).parents[2]
+
+# Each round is a fresh process, forked behind the imports and before anything was decoded.
+ROUNDS = """
+import os, sys, threading
+from common.chain import Chain
+from common.segments.document_values import ChainDocument, StreamDocument, tail_from_json, tail_to_json
+from common.segments.gaps import AcceptedGap
+from common.sequences import SequenceRange
+from egress.partitions.closing import Closing, Decision, End, NextStream
+from egress.resolve.acceptance import Acceptance
+from ingress.chains.starts import Start
+
+def begin(start, works):
+    start.wait()
+    for work, raw in works:
+        work(raw)
+
+tail, at = tail_to_json(7), "2026-11-20T10:00:00Z"
+made = [
+    (tail_from_json, tail),
+    (ChainDocument.from_json, ChainDocument(("a",), 1, 1).to_json()),
+    (StreamDocument.from_json, StreamDocument({}, at, {0: 1}, (ChainDocument(("a",), 1, 1),)).to_json()),
+    (AcceptedGap.from_json, AcceptedGap(SequenceRange(1, 2), "why", "me", at).to_json()),
+    (Closing.from_json, Closing({0: End(1, 1, at)}, Decision(at, {0: 1}), NextStream(at, {})).to_json()),
+    (Acceptance.from_json, Acceptance(at, 1).to_json()),
+    (Start.from_json, Start(1, 1, {"a": 1}).to_json()),
+]
+crashed = 0
+for number in range(int(sys.argv[1])):
+    pid = os.fork()
+    if not pid:
+        sys.setswitchinterval(1e-6)
+        start = threading.Barrier(6)
+        threads = [threading.Thread(target=begin, args=(start, made)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(0)
+    crashed += os.waitpid(pid, 0)[1] != 0
+print(crashed)
+"""
+
+
+@pytest.mark.parametrize("rounds", ["100", at_length("500")])
+def test_no_document_ends_a_process_whose_threads_decode_it_first_at_the_same_time(rounds: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ROUNDS, rounds], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "0", done.stderr

@@ -1,0 +1,144 @@
+"""Every command of every hint is taken by the parser of `floe` as it stands, to the end of its line."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from itertools import chain as joined
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from common.chain import Chain
+from common.segments import behind, gaps, quarantine
+from common.segments.segment import Tip
+from common.sequences import SequenceRange
+from common.service import pasting
+from common.settings.egress import FeedSettings
+from egress.identity import Evidence, Held, Kind, Source, Verdict, Witness
+from egress.resolve import choices, hints
+from egress.slices import Slice, slices
+from ingress.chains import advice as chain_advice
+from ingress.checkpoints import commands as checkpoint_commands
+from ingress.replay import advice as replay_advice
+from ingress.replay.options import Options
+from ingress.replay.request import Request
+from tests.hints import commands_of, problems_of
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("common", "egress", "ingress", "compaction")
+
+CHAIN, PLAIN = Chain("us-east", "IT'S", 3, 2), Chain("us-east", "NODES")
+HOLE = SequenceRange(11, 20)
+REQUEST = Request(
+    "us-east",
+    "NODES",
+    "A TARGET",
+    incarnation=1,
+    partition=0,
+    from_sequence=3,
+    to_time="2026-01-02T03:04:05Z",
+    subjects=("a.*", "b.>"),
+    prefix="x",
+    into_source=True,
+)
+
+
+def part_of(**settings: Any) -> Slice:
+    return slices("us-east", FeedSettings(stream="NODES", **settings))[-1]
+
+
+PARTS = [
+    part_of(),
+    part_of(name="a_name", on_recreated="halt"),
+    part_of(partitions=("a.>", "b.>")),
+    part_of(inspect_field="device", inspect_duration="1h"),
+]
+
+
+def verdicts() -> Iterator[str]:
+    """The hints of all verdicts that stop, for feeds of all kinds."""
+    source = Source("2026", 81, 300, 1_000)
+    for part in PARTS:
+        for kind in choices.CODES:
+            for held in Held:
+                tips = (Witness(Tip(100, 1, "0" * 32), held),)
+                found = None if kind is Kind.GONE else source
+                for end in (100, 400):
+                    evidence = Evidence(found, "2025", end, tips)
+                    yield choices.stopped_error(part, part.chain, evidence, Verdict(kind, "why"), 90).hint
+
+
+# By the function that builds a command: texts in which such commands stand.
+SAMPLES: dict[str, Callable[[], object]] = {
+    "common/segments/behind.py:carry": lambda: behind.ways_on(CHAIN, HOLE),
+    "common/segments/behind.py:give_up": lambda: behind.ways_on(PLAIN, HOLE),
+    "common/segments/gaps.py:accept_command": lambda: [gaps.way_out(each, HOLE) for each in (CHAIN, PLAIN)],
+    "common/segments/gaps.py:carry_late": lambda: [gaps.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
+    "common/segments/quarantine.py:quarantine_command": lambda: quarantine.quarantine_command("a b.parquet"),
+    "egress/resolve/choices.py:_hint": verdicts,
+    "egress/resolve/hints.py:resolve": lambda: [
+        hints.resolve("IT'S", "--new-incarnation --from 3", 0),
+        hints.believe_listing(CHAIN),
+    ],
+    "egress/resolve/hints.py:repartition": lambda: hints.repartition("IT'S"),
+    "egress/resolve/hints.py:bring_back": lambda: [
+        hints.bring_back(part, chain, continues=False) for part in PARTS for chain in (CHAIN, PLAIN)
+    ],
+    "ingress/checkpoints/commands.py:set_command": lambda: [
+        checkpoint_commands.set_command("A TARGET", "--forget"),
+        chain_advice.set_position("A TARGET", CHAIN, 5),
+    ],
+    "ingress/chains/advice.py:resume": lambda: [
+        chain_advice.resume("A TARGET", CHAIN),
+        chain_advice.resume("A TARGET", PLAIN),
+    ],
+    "ingress/replay/advice.py:Advice.same": lambda: replay_advice.Advice(
+        REQUEST, Options(create=True, append=True, allow_lossy=True, skip_holes=True)
+    ).same("--again"),
+}
+# Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.
+ELSEWHERE = {
+    "egress/report.py",
+    "ingress/carrier.py",
+    "ingress/decisions/pauses.py",
+    "ingress/parked/cli.py",
+    "ingress/replay/drill.py",
+    "ingress/replay/survey.py",
+}
+
+
+def builders() -> set[str]:
+    """The functions of the product that call `pasting.command`."""
+    found = set()
+    for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
+        tree = ast.parse(path.read_text())
+        imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+        if any(n.module == pasting.__name__ and "command" in [a.name for a in n.names] for n in imports):
+            name = str(path.relative_to(ROOT))
+            found |= {f"{name}:{function}" for function in _calling(tree, "")}
+    return found
+
+
+def _calling(node: ast.AST, within: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _calling(child, f"{within}.{child.name}".strip("."))
+        else:
+            if isinstance(child, ast.Call) and getattr(child.func, "id", "") == "command":
+                yield within
+            yield from _calling(child, within)
+
+
+def test_each_function_that_builds_a_command_is_tried_here() -> None:
+    untried = {each for each in builders() if each.split(":")[0] not in ELSEWHERE}
+    assert untried == set(SAMPLES)
+
+
+@pytest.mark.parametrize("builder", SAMPLES)
+def test_each_command_is_taken_as_it_stands(builder: str) -> None:
+    made = SAMPLES[builder]()
+    texts = [made] if isinstance(made, str) else list(cast("Iterator[str]", made))
+    assert any(map(commands_of, texts))
+    assert [problem for text in texts for problem in problems_of(text)] == []

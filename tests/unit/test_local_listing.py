@@ -1,0 +1,67 @@
+"""What a local store lists: in key order, from any key on, and while objects come and go."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.objects.keys import in_key_order
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectInfo
+
+PARTS = st.sampled_from(["a", "a!", "a-b", "a0", "b", "é", "z"])
+KEYS = st.lists(PARTS, min_size=1, max_size=3).map("/".join)
+BEGINNINGS = st.tuples(KEYS, st.integers(0, 6)).map(lambda found: found[0][: found[1]])
+
+
+@settings(max_examples=60)
+@given(st.sets(KEYS, max_size=15), BEGINNINGS, BEGINNINGS, st.one_of(st.none(), st.integers(0, 4)))
+def test_any_part_of_a_tree_is_listed_in_key_order(
+    keys: set[str], prefix: str, after: str, limit: int | None
+) -> None:
+    held = [key for key in keys if not any(other.startswith(f"{key}/") for other in keys)]
+    with tempfile.TemporaryDirectory() as name:
+        for key in held:
+            path = Path(name, key)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        found = [info.key for info in LocalObjects(Path(name)).list(prefix, start_after=after, limit=limit)]
+    wanted = [k for k in held if k.startswith(prefix) and in_key_order(k) > in_key_order(after)]
+    assert found == sorted(wanted, key=in_key_order)[:limit]
+
+
+def test_what_moves_to_a_later_folder_while_it_is_listed_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects, look_up = LocalObjects(tmp_path), LocalObjects._info
+    objects.put("p/level=0/a", b"1")
+    objects.put("p/level=1/z", b"1")
+
+    def moving(self: LocalObjects, key: str) -> ObjectInfo | None:
+        if key == "p/level=0/a":
+            (tmp_path / "p/level=0/a").replace(tmp_path / "p/level=1/b")
+        return look_up(self, key)
+
+    monkeypatch.setattr(LocalObjects, "_info", moving)
+    assert [info.key for info in objects.list("p/")] == ["p/level=1/b", "p/level=1/z"]
+
+
+def test_what_is_deleted_while_it_is_listed_makes_no_page_shorter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lists page by page takes a short page for the last one."""
+    objects, look_up = LocalObjects(tmp_path), LocalObjects._info
+    for name in "abcd":
+        objects.put(f"p/{name}", b"1")
+
+    def deleting(self: LocalObjects, key: str) -> ObjectInfo | None:
+        if key == "p/a":
+            (tmp_path / key).unlink()
+        return look_up(self, key)
+
+    monkeypatch.setattr(LocalObjects, "_info", deleting)
+    assert [info.key for info in objects.list("p/", limit=2)] == ["p/b", "p/c"]

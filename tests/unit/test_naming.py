@@ -1,0 +1,78 @@
+"""What a name means among the chains that there are; what is not there is an error that says what is."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.chain import Chain
+from common.errors import UsageError
+from common.segments.naming import MOST_NAMES, chosen, configured, one, parse, suggestion
+from common.settings.root import Settings
+
+OLD, NEW = Chain("us-east", "NODES"), Chain("us-east", "NODES", 1)
+PARTS = [Chain("eu-west", "NODES", 0, n) for n in range(2)]
+KNOWN = [OLD, NEW, *PARTS]
+FEEDS = {("us-east", "LATER")}
+
+
+def refused(*named: object) -> str:
+    with pytest.raises(UsageError) as refusal:
+        chosen(KNOWN, FEEDS, *named)  # type: ignore[arg-type]
+    return str(refusal.value)
+
+
+def test_what_is_not_named_is_all() -> None:
+    assert chosen(KNOWN, FEEDS, None) == sorted(KNOWN)
+    assert chosen(KNOWN, FEEDS, "us-east") == chosen(KNOWN, FEEDS, "us-east", "NODES") == [OLD, NEW]
+    assert chosen(KNOWN, FEEDS, None, "NODES", None, 1) == [PARTS[1]]
+    assert chosen([], (), None) == []
+
+
+def test_a_name_that_is_not_there_is_an_error_that_says_what_is() -> None:
+    assert "did you mean us-east/NODES? there are eu-west/NODES, us-east/LATER, us-east/NODES" in refused(
+        "us-esat", "NODES"
+    )
+    assert "did you mean us-east? there are eu-west, us-east" in refused("us-esat")
+    assert "did you mean NODES? there are LATER, NODES" in refused(None, "NODE")
+    assert "incarnation 0007" in refused("us-east", "NODES", 7)
+    assert "there are us-east/NODES/0000/0, us-east/NODES/0001/0" in refused("us-east", "NODES", 7)
+    assert "partition 9" in refused(None, None, None, 9)
+    assert "did you mean" not in refused("somewhere")
+    with pytest.raises(UsageError, match="there are none"):
+        chosen([], (), "us-east")
+
+
+def test_a_feed_of_the_configuration_may_be_empty() -> None:
+    assert chosen(KNOWN, FEEDS, "us-east", "LATER") == []
+    assert one(KNOWN, FEEDS, "us-east", "LATER") == Chain("us-east", "LATER")
+    settings = Settings.model_validate(
+        {
+            "site": "us-east",
+            "store": {"url": "file:///bucket"},
+            "egress": {"feeds": [{"stream": "A"}, {"stream": "A", "name": "B"}]},
+            "ingress": {"targets": [{"stream": "T", "sources": [{"site": ["c", "d"], "feed": "E"}]}]},
+        }
+    )
+    assert configured(settings) == {("us-east", "A"), ("us-east", "B"), ("c", "E"), ("d", "E")}
+
+
+def test_one_chain_is_that_of_the_newest_incarnation() -> None:
+    assert one(KNOWN, (), "us-east", "NODES") == NEW
+    assert one(KNOWN, (), "us-east", "NODES", 0) == OLD
+    assert one(KNOWN, (), "eu-west", "NODES", None, 1) == PARTS[1]
+    with pytest.raises(UsageError, match="found partitions 0, 1; name the partition"):
+        one(KNOWN, (), "eu-west", "NODES")
+
+
+def test_a_name_is_read_part_by_part() -> None:
+    assert parse("us-east") == ("us-east", None, None, None)
+    assert parse("us-east/NODES/1") == ("us-east", "NODES", 1, None)
+    assert parse("us-east/NODES/0001/2") == ("us-east", "NODES", 1, 2)
+    for text in ("", "a//0", "a/b/x", "a/b/0/0/0", "a b", "a/b/10000"):
+        with pytest.raises(UsageError):
+            parse(text)
+
+
+def test_of_many_names_some_are_listed() -> None:
+    names = [f"site-{number:03d}" for number in range(100)]
+    assert suggestion("other", names) == f"there are {', '.join(names[:MOST_NAMES])} and 80 more"

@@ -1,0 +1,73 @@
+"""Who is silent, as the centre sees it while the store comes and goes; and when egress says that it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import ManualClock, SystemClock
+from common.errors import Unavailable
+from common.objects.local import LocalObjects
+from common.segments.alive import Alive, ChainSign
+from common.segments.documents import ChainStore
+from common.segments.layout import Layout
+from common.service.threads import Threads
+from egress.alive import SignOfLife
+from ingress.discovery.sites import Sites
+from tests.faulty_store import FaultyStore
+from tests.support import soon
+
+CHAIN = Chain("us-east", "NODES")
+PAIRS = frozenset({(CHAIN.site, CHAIN.feed)})
+
+
+def away(*_args: Any, **_kwargs: Any) -> Any:
+    raise Unavailable("away")
+
+
+async def test_while_the_store_is_away_nobody_becomes_silent_and_the_dead_stay_so(tmp_path: Path) -> None:
+    store, clock = FaultyStore(LocalObjects(tmp_path)), ManualClock(time.time())
+    documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
+    documents.write_alive("host", Alive(CHAIN.site, "o", 0.0, (ChainSign(CHAIN, "reading", 0.0),)))
+    sites = Sites(documents, Threads("test", 1), clock, 300.0)
+    is_away = False
+    store.on("list", lambda real, *args, **kwargs: (away if is_away else real)(*args, **kwargs))
+
+    async def look(seconds: float) -> bool:
+        clock.advance(seconds)
+        await sites.look(PAIRS)
+        sighting = sites.of(CHAIN)
+        assert sighting is not None
+        return sites.is_silent(sighting)
+
+    assert not await look(0)
+    assert not await look(60)
+    is_away = True
+    for _ in range(10):
+        with pytest.raises(Unavailable):
+            await look(60)
+    is_away = False
+    assert not await look(60), "nobody could put anything there"
+    assert not await look(120)
+    assert await look(120), "it stays away while the store answers"
+    is_away = True
+    with pytest.raises(Unavailable):
+        await look(60)
+    is_away = False
+    assert await look(60)
+
+
+async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) -> None:
+    store = FaultyStore(LocalObjects(tmp_path)).on("put", away, nth=1)
+    documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
+    sign = SignOfLife(CHAIN.site, "host", "o", (), documents, None, SystemClock(), 12.0)  # type: ignore[arg-type]
+    stop = asyncio.Event()
+    running = asyncio.create_task(sign.run(stop))
+    await soon(lambda: len(documents.listed_alive()) == 1, 11)
+    stop.set()
+    await running
