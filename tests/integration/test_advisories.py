@@ -114,7 +114,7 @@ async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.inspect_duration = (
-        "1000h"  # nothing comes too late, however far the clock has run before it is looked at
+        "1000h"  # however far the clock runs, nothing comes too late
     )
     clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)
     start = clock.monotonic()
