@@ -10,6 +10,9 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 
+NS_PER_S = 1_000_000_000
+
+
 class Clock(Protocol):
     """A source of time."""
 

@@ -24,7 +24,6 @@ from egress.report import FeedReport
 log = get_logger("egress.alive")
 
 SOON = 1 / 12  # of the time between two: by then most chains have something to say, or the store is back
-NANOSECONDS = 1_000_000_000
 
 
 class SignOfLife:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.clock import NS_PER_S
 from common.errors import Stopped
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
@@ -38,7 +39,6 @@ from egress.doubt import DoubtError
 from egress.slices import Slice, slices
 from egress.start import is_set
 
-SECOND = 1_000_000_000  # nanoseconds
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
 # Seconds. What is delivered again while it is still read puts the reader in doubt, so this exceeds the
 # longest that a message may wait for its segment, a lease and an upload together.
@@ -104,7 +104,7 @@ def ephemeral(wanted: Wanted) -> dict[str, Any]:
             "opt_start_seq": wanted.first,
             "ack_policy": "none",
             "replay_policy": "instant",
-            "inactive_threshold": int(wanted.inactive * SECOND),
+            "inactive_threshold": int(wanted.inactive * NS_PER_S),
             "mem_storage": True,
             "num_replicas": 1,
         },
@@ -127,7 +127,7 @@ def durable(wanted: Wanted, version: tuple[int, int, int], description: str = RE
         {
             "durable_name": f"{wanted.part.durable}_{secrets.token_hex(RANDOM)}",
             "description": description,
-            "ack_wait": int(ACK_WAIT * SECOND),
+            "ack_wait": int(ACK_WAIT * NS_PER_S),
             "max_deliver": -1,
             "max_ack_pending": -1,
             "replay_policy": "instant",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.jetstream.streams import StreamInfo, next_message, parse_time, stream_info
@@ -24,7 +24,6 @@ from egress.slices import Slice
 
 log = get_logger("egress.expiry")
 
-NANOSECONDS = 1_000_000_000
 LOOKS = 10  # of the first sequence; the pace is taken from the oldest to the newest
 
 
@@ -47,7 +46,7 @@ def left_by_age(limits: Limits, waiting_since_ns: int, server_ns: int) -> float:
     """Seconds until a message of that time expires, not below 0; infinite without a limit."""
     if not limits.max_age_ns:
         return math.inf
-    return max(0.0, (waiting_since_ns + limits.max_age_ns - server_ns) / NANOSECONDS)
+    return max(0.0, (waiting_since_ns + limits.max_age_ns - server_ns) / NS_PER_S)
 
 
 def left_by_size(limits: Limits, waiting: int, first: int, pace: float) -> float:
@@ -116,4 +115,4 @@ class Expiry:
 
     def _server_ns(self, info: StreamInfo) -> int:
         """The server's time; this host's, where the server does not tell (before 2.10)."""
-        return parse_time(info.time) if info.time else int(self._clock.now() * NANOSECONDS)
+        return parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.client import FloeClient, RawSubscription, frame
 from common.jetstream.streams import StreamInfo, consumer_info, delete_consumer, stream_info
@@ -30,13 +30,13 @@ from common.tasks import end, told, watched
 from egress import columns as lists
 from egress.acknowledging import Acknowledging
 from egress.budget import Account
-from egress.consumers import INTEREST, SECOND, Taken, Wanted, drop_strays, take
+from egress.consumers import INTEREST, Taken, Wanted, drop_strays, take
 from egress.doubt import DoubtError
 from egress.frames import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from egress.parts import Pulling
 from egress.slices import Slice
 
-__all__ = ["SECOND", "DoubtError", "Reader", "Target"]
+__all__ = ["DoubtError", "Reader", "Target"]
 
 log = get_logger("egress.reader")
 
@@ -243,8 +243,8 @@ class Reader:
         request = {
             "batch": wanted,
             "max_bytes": self._window,
-            "expires": int(self._pulling.expires * SECOND),
-            "idle_heartbeat": int(self._pulling.heartbeat * SECOND),
+            "expires": int(self._pulling.expires * NS_PER_S),
+            "idle_heartbeat": int(self._pulling.heartbeat * NS_PER_S),
         }
         try:
             self._client.send(frame(self._ask, json.dumps(request).encode(), None, self._inbox))

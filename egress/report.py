@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.chain import Chain
-from common.clock import Clock, SystemClock
+from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import FloeError
 from common.jetstream.lease import owner_text
 from common.jetstream.streams import StreamInfo
@@ -26,8 +26,6 @@ from egress.identity import Evidence, Kind, Verdict
 from egress.partitions.left import Unmatched
 
 log = get_logger("egress.feed")
-
-NANOSECONDS = 1_000_000_000
 
 
 class FeedReport:
@@ -154,7 +152,7 @@ class FeedReport:
         metrics.source_sequence.labels(*self._labels).set(last)
         metrics.source_asked.labels(*self._labels).set(self._source_asked)
         if last_timestamp_ns is not None:
-            metrics.source_timestamp.labels(*self._labels).set(last_timestamp_ns / NANOSECONDS)
+            metrics.source_timestamp.labels(*self._labels).set(last_timestamp_ns / NS_PER_S)
         self._status.update(source_last=last)
         self._health.set_status(self._part, self._status)
 
@@ -308,6 +306,6 @@ class FeedReport:
                 **self._chain.log_context(),
             )
         if footer.last_timestamp_ns is not None:
-            metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NANOSECONDS)
+            metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NS_PER_S)
         self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)
         self._health.set_status(self._part, self._status)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from egress.budget import Account
 from egress.builder import Builder, Closing, Emitted
-from egress.consumers import SECOND
 from egress.draft import Draft
 from egress.identity import Source
 from egress.parts import Parts
@@ -63,6 +62,6 @@ def make_target(part: Slice, source: Source, builder: Builder, sampled: Sampled 
         return sampled.target
     if not (feed.max_age or feed.relay):
         return builder
-    keep_ns = round(feed.max_age * SECOND)
+    keep_ns = round(feed.max_age * NS_PER_S)
     newest_ns = source.last_timestamp_ns or 0
     return Sifting(builder, Sieve(part.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns))

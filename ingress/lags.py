@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.segments.alive import Sighting
 from ingress import metrics
 from ingress.chains.lane import Lane
@@ -15,7 +16,6 @@ from ingress.checkpoints.intent import Intent
 from ingress.discovery.sites import Sites
 from ingress.rows.blocks import Block
 
-NANOSECONDS = 1_000_000_000
 Labels = tuple[str, str, str, str]
 
 
@@ -174,5 +174,5 @@ def _decoded(ready: Iterable[Block], intent: Intent | None) -> tuple[Counter[Cha
     for block in ready:
         counts[block.piece.chain] += block.piece.count
         if block.material is not None and block.material.timestamps_ns:
-            times.setdefault(block.piece.chain, block.material.timestamps_ns[0] / NANOSECONDS)
+            times.setdefault(block.piece.chain, block.material.timestamps_ns[0] / NS_PER_S)
     return counts, times

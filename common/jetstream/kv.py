@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
+from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
@@ -32,7 +33,6 @@ from common.tasks import Tell, orphaned
 WRONG_LAST_SEQUENCE = (10071, 10164)  # the second one where another write of the key is in flight
 NAME_IN_USE = 10058
 REQUEST_TIMEOUT = 5.0  # seconds
-NANOSECONDS = 1_000_000_000
 PARALLEL_READS = 64
 PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that reached nobody is sent again
 KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
@@ -108,7 +108,7 @@ class KeyValue:
         if found != self._config()["max_age"]:
             expected = f"expected a time to live of {self.ttl or 0:g} s"
             raise ConfigError(
-                f"bucket {self.bucket}: {expected}, found {found / NANOSECONDS:g} s",
+                f"bucket {self.bucket}: {expected}, found {found / NS_PER_S:g} s",
                 hint="use one value for all that share the bucket, or another bucket",
                 code="E-KV-TTL",
             )
@@ -275,8 +275,8 @@ class KeyValue:
         return BucketGone(f"bucket {self.bucket} does not exist any more")
 
     def _config(self) -> dict[str, Any]:
-        max_age = round((self.ttl or 0) * NANOSECONDS)
-        window = 120 * NANOSECONDS
+        max_age = round((self.ttl or 0) * NS_PER_S)
+        window = 120 * NS_PER_S
         return {
             "name": self._stream,
             "subjects": [f"{self._prefix}>"],

@@ -8,7 +8,7 @@ import click
 
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.cli import (
-    Sequence,
+    SequenceType,
     config_option,
     json_option,
     load_settings,
@@ -154,8 +154,8 @@ def info(config: str, what: str, as_json: bool) -> int:
 
 @segments.command()
 @click.argument("what", metavar="KEY|CHAIN")
-@click.option("--from-sequence", type=Sequence(), help="The first sequence to print.")
-@click.option("--to-sequence", type=Sequence(), help="The last sequence to print.")
+@click.option("--from-sequence", type=SequenceType(), help="The first sequence to print.")
+@click.option("--to-sequence", type=SequenceType(), help="The last sequence to print.")
 @json_option
 @config_option
 @run_command

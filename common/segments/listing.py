@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.segments.archive import span
 from common.segments.documents import ChainStore
 from common.segments.rows import messages
@@ -20,7 +21,6 @@ from common.sequences import SequenceRange, cover, holes
 from common.service.text import escaped
 from common.settings.units import format_duration
 
-_SECOND = 1_000_000_000  # nanoseconds
 _MILLISECOND = 1_000_000
 
 
@@ -50,7 +50,7 @@ class Listed:
             "take_first": self.rows.first,
             "take_last": self.rows.last,
             "bytes": ref.size,
-            "modified": timestamp(int(ref.modified) * _SECOND),
+            "modified": timestamp(int(ref.modified) * NS_PER_S),
             "name": ref.name,
             "key": ref.key,
             "path": self.path(url),
@@ -75,7 +75,7 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
             {"first": g.range.first, "last": g.range.last, "rows": g.rows, "raw_bytes": g.raw_bytes}
             for g in reader.row_groups
         ]
-    modified = timestamp(int(ref.modified) * _SECOND)
+    modified = timestamp(int(ref.modified) * NS_PER_S)
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
@@ -134,7 +134,7 @@ def _as_written(name: str, nanoseconds: int) -> str:
     if name.endswith("timestamp_ns"):
         return timestamp(nanoseconds)
     is_exact = nanoseconds % _MILLISECOND == 0 and 0 <= nanoseconds < 2**63
-    return format_duration(nanoseconds / _SECOND) if is_exact else f"{nanoseconds}ns"
+    return format_duration(nanoseconds / NS_PER_S) if is_exact else f"{nanoseconds}ns"
 
 
 def _without_nanoseconds(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _text_bytes(raw: bytes) -> str:
 
 def timestamp(nanoseconds: int) -> str:
     """RFC 3339 UTC with nanoseconds where there are any; the bare number for years that it does not have."""
-    seconds, rest = divmod(nanoseconds, _SECOND)
+    seconds, rest = divmod(nanoseconds, NS_PER_S)
     try:
         text = datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00")
     except (ValueError, OverflowError, OSError):

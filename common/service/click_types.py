@@ -10,7 +10,7 @@ from common.sequences import MAX_SEQUENCE
 from common.settings.units import parse_duration, parse_size
 
 
-class Sequence(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+class SequenceType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
     """A stream sequence, 1 .. 2^63-1, as int."""
 
     name = "sequence"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.service.positions import Place, locate
-from common.service.yaml_tree import Items, Keys, Path, Problems
+from common.service.yaml_tree import Items, KeyPath, Keys, Problems
 from common.settings.describe import fields_of, is_secret, section_at
 
 MAX_FOUND = 60  # characters of a value in a message
@@ -98,7 +98,7 @@ def found_text(place: Place) -> str:
     return text if node.is_plain else f'"{text}"'
 
 
-def _is_private(path: Path) -> bool:
+def _is_private(path: KeyPath) -> bool:
     names = [part for part in path if isinstance(part, str)]
     if any(name in _FREE for name in names[:-1]):
         return True

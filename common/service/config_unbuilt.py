@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from common.service.config_document import Document
 from common.service.config_problems import add_combinations
 from common.service.positions import locate
-from common.service.yaml_tree import Path, Problems, refuse
+from common.service.yaml_tree import KeyPath, Problems, refuse
 from common.settings.base import Section
 from common.settings.describe import default_of, default_text, fields_of
 from common.settings.unbuilt import UNBUILT
 
 
 class _Found(NamedTuple):
-    location: Path
+    location: KeyPath
     section: type[Section]
     value: Any
 
@@ -50,7 +50,7 @@ def _add_unbuilt(document: Document, problems: Problems) -> None:
                 problems.add(place.mark, place.path, _message(found))
 
 
-def _values(value: Any, parts: Sequence[str], location: Path) -> Iterator[_Found]:
+def _values(value: Any, parts: Sequence[str], location: KeyPath) -> Iterator[_Found]:
     """The values that the path `parts` names below `value`."""
     part, *rest = parts
     if part == "*":

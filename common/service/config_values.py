@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.service.expand import expand, read_secret
-from common.service.yaml_tree import Items, Keys, Node, Path, Problems, Scalar
+from common.service.yaml_tree import Items, KeyPath, Keys, Node, Problems, Scalar
 from common.settings.describe import fields_of, is_secret, section_at
 from common.settings.secret_file import FileSecret
 from common.settings.types import Expanded
@@ -25,7 +25,7 @@ def secrets_in(root: Keys) -> tuple[list[str], list[str]]:
     inline: list[str] = []
     files: list[str] = []
 
-    def look(node: Node, path: Path) -> None:
+    def look(node: Node, path: KeyPath) -> None:
         if isinstance(node, Items):
             for index, item in enumerate(node.items):
                 look(item, (*path, index))
@@ -49,7 +49,7 @@ class _Values:
         self._problems = problems
         self._environment = environment
 
-    def mapping(self, node: Keys, path: Path) -> dict[str, Any]:
+    def mapping(self, node: Keys, path: KeyPath) -> dict[str, Any]:
         values = {name: self._value(below, (*path, name)) for name, below in node.entries.items()}
         section = section_at(path)
         for name in list(values):
@@ -60,14 +60,14 @@ class _Values:
                 values[secret] = self._from_file(values.pop(name), secret, node, (*path, name))
         return values
 
-    def _value(self, node: Node, path: Path) -> Any:
+    def _value(self, node: Node, path: KeyPath) -> Any:
         if isinstance(node, Keys):
             return self.mapping(node, path)
         if isinstance(node, Items):
             return [self._value(item, (*path, index)) for index, item in enumerate(node.items)]
         return self._scalar(node, path)
 
-    def _scalar(self, node: Scalar, path: Path) -> Any:
+    def _scalar(self, node: Scalar, path: KeyPath) -> Any:
         try:
             expanded = expand(node.text, self._environment)
         except ValueError as error:
@@ -75,7 +75,7 @@ class _Values:
             return None
         return expanded if isinstance(expanded, Expanded) else node.value()
 
-    def _is_empty(self, value: Any, node: Keys, path: Path) -> bool:
+    def _is_empty(self, value: Any, node: Keys, path: KeyPath) -> bool:
         """Whether a secret was to come from a variable and did not; noted."""
         if not isinstance(value, Expanded) or value:
             return False
@@ -83,7 +83,7 @@ class _Values:
         self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
         return True
 
-    def _from_file(self, file: Any, secret: str, node: Keys, path: Path) -> str | FileSecret:
+    def _from_file(self, file: Any, secret: str, node: Keys, path: KeyPath) -> str | FileSecret:
         """The secret in `file`; an empty name means none, as with every key that names a file."""
         mark = node.entries[str(path[-1])].mark
         if secret in node.entries:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common.service.yaml_tree import Items, Keys, Mark, Node, Path, Scalar
+from common.service.yaml_tree import Items, KeyPath, Keys, Mark, Node, Scalar
 
 #: A section, and where the keys come from that it does not have itself (`*`: any entry of a list).
-FALLBACKS: tuple[tuple[Path, Path], ...] = (
+FALLBACKS: tuple[tuple[KeyPath, KeyPath], ...] = (
     (("egress", "nats"), ("nats",)),
     (("ingress", "nats"), ("nats",)),
     (("egress", "feeds", "*"), ("egress", "defaults")),
@@ -22,7 +22,7 @@ class Place:
 
     mark: Mark
     key_mark: Mark
-    path: Path
+    path: KeyPath
     node: Node | None
 
 

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 MAX_BYTES = 1024 * 1024  # of one file
 MAX_DEPTH = 32  # mappings and lists within each other
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -98,7 +98,7 @@ class Problems:
         self.name = name
         self._found: dict[tuple[Mark, str], Problem] = {}
 
-    def add(self, mark: Mark, path: Path, message: str) -> None:
+    def add(self, mark: Mark, path: KeyPath, message: str) -> None:
         """Note a problem, once."""
         problem = Problem(self.name, *mark, ".".join(map(str, path)), message)
         self._found.setdefault((mark, message), problem)
@@ -190,7 +190,7 @@ class _Builder:
             self._problems.add(node.mark, (), f"expected a mapping at the top, found {found}")
         return node
 
-    def _node(self, event: Any, path: Path) -> Node:
+    def _node(self, event: Any, path: KeyPath) -> Node:
         mark = _mark(event.start_mark)
         self._refuse_tricks(event, mark, path)
         if isinstance(event, yaml.MappingStartEvent):
@@ -201,7 +201,7 @@ class _Builder:
             return Scalar(mark, event.value, event.style is None)
         return Scalar(mark, "", True)  # an alias, refused above
 
-    def _refuse_tricks(self, event: Any, mark: Mark, path: Path) -> None:
+    def _refuse_tricks(self, event: Any, mark: Mark, path: KeyPath) -> None:
         if isinstance(event, yaml.AliasEvent):
             self._problems.add(mark, path, f"expected a value, found the alias *{event.anchor}: write it out")
         elif event.anchor is not None:
@@ -212,13 +212,13 @@ class _Builder:
             self._problems.add(mark, (), f"expected at most {MAX_DEPTH} levels, found more")
             refuse(self._problems)
 
-    def _list(self, mark: Mark, path: Path) -> Items:
+    def _list(self, mark: Mark, path: KeyPath) -> Items:
         items: list[Node] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
             items.append(self._node(event, (*path, len(items))))
         return Items(mark, items)
 
-    def _mapping(self, mark: Mark, path: Path) -> Keys:
+    def _mapping(self, mark: Mark, path: KeyPath) -> Keys:
         keys = Keys(mark)
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             key = self._node(event, path)
@@ -228,7 +228,7 @@ class _Builder:
                 keys.entries[name], keys.marks[name] = value, key.mark
         return keys
 
-    def _is_good_key(self, key: Node, keys: Keys, path: Path) -> bool:
+    def _is_good_key(self, key: Node, keys: Keys, path: KeyPath) -> bool:
         if not isinstance(key, Scalar):
             self._problems.add(key.mark, path[:-1], "expected a key, found a mapping or a list")
         elif key.text == "<<" and key.is_plain:

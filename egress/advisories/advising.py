@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.jetstream.client import FloeClient
-from egress.advisories.document import SECOND, Writer, inspect_field
+from egress.advisories.document import Writer, inspect_field
 from egress.advisories.event import Advisory
 from egress.advisories.lateness import Lateness
 from egress.advisories.message import Letters
@@ -42,7 +42,7 @@ class Advisories:
         feed = part.settings
         letters = Letters(feed.advisory.subject, Writer(chain, inspect_field(feed)))
         tally = Tally(chain, feed.advisory.subject)
-        lateness = Lateness(client, feed.stream, round(feed.inspect_duration * SECOND), clock)
+        lateness = Lateness(client, feed.stream, round(feed.inspect_duration * NS_PER_S), clock)
         self._sender: ReliableSender | PlainSender
         if feed.advisory.reliable:
             self._sender = ReliableSender(

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import msgspec
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
 from egress.advisories.event import Advisory
 
 PROTOCOL = "io.choria.sr.v2.age_advisory"
-SECOND = 1_000_000_000  # nanoseconds
 KSUID_EPOCH = 1_400_000_000  # seconds since 1970, as its authors chose
 KSUID_LENGTH = 27
 MAX_KSUID_SECONDS = 2**32 - 1
@@ -71,10 +71,10 @@ class Writer:
             protocol=PROTOCOL,
             event_id=event_id(self.chain, advisory),
             inspect_field=self.inspect_field,
-            age=(age_ns + SECOND // 2) // SECOND,
-            seen=advisory.seen_ns // SECOND,
+            age=(age_ns + NS_PER_S // 2) // NS_PER_S,
+            seen=advisory.seen_ns // NS_PER_S,
             replicator=self.chain.site,
-            timestamp=advisory.moment_ns // SECOND,
+            timestamp=advisory.moment_ns // NS_PER_S,
             event=advisory.event.value,
             value=advisory.value,
         )
@@ -107,7 +107,7 @@ def event_id(chain: Chain, advisory: Advisory) -> str:
         raw = part.encode("utf-8", "surrogatepass")
         # With its length, so that no two lists of parts give the same bytes.
         digest.update(b"%d:%b" % (len(raw), raw))
-    return ksuid(advisory.moment_ns // SECOND, digest.digest()[:16])
+    return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
 
 
 def ksuid(seconds: int, payload: bytes) -> str:

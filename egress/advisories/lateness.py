@@ -7,16 +7,15 @@ stream-replicator does for expiry; that a value is new is always told, because i
 
 from __future__ import annotations
 
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.errors import Refused
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.jetstream.streams import parse_time, stream_info
-from egress.advisories.document import SECOND
 from egress.advisories.event import Advisory, Event
 
 DURATIONS = 2  # inspect_durations
-AT_LEAST = 300 * SECOND  # so that a restart or a take-over loses none where inspect_duration is short
+AT_LEAST = 300 * NS_PER_S  # so that a restart or a take-over loses none where inspect_duration is short
 ASK_EVERY = 60.0  # seconds
 
 
@@ -59,4 +58,4 @@ class Lateness:
         self._ahead_ns, self._asked = self._now_ns() - server_ns, self._clock.monotonic()
 
     def _now_ns(self) -> int:
-        return int(self._clock.now() * SECOND)
+        return int(self._clock.now() * NS_PER_S)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from common.clock import NS_PER_S
 from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.streams import ack_numbers, create_consumer, delete_consumer
 from common.tasks import Trouble
 from egress.frames import ConsumerTrouble, Heartbeat, RequestOver, parse_status
 
-SECOND = 1_000_000_000  # nanoseconds
 SILENT = 10  # heartbeats that may fail to come
 MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload
 
@@ -54,7 +54,7 @@ class From:
     def to_json(self) -> dict[str, Any]:
         if self.sequence:
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": self.sequence}
-        seconds, nanoseconds = divmod(max(0, self.time_ns), SECOND)
+        seconds, nanoseconds = divmod(max(0, self.time_ns), NS_PER_S)
         text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
         return {"deliver_policy": "by_start_time", "opt_start_time": f"{text}.{nanoseconds:09d}Z"}
 
@@ -105,7 +105,7 @@ class _Reading:
             "name": self._name,
             "ack_policy": "none",
             "replay_policy": "instant",
-            "inactive_threshold": int(self._asked.inactive * SECOND),
+            "inactive_threshold": int(self._asked.inactive * NS_PER_S),
             "mem_storage": True,
             "num_replicas": 1,
         }
@@ -131,8 +131,8 @@ class _Reading:
         request = {
             "batch": self._asked.batch,
             "max_bytes": self._window,
-            "expires": int(self._asked.expires * SECOND),
-            "idle_heartbeat": int(self._asked.heartbeat * SECOND),
+            "expires": int(self._asked.expires * NS_PER_S),
+            "idle_heartbeat": int(self._asked.heartbeat * NS_PER_S),
         }
         ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{self._name}").encode()
         self._client.send(frame(ask, json.dumps(request).encode(), None, self._inbox.encode()))

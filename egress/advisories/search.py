@@ -7,13 +7,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.errors import FloeError, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.streams import parse_time, stream_info
 from common.service.text import escaped
 from common.settings.units import format_duration
-from egress.advisories.document import SECOND, Document, parse
+from egress.advisories.document import Document, parse
 from egress.advisories.scan import From, scan
 
 CODE = "E-STREAM"
@@ -78,8 +78,8 @@ class Search:
                 hint="nats stream ls names those there are; --nats takes the connection of the other role",
                 code=CODE,
             )
-        now_ns = parse_time(info.time) if info.time else int(self._clock.now() * SECOND)
-        return From(time_ns=now_ns - int(self._wanted.since * SECOND)), info.last_sequence
+        now_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
+        return From(time_ns=now_ns - int(self._wanted.since * NS_PER_S)), info.last_sequence
 
     async def _read(self, start: From, until: int | None) -> AsyncGenerator[Document]:
         async with aclosing(scan(self._client, self._wanted.stream, start, until=until)) as pieces:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import aclosing
 
+from common.clock import NS_PER_S
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import header
 from common.jetstream.streams import ask, stream_info
-from egress.advisories.scan import SECOND, Asked, From, scan
+from egress.advisories.scan import Asked, From, scan
 
 MESSAGE_ID = b"Nats-Msg-Id"
-MARGIN = 60 * SECOND  # by which clocks of servers may differ
+MARGIN = 60 * NS_PER_S  # by which clocks of servers may differ
 # Headers only, so that many fit into little memory.
 ASKED = Asked(batch=5000, window=2 * 1024 * 1024)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import UsageError
-from common.service.cli import Sequence as SequenceType
 from common.service.cli import (
+    SequenceType,
     config_option,
     json_option,
     load_settings,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common.clock import NS_PER_S
 from common.service.cli import (
     Duration,
     config_option,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from egress.sampling.snapshot import Snapshot
     from egress.sampling.state import Known
 
-_SECOND = 1_000_000_000  # nanoseconds
 _LINES_AT_ONCE = 1000
 
 
@@ -85,7 +85,7 @@ def state(
 
     settings = load_settings(config, quiet=True)
     now = SystemClock().now()
-    since_ns = 0 if since is None else round((now - since) * _SECOND)
+    since_ns = 0 if since is None else round((now - since) * NS_PER_S)
     failures: list[FloeError] = []
     store = open_store(settings)
     printing = _Printing(is_values, as_json)
@@ -122,7 +122,7 @@ class _Printing:
         )
         if chosen.expired:
             text += f"; expired by then and not listed: {chosen.expired}"
-        if late := chosen.last_seen_by(round(now * _SECOND) - snapshot.state.duration_ns):
+        if late := chosen.last_seen_by(round(now * NS_PER_S) - snapshot.state.duration_ns):
             text += f"; expired since then, unless seen again: {late}"
         click.echo(text, err=True)
         if not self._is_headed:

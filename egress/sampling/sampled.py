@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.errors import FloeError
 from common.jetstream.lease import Lease
 from common.jetstream.streams import StreamInfo
@@ -40,8 +41,6 @@ log = get_logger("egress.sampling")
 # Seconds at a clean end: for advisories that wait, and for the last snapshot.
 DRAIN_ADVISORIES = 3.0
 LAST_SNAPSHOT = 5.0
-
-SECOND = 1_000_000_000  # nanoseconds
 
 
 class Sampled:
@@ -189,7 +188,7 @@ class Sampled:
 
     async def _ask(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> tuple[int, int] | None:
         """The last sequence, and the time (ns) of the answer; None where nobody can say."""
-        asked_ns = round(self._clock.now() * SECOND)
+        asked_ns = round(self._clock.now() * NS_PER_S)
         try:
             info = await ask()
         except FloeError:

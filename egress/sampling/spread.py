@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-SECOND_NS = 1_000_000_000
+from common.clock import NS_PER_S
+
 #: A publisher with a period of `inspect_duration` is never quite on time: it may be early by this much.
 SLACK_PART = 100
 
@@ -17,4 +18,4 @@ def period_ns(key: str, duration_ns: int) -> int:
     """
     digest = blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
     spread = int.from_bytes(digest, "big") * duration_ns // (10 << 64)
-    return duration_ns - min(SECOND_NS, duration_ns // SLACK_PART) - spread
+    return duration_ns - min(NS_PER_S, duration_ns // SLACK_PART) - spread

@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.segments.documents import ChainStore
 from common.segments.gaps import MAX_TEXT, AcceptedGap
 from common.segments.segment import SegmentRef
@@ -27,7 +27,6 @@ from ingress.chains.store_clock import StoreClock
 log = get_logger("ingress.chains.giving_up")
 
 BY = "ingress"
-_SECOND = 1_000_000_000  # nanoseconds
 WATCHED = 10  # gaps of a chain that one look behind it takes; the others have their turn next time
 
 
@@ -107,7 +106,7 @@ class GivingUp:
         return found
 
     def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
-        since = parse_time(gap.at) / _SECOND if gap.at else 0.0
+        since = parse_time(gap.at) / NS_PER_S if gap.at else 0.0
         for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
             # What was there before is damaged: otherwise it would have been carried.
             if ref.coverage.overlaps(gap.range) and ref.modified >= since:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.segments.archive import span
 from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
@@ -31,7 +31,6 @@ from common.settings.units import parse_time
 log = get_logger("ingress.chains.starts")
 
 FORMAT_VERSION = 1
-_SECOND = 1_000_000_000  # nanoseconds
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -141,7 +140,7 @@ class Starts:
             return Start(sequence=settings.start_sequence)
         if settings.start_time:
             return Start(moment_ns=parse_time(settings.start_time))
-        return Start(moment_ns=round((self._clock.now() - settings.start_delta) * _SECOND))
+        return Start(moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
 
     def _end(self, chain: Chain) -> int:
         """The end of the coverage; the tail is a hint that may be old."""

@@ -12,7 +12,7 @@ import click
 from common.chain import Chain
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE
-from common.service.cli import Sequence, config_option, json_option, load_settings, run_command
+from common.service.cli import SequenceType, config_option, json_option, load_settings, run_command
 from ingress.options import (
     Named,
     confirm,
@@ -97,7 +97,7 @@ class Wish:
 @click.option("--site", default="", help="With --feed and --sequence: of this site.")
 @click.option("--feed", default="", help="The feed.")
 @history_options
-@click.option("--sequence", type=Sequence(), help="The sequence that the chain goes on at.")
+@click.option("--sequence", type=SequenceType(), help="The sequence that the chain goes on at.")
 @click.option("--accept", is_flag=True, help="Take the target as it is now.")
 @click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")

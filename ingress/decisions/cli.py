@@ -13,7 +13,7 @@ import click
 
 from common.errors import Stopped, UsageError
 from common.service.cli import (
-    Sequence,
+    SequenceType,
     config_option,
     json_option,
     load_settings,
@@ -138,8 +138,8 @@ def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Cha
 @gap.command("accept")
 @config_option
 @chain_options
-@click.option("--first", type=Sequence(), required=True, help="The first sequence that is given up.")
-@click.option("--last", type=Sequence(), required=True, help="The last one.")
+@click.option("--first", type=SequenceType(), required=True, help="The first sequence that is given up.")
+@click.option("--last", type=SequenceType(), required=True, help="The last one.")
 @click.option("--note", default="", help="Why; kept with the decision.")
 @dry_run_option
 @yes_option

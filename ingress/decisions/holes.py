@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.errors import FloeError, UsageError
 from common.segments.documents import ChainStore
 from common.segments.faults import SegmentGone
@@ -18,8 +19,6 @@ from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.advice import way_out_filled, way_out_of
 from ingress.chains.looking import look_into
 from ingress.chains.plan import Phase, first_position
-
-_SECOND = 1_000_000_000  # nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class Hole:
             "first": self.rows.first,
             "last": self.rows.last,
             "kind": self.kind,
-            "since": None if self.since is None else timestamp(int(self.since) * _SECOND),
+            "since": None if self.since is None else timestamp(int(self.since) * NS_PER_S),
             "behind": None if self.behind is None else str(self.behind.coverage),
             "accepted": self.accepted,
         }

@@ -11,7 +11,7 @@ import click
 
 from common.errors import DataError, UsageError
 from common.service.cli import (
-    Sequence,
+    SequenceType,
     config_option,
     json_option,
     load_settings,
@@ -63,7 +63,7 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 @config_option
 @target_option
 @chain_options
-@click.option("--sequence", type=Sequence(), required=True, help="The message.")
+@click.option("--sequence", type=SequenceType(), required=True, help="The message.")
 @click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
 @json_option
 @run_command
@@ -108,7 +108,7 @@ async def parked_cat(
 @config_option
 @target_option
 @chain_options
-@click.option("--sequence", type=Sequence(), help="The message.")
+@click.option("--sequence", type=SequenceType(), help="The message.")
 @click.option("--all", "is_all", is_flag=True, help="All of the chain.")
 @yes_option
 @json_option

@@ -10,7 +10,7 @@ import click
 
 from common.service.cli import (
     Duration,
-    Sequence,
+    SequenceType,
     config_option,
     json_option,
     load_settings,
@@ -37,12 +37,12 @@ def range_options(function: F) -> F:
             click.option("--feed", required=True, help="The feed."),
             click.option("--incarnation", type=click.IntRange(0, 9999), help="Only this one."),
             click.option("--partition", type=click.IntRange(0, 65535), help="Only this one."),
-            click.option("--from-sequence", type=Sequence(), help="The first sequence."),
+            click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
             click.option(
                 "--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."
             ),
             click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
-            click.option("--to-sequence", type=Sequence(), help="The last sequence."),
+            click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
             click.option("--to-time", default="", metavar="TIME", help="Up to, and without, this time."),
         ]
     ):

@@ -113,9 +113,7 @@ async def test_lost_answers_are_settled_by_reading(world: World, nats_server: Na
 async def test_without_a_stream_for_an_hour_nothing_is_lost_and_little_is_said(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.inspect_duration = (
-        "1000h"  # however far the clock runs, nothing comes too late
-    )
+    world.inspect_duration = "1000h"  # however far the clock runs, nothing comes too late
     clock, sent = ManualClock(now_ns() / SECOND), life_of("a", now_ns() - HOUR)
     start = clock.monotonic()
     async with running(world.advisories(clock=clock)) as advisories:

@@ -22,7 +22,7 @@ import floe
 from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
 from common.service.cli import (
     Duration,
-    Sequence,
+    SequenceType,
     Size,
     config_option,
     json_option,
@@ -363,7 +363,7 @@ def test_the_configuration_comes_from_the_option_or_the_environment():
 
 
 @click.command()
-@click.option("--sequence", type=Sequence())
+@click.option("--sequence", type=SequenceType())
 @click.option("--age", type=Duration(), default="5m")
 @click.option("--size", type=Size(), default="1M")
 def typed(sequence: int | None, age: float, size: int) -> None:

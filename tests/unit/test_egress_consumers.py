@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from common.clock import NS_PER_S
 from common.jetstream.streams import ConsumerInfo
 from common.settings.base import Section
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range
 from common.settings.units import parse_duration
-from egress.consumers import ACK_WAIT, SECOND, Wanted, durable, ephemeral, filters, first, unfit
+from egress.consumers import ACK_WAIT, Wanted, durable, ephemeral, filters, first, unfit
 from egress.slices import Slice, is_of_site, slices
 
 
@@ -81,7 +82,7 @@ def test_durables_are_configured_by_the_retention() -> None:
     interest = durable(Wanted(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
     for each in (queue, interest):
         assert each["max_ack_pending"] == each["max_deliver"] == -1
-        assert each["ack_wait"] == int(ACK_WAIT * SECOND)
+        assert each["ack_wait"] == int(ACK_WAIT * NS_PER_S)
         assert not {"inactive_threshold", "mem_storage", "num_replicas"} & set(each)
     assert (queue["deliver_policy"], queue["ack_policy"]) == ("all", "explicit")
     assert "opt_start_seq" not in queue
@@ -118,7 +119,7 @@ def test_a_durable_begins_behind_what_a_former_one_acknowledged(
 def test_an_ephemeral_takes_no_acknowledgements_and_ends_with_its_reader() -> None:
     config = ephemeral(Wanted(part(), "limits", 7, inactive=60))
     assert (config["ack_policy"], config["opt_start_seq"]) == ("none", 7)
-    assert config["inactive_threshold"] == 60 * SECOND
+    assert config["inactive_threshold"] == 60 * NS_PER_S
 
 
 @pytest.mark.parametrize(
