@@ -9,8 +9,8 @@ import secrets
 import time
 from collections.abc import Callable
 
+from common.jetstream.api import create_consumer, create_stream, delete_consumer, stream_info
 from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.streams import create_consumer, create_stream, delete_consumer, stream_info
 from common.settings.nats import NatsSettings
 
 MESSAGE_BYTES = 1000  # of payload

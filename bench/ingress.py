@@ -14,9 +14,9 @@ from bench.floors import client_of, fill, payloads, raw_atomic, raw_fast
 from bench.harness import Bench, Result, paired
 from bench.place import STREAM, Place, archive_end, peak_mb, place, run, store_of, until
 from common.chain import Chain
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
+from common.open import load_settings, open_chains
 from common.segments.documents import ChainDocument, StreamDocument
-from common.service.wiring import load_settings, open_chains
 from tests.scenarios.processes import Service
 from tests.segment_files import message, write_segment
 from tests.support import unique

@@ -15,8 +15,8 @@ import yaml
 from bench.floors import client_of
 from bench.harness import Bench, Result
 from bench.place import STREAM, TARGET, Place, place, run
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import create_stream, stream_info
 from tests.notifying import Notifying
 from tests.support import soon
 

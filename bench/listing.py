@@ -20,12 +20,12 @@ from typing import overload
 from bench.harness import Bench, Result
 from common.chain import Chain
 from common.objects.port import ObjectInfo
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.store import PAGE, SegmentStore
 from common.sequences import Covered, SequenceRange
 from common.service.threads import Threads
 from egress.archive import Archive
-from ingress.chains.looking import next_stretches
+from ingress.chains.search import next_stretches
 
 CHAIN, LAYOUT = Chain("bench", "BENCH"), Layout("data")
 NEW, OLD = 900_000, 100_000  # segments of level 0, and of level 1 before them

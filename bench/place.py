@@ -13,8 +13,8 @@ import uvloop
 import yaml
 
 from common.chain import Chain
+from common.open import load_settings, open_store
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios.processes import Service

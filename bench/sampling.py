@@ -15,14 +15,14 @@ from pathlib import Path
 from bench.harness import REPEATS, Bench, Result
 from common.chain import Chain
 from common.objects.open import open_objects
-from common.segments.layout import Layout
-from common.segments.rows import Columns
+from common.segments.columns import Columns
+from common.segments.keys import Layout
 from common.settings.egress import FeedSettings
 from common.settings.store import StoreSettings
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import Snapshots
+from egress.sampling.snapshot_store import Snapshots
 
 SENDERS = 1_000_000
 BATCH = 1_000  # messages that the reader hands over at once

@@ -151,7 +151,7 @@ def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]
     from compaction.job import SparkRunner
     from compaction.proof import SparkProver
     from compaction.run import Compaction
-    from compaction.session import Spark
+    from compaction.spark import Spark
     from compaction.work import LocalRunner, ReadingProver
 
     chosen = settings.compaction

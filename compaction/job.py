@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from common.open import open_store
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from common.service.version import version
-from common.service.wiring import open_store
 from common.settings.root import Settings
-from compaction.session import DISTRIBUTION_PROBLEM, Spark, spark_error
+from compaction.spark import DISTRIBUTION_PROBLEM, Spark, spark_error
 
 log = get_logger("compaction.job")
 

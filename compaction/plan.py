@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.chain import Chain
-from common.segments.layout import MAX_LEVEL
+from common.segments.keys import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from compaction.supersede import Supersession, outstanding

@@ -24,7 +24,7 @@ from common.sequences import Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure
 from compaction.rows import CONTENT_COLUMNS
-from compaction.session import Spark, spark_error
+from compaction.spark import Spark, spark_error
 from compaction.supersede import Supersession
 from compaction.work import unproved
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.segments.foreign import Foreign
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.segments.snapshots import SnapshotRef
 from compaction.merge import Merged

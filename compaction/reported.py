@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from common.chain import Chain
 from common.errors import DataError
 from common.objects.port import ObjectStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from compaction.failures import Failure
 
 MAX_BYTES = 64 * 1024  # of one note

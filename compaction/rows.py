@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
+from common.segments.columns import CONTENT_COLUMNS, first_difference
 from common.segments.faults import fork
-from common.segments.rows import CONTENT_COLUMNS, first_difference
 
 __all__ = ["CONTENT_COLUMNS", "Values", "count_up_to", "first_difference", "fork", "pc"]
 

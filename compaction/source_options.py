@@ -107,7 +107,7 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair
     if path := given.get("config"):
         if fields:
             raise UsageError(f"option config: excludes {', '.join(sorted(fields))}")
-        from common.service.config import load
+        from common.settings.loader import load
 
         settings = load(path)
         return settings.store, settings.spool_dir, configured(settings)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from common.chain import Chain
-from common.service import config
-from common.service.endings import end_with
+from common.service.exits import end_with
 from common.service.output import print_json
+from common.settings import loader
 from common.settings.root import Settings
-from compaction.session import Spark
+from compaction.spark import Spark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row
@@ -64,7 +64,7 @@ def _document(row: Row) -> dict[str, object]:
 @click.option("-c", "--config", "path", required=True, help="The configuration that names the store.")
 def main(path: str) -> None:
     """Count the messages of the archive with a Spark query."""
-    print_json(summarise(config.load(path)))
+    print_json(summarise(loader.load(path)))
 
 
 if __name__ == "__main__":

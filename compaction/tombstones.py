@@ -21,7 +21,7 @@ from typing import Any
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
 from common.objects.port import ObjectInfo, ObjectStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from common.clock import Clock, wait_for
 from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.api import parse_time, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import parse_time, stream_info
 from common.segments.alive import Alive
 from common.segments.documents import ChainStore
 from common.service.logs import get_logger

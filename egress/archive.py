@@ -22,12 +22,12 @@ from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange, extends
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from egress.hints import believe_listing
 from egress.listing import FIRST_PAGE, View, at, newest, reaching, uncovered, whole
-from egress.resolve.hints import believe_listing
 
 if TYPE_CHECKING:
-    from egress.history import Incarnation
-    from egress.parts import Parts
+    from egress.deps import Parts
+    from egress.incarnations import Incarnation
 
 log = get_logger("egress.archive")
 

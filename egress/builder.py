@@ -16,11 +16,11 @@ from enum import StrEnum
 from itertools import accumulate
 
 from common.clock import Clock
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from egress.budget import Account
-from egress.columns import empty, extend, last_message, raw_size
+from egress.batch import empty, extend, last_message, raw_size
+from egress.memory import Account
 from egress.sifted import Sifted
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once

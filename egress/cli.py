@@ -7,8 +7,8 @@ import click
 from common.service.cli import config_option, load_settings, run_command
 from common.service.lean import slim
 from egress.init import init
-from egress.partitions.cli import repartition
-from egress.resolve.cli import resolve
+from egress.repartition_cli import repartition
+from egress.resolve_cli import resolve
 
 
 @click.group()
@@ -31,7 +31,7 @@ async def run(config: str, workers: int | None, worker: str) -> int:
 
     Example: floe egress run -c site.yaml
     """
-    from egress.workers.place import Place
+    from egress.workers.link import Place
 
     slim()
     place = Place.parse(worker) if worker else None

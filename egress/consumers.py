@@ -22,9 +22,7 @@ from typing import Any
 
 from common.clock import NS_PER_S
 from common.errors import Stopped
-from common.jetstream.client import FloeClient
-from common.jetstream.requests import ApiError
-from common.jetstream.streams import (
+from common.jetstream.api import (
     ConsumerInfo,
     StreamInfo,
     consumer_info,
@@ -33,10 +31,12 @@ from common.jetstream.streams import (
     delete_consumer,
     stream_info,
 )
+from common.jetstream.client import FloeClient
+from common.jetstream.requests import ApiError
 from common.settings.overlap import overlaps
 from common.settings.start import StartSettings
 from egress.doubt import DoubtError
-from egress.slices import Slice, slices
+from egress.partition import Slice, slices
 from egress.start import is_set
 
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from common.chain import Chain
+from common.segments.columns import Columns
 from common.segments.limits import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
 from common.segments.parquet import SegmentWriter, SpooledSegment, record_batch
-from common.segments.rows import Columns
 from common.segments.segment import Footer, Ledger, Message, Tip
 from common.sequences import SequenceRange
+from egress.batch import empty, extend
 from egress.builder import MESSAGE_OVERHEAD, PIECE_BYTES, Piece
-from egress.columns import empty, extend
 from egress.ledger import attribute, unread
 from egress.sampling.settings import Sampling
 

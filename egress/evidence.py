@@ -9,14 +9,8 @@ from typing import Any, Protocol, TypeVar
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, Unavailable
+from common.jetstream.api import StreamInfo, get_message, next_message, parse_time, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import (
-    StreamInfo,
-    get_message,
-    next_message,
-    parse_time,
-    stream_info,
-)
 from common.segments.parquet import messages
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentStore
@@ -24,9 +18,9 @@ from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, choose, preference
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from egress.deps import Confirming
 from egress.identity import Evidence, Held, Source, Witness
 from egress.listing import at, reaching
-from egress.parts import Confirming
 
 T = TypeVar("T")
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from common.clock import NS_PER_S, Clock
 from common.errors import FloeError
+from common.jetstream.api import StreamInfo, next_message, parse_time, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, next_message, parse_time, stream_info
 from common.service.logs import get_logger
+from egress.partition import Slice
 from egress.report import FeedReport
-from egress.slices import Slice
 
 log = get_logger("egress.expiry")
 

@@ -10,7 +10,7 @@ from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
 from egress.archive import Archive
-from egress.putting import require
+from egress.uploader import require
 
 log = get_logger("egress.held")
 

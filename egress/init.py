@@ -19,7 +19,7 @@ async def init(config: str, as_json: bool) -> int:
     Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
     """
     from egress.initialise import UNNEEDED, connected, initialise
-    from egress.slices import require_feeds
+    from egress.partition import require_feeds
 
     settings = load_settings(config, quiet=True)
     require_feeds(settings.egress.feeds)

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from common.clock import SystemClock
 from common.errors import FloeError, Stopped
+from common.jetstream.api import StreamInfo, consumer_names, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import StreamInfo, consumer_names, stream_info
 from common.settings.root import Settings
 from egress.advisories.loop import loop_of
 from egress.consumers import INTEREST, LIMITS, Wanted, create, ours
 from egress.doubt import DoubtError
-from egress.slices import Slice, all_slices, is_of_site
+from egress.partition import Slice, all_slices, is_of_site
 
 MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 from functools import partial
 
 from common.errors import DataError, FloeError, Unavailable
+from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, next_message, stream_info
 from common.segments.segment import SegmentRef, Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.archive import Archive
 from egress.consumers import LIMITS, WORK_QUEUE
+from egress.deps import Parts
 from egress.evidence import Examiner, Known, confirm, source_of
-from egress.history import Incarnation, older
 from egress.identity import Evidence, Held, Kind, Source, Verdict
-from egress.parts import Parts
+from egress.incarnations import Incarnation, older
+from egress.partition import Slice
 from egress.position import Position, position
 from egress.resolve.acceptance import Acceptance, judge_with
 from egress.resolve.fork import first_unlike
-from egress.slices import Slice
 
 Answer = tuple[Evidence, Verdict]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
+from egress.batch import last_message, part, raw_size
 from egress.builder import Piece
-from egress.columns import last_message, part, raw_size
 from egress.sifted import left_out
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from common.chain import Chain
-from common.segments.layout import MAX_LEVEL
+from common.segments.keys import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Covered, SequenceRange, extends

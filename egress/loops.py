@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.errors import DataError
+from common.jetstream.api import STREAM_NOT_FOUND, get_message
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import STREAM_NOT_FOUND, get_message
-from common.segments.rows import Columns, columns
+from common.segments.columns import Columns, columns
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from egress.batch import chosen, raw_size
 from egress.builder import Piece
-from egress.columns import chosen, raw_size
 from egress.report import FeedReport
 from egress.sifted import LOOPED
 

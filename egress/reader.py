@@ -21,20 +21,20 @@ from typing import Protocol
 
 from common.clock import NS_PER_S, Clock
 from common.errors import FloeError, Unavailable, Unforeseen
+from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import FloeClient, RawSubscription, frame
-from common.jetstream.streams import StreamInfo, consumer_info, delete_consumer, stream_info
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.tasks import end, told, watched
-from egress import columns as lists
-from egress.acknowledging import Acknowledging
-from egress.budget import Account
+from egress import batch as lists
+from egress.acks import Acknowledging
 from egress.consumers import INTEREST, Taken, Wanted, drop_strays, take
+from egress.deps import Pulling
 from egress.doubt import DoubtError
 from egress.frames import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
-from egress.parts import Pulling
-from egress.slices import Slice
+from egress.memory import Account
+from egress.partition import Slice
 
 __all__ = ["DoubtError", "Reader", "Target"]
 

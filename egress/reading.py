@@ -13,21 +13,21 @@ from common.tasks import again, either, end, orphaned, unless, watched
 from egress.advisories.loop import look_for_loop
 from egress.archive import Archive
 from egress.backoff import Backoff
+from egress.deps import Parts, Pools
 from egress.doubt import DoubtError
+from egress.handover import Succession
 from egress.held import Held
-from egress.history import Incarnation
 from egress.identity import Source
+from egress.incarnations import Incarnation
 from egress.inquiry import Inquiry
-from egress.partitions.succession import Succession
-from egress.parts import Parts, Pools
+from egress.partition import Slice
 from egress.position import Position
-from egress.putting import RetakeError
 from egress.report import FeedReport
 from egress.sampling.resume import Resumed, resume
 from egress.sampling.settings import Sampling
-from egress.sampling.snapshots import Snapshots
+from egress.sampling.snapshot_store import Snapshots
 from egress.session import Session
-from egress.slices import Slice
+from egress.uploader import RetakeError
 from egress.walking import Walk
 
 log = get_logger("egress.reading")

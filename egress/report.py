@@ -10,8 +10,8 @@ from typing import Any
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import FloeError
+from common.jetstream.api import StreamInfo
 from common.jetstream.lease import owner_text
-from common.jetstream.streams import StreamInfo
 from common.segments.alive import STANDBY, ChainSign
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import UNREAD, Reason

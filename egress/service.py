@@ -12,34 +12,34 @@ from typing import TypeVar
 
 from common.clock import Clock, SystemClock, wait_for
 from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.api import most_replicas
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
-from common.jetstream.streams import most_replicas
+from common.leasing.balancer import Sharing
 from common.objects.answering import AnsweringStore
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
+from common.open import open_chains, open_store
 from common.segments.alive import process_name
 from common.segments.documents import ChainStore
 from common.service.logs import flush, get_logger
 from common.service.monitor import Health, Monitor
-from common.service.shutdown import stop_on_signals
+from common.service.process import stop_on_signals
 from common.service.threads import Threads, busy_threads
 from common.service.version import version
-from common.service.wiring import open_chains, open_store
 from common.settings.root import Settings
-from common.sharing.sharing import Sharing
 from common.tasks import end, orphaned, watched
 from egress.alive import Reach, SignOfLife
 from egress.backoff import Backoff
-from egress.budget import Budget
-from egress.controller import REEXAMINE, Feed, Runs, lease_key, run_feeds
+from egress.deps import Parts, Tuning
+from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats
-from egress.parts import Parts, Tuning
+from egress.memory import Budget
+from egress.partition import Slice, all_slices, require_feeds
 from egress.report import FeedReport
 from egress.sharing import share_site
-from egress.slices import Slice, all_slices, require_feeds
-from egress.workers.place import Place
+from egress.workers.link import Place
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """One stretch of reading: a reader bound to one history, a segment being built, segments being put.
 
 Three loops run side by side: encoding what the reader handed over, putting finished segments, and checking
-every now and then that the stream is still the same; `egress.sampling.sampled` adds those of a sampled feed.
+every now and then that the stream is still the same; `egress.sampling.stage` adds those of a sampled feed.
 None of the three is cancelled in the middle of a step: whatever ends the session is noted, each loop finishes
 its step and returns. So what was received and not put is whole, and can still be put into the history that it
 came from.
@@ -16,33 +16,33 @@ from typing import Any
 
 from common.clock import first_of, wait_for
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
+from common.jetstream.api import absent, next_message
 from common.jetstream.lease import Lease
-from common.jetstream.streams import absent, next_message
 from common.segments.parquet import SpooledSegment
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.tasks import end, guarded, told
-from egress.acknowledging import archived
+from egress.acks import archived
 from egress.archive import Archive
 from egress.backoff import Backoff
 from egress.builder import Close, Piece
-from egress.encoding import Encoder
-from egress.history import Incarnation
+from egress.deps import Parts, Pools
+from egress.encoder import Encoder
 from egress.identity import Source
+from egress.incarnations import Incarnation
 from egress.inquiry import Inquiry
-from egress.liveness import Liveness, Standing
 from egress.loops import Loops
-from egress.parts import Parts, Pools
+from egress.partition import Slice
 from egress.position import Position
-from egress.putting import Putter, RetakeError, closed
 from egress.reader import DoubtError, Reader
 from egress.report import FeedReport
 from egress.sampling.resume import Resumed
-from egress.sampling.sampled import Sampled
-from egress.sampling.snapshots import Snapshots
-from egress.slices import Slice
+from egress.sampling.snapshot_store import Snapshots
+from egress.sampling.stage import Sampled
 from egress.stages import make_builder, make_draft, make_target
+from egress.uploader import Putter, RetakeError, closed
+from egress.watchdog import Liveness, Standing
 
 log = get_logger("egress.session")
 

@@ -9,10 +9,10 @@ from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Leases
+from common.leasing.balancer import Sharing
 from common.service.metrics import begin
 from common.service.monitor import Health
 from common.sharing.scope import Scope
-from common.sharing.sharing import Sharing
 from egress import metrics
 
 

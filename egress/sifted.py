@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.segments.segment import Reason
-from egress.columns import part
+from egress.batch import part
 
 # One byte for each examined message: 0 is kept, the others say why it is left out.
 KEPT, LOOPED, TOO_OLD, SAMPLED_OUT = range(4)

@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock
-from egress.budget import Account
 from egress.builder import Builder, Closing, Emitted
+from egress.deps import Parts
 from egress.draft import Draft
 from egress.identity import Source
-from egress.parts import Parts
+from egress.memory import Account
+from egress.partition import Slice
 from egress.position import Position
 from egress.reader import Target
+from egress.sampling.filters import Sieve
 from egress.sampling.intake import Sifting
-from egress.sampling.sampled import Sampled
 from egress.sampling.settings import Sampling
-from egress.sampling.sieve import Sieve
-from egress.slices import Slice
+from egress.sampling.stage import Sampled
 
 
 def make_draft(parts: Parts, part: Slice, chain: Chain) -> Draft:

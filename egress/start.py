@@ -6,8 +6,8 @@ import secrets
 from datetime import UTC, datetime, timedelta
 
 from common.clock import Clock
+from common.jetstream.api import StreamInfo, create_consumer, delete_consumer
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, create_consumer, delete_consumer
 from common.sequences import MAX_SEQUENCE
 from common.settings.start import StartSettings
 

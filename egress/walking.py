@@ -15,7 +15,7 @@ from common.sequences import Covered, SequenceRange
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.archive import Archive
-from egress.parts import Pace
+from egress.deps import Pace
 
 log = get_logger("egress.walking")
 

@@ -20,21 +20,21 @@ from common.tasks import again, either, end, orphaned, unless, watched
 from egress.advisories.loop import refuse_loop
 from egress.archive import Archive, Marks
 from egress.consumers import LIMITS, check_start, hold
+from egress.deps import Parts, Pools
 from egress.expiry import Expiry
-from egress.history import History, Incarnation
+from egress.handover import Succession
 from egress.identity import Evidence, Kind, Source, Verdict
+from egress.incarnations import History, Incarnation
 from egress.inquiry import Inquiry
+from egress.partition import Slice
 from egress.partitions.closing import Closing, Decision
-from egress.partitions.succession import Succession
 from egress.partitions.unmatched import watch
-from egress.parts import Parts, Pools
-from egress.putting import require
 from egress.reading import Reading, Stand
 from egress.report import FeedReport
 from egress.resolve.choices import never_begun, stopped_error
 from egress.resolve.decisions import Acceptances
-from egress.slices import Slice
 from egress.start import first_sequence, is_set
+from egress.uploader import require
 from egress.walking import Walk
 
 log = get_logger("egress.worker")

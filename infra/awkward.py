@@ -14,8 +14,8 @@ from typing import Any
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError
+from common.jetstream.api import get_message, stream_info
 from common.jetstream.client import ApiError, FloeClient
-from common.jetstream.streams import get_message, stream_info
 from infra.acked import AckedPublisher, Published
 from infra.awkward_kinds import KINDS, NEEDS, RARE, Awkward, Context, unchecked_frame
 

@@ -126,7 +126,7 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
     if config and server:
         raise UsageError("--server and --config: expected at most one of them")
     if config:
-        from common.service.wiring import load_settings
+        from common.open import load_settings
 
         return load_settings(config, quiet=True).nats_for("egress")
     from common.service.logs import configure

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
+from common.open import open_chains, open_store
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch, cover
-from common.service import config
-from common.service.wiring import open_chains, open_store
+from common.settings import loader
 from infra.demo_advisories import stories
 from infra.demo_result import Readings
 from infra.demo_services import run_command
@@ -43,7 +43,7 @@ class Archived:
 
 def read_archive(world: World) -> dict[Chain, Archived]:
     """All chains in the bucket, with subjects as the target has them."""
-    settings = config.load(str(world.central_config))
+    settings = loader.load(str(world.central_config))
     with closing(open_store(settings)) as store:
         return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
 

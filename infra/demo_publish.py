@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, field
 
 from common.clock import Clock, wait_for
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream
 from infra.awkward import Report, publish_awkward
 from infra.demo_world import AWKWARD, NODES, STREAMS
 from infra.emulator import Emulator, Pace

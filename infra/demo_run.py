@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.streams import stream_info
 from common.settings.nats import NatsSettings
 from infra.demo_compare import Archived, read_archive
 from infra.demo_publish import Load, SitePublisher

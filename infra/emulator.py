@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.errors import ConfigError, DataError, UsageError
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from infra.acked import AckedPublisher, Published
 from infra.fleet import Fleet
 

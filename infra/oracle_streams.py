@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from common.chain import Chain
 from common.clock import wait_for
 from common.errors import ConfigError, DataError, OutcomeUnknown
+from common.jetstream.api import create_consumer, delete_consumer, parse_ack, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore, status
-from common.jetstream.streams import create_consumer, delete_consumer, parse_ack, stream_info
 from common.segments.segment import Message
 from infra.oracle import SubjectMap, Trace, same_subject
 

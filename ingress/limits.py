@@ -10,8 +10,8 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.jetstream.client import FloeClient, no_headers
 from ingress.chains.roster import Roster
-from ingress.rows.blocks import Rows
 from ingress.rows.prepare import Shape
+from ingress.rows.rows import Rows
 
 
 class ServerLimits:

@@ -74,9 +74,9 @@ class Named:
         Blocking, unless it is named in full and held. `carried`: where a target has a position. Raises
         UsageError for what is not there, and where the target is not at the newest incarnation yet.
         """
+        from common.open import open_chains
         from common.segments.archive import among
         from common.segments.naming import configured, one
-        from common.service.wiring import open_chains
 
         site, feed = self.site, self.feed
         if self.incarnation is not None and self.partition is not None:

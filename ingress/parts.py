@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.jetstream.client import FloeClient
+from common.leasing.balancer import Sharing
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.monitor import Health
 from common.service.threads import Threads
 from common.settings.ingress import IngressSettings
-from common.sharing.sharing import Sharing
 from ingress.chains.attendant import LOOK_AT_STOPPED
 from ingress.discovery.discovery import Discovery
-from ingress.parked.retries import SPACING as RETRY_SPACING
-from ingress.verdicts.settler import LOOK_SPACING
+from ingress.redelivery import SPACING as RETRY_SPACING
+from ingress.verdict.settle import LOOK_SPACING
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from common.errors import ConfigError
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself

@@ -10,7 +10,7 @@ from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue, state_key
 from common.service.output import print_json, table
 from common.settings.root import Settings
-from ingress.checkpoints.intent import Gap, Intent, TargetState
+from ingress.checkpoint import Gap, Intent, TargetState
 from ingress.checkpoints.state import ROLE, StateStore
 from ingress.errors import check_targets
 

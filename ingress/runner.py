@@ -14,10 +14,10 @@ from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.settings.ingress import TargetSettings
 from common.tasks import either, end, orphaned, told, watched
-from ingress.carriage import Carriage
 from ingress.errors import ends_target, passes_by_itself
 from ingress.parts import Parts
 from ingress.sharing import lease_key
+from ingress.target import Carriage
 from ingress.telling import TargetReport
 
 log = get_logger("ingress.runner")

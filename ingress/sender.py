@@ -9,14 +9,14 @@ from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.service.logs import get_logger
 from ingress import metrics
-from ingress.checkpoints.intent import Intent
+from ingress.checkpoint import Intent
 from ingress.checkpoints.state import Stored
+from ingress.interfaces import Settling
 from ingress.limits import ServerLimits
-from ingress.ports import Settling
+from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Unclear
 from ingress.publishing.publisher import Outcome, Publisher
-from ingress.publishing.replies import WRONG_LAST_SEQUENCE, Unclear
-from ingress.rows.blocks import Rows
-from ingress.verdicts.verdict import Settled
+from ingress.rows.rows import Rows
+from ingress.verdict.verdict import Settled
 
 log = get_logger("ingress.sender")
 

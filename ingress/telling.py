@@ -12,11 +12,11 @@ from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health
 from ingress import metrics
-from ingress.carrier import Carrier
-from ingress.chains.lane import Lane
-from ingress.chains.supply import Supply
+from ingress.chains.chain_state import Lane
+from ingress.chains.prefetch import Supply
+from ingress.delivery import Carrier
 from ingress.discovery.sites import Sites
-from ingress.lags import Lags
+from ingress.report import Lags
 
 log = get_logger("ingress.target")
 

@@ -12,7 +12,7 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.parquet import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 

@@ -13,13 +13,13 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import Unavailable
 from common.invariants import rows_balance, unread_is_named
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import create_stream, stream_info
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.segment import Footer, Ledger, Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, is_gapless
@@ -27,7 +27,7 @@ from common.service.monitor import Health
 from common.settings.root import Settings
 from common.settings.store import StoreSettings
 from egress.archive import Marks
-from egress.parts import Confirming, Pace, Pulling, Tuning
+from egress.deps import Confirming, Pace, Pulling, Tuning
 from egress.service import Service
 from infra.oracle import Comparison, Trace, compare
 from infra.oracle_archive import archived

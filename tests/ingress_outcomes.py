@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.clock import SystemClock
+from common.jetstream.api import create_consumer, create_stream, parse_ack, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, escape, restore
-from common.jetstream.streams import create_consumer, create_stream, parse_ack, stream_info
 from common.segments.segment import Message, SegmentRef
 from common.service.monitor import Health
-from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, Piece, TargetState, open_intent
 from tests.ingress_world import CHAIN, Arrived, Centre, arrived
 from tests.support import PATIENCE, soon
 

@@ -14,24 +14,24 @@ import yaml
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
+from common.jetstream.api import ask, stored_message, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, restore
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import ask, stored_message, stream_info
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.config import load
 from common.service.monitor import Health
+from common.settings.loader import load
 from common.settings.nats import NatsSettings
 from common.settings.root import Settings
 from ingress.checkpoints.state import StateStore
-from ingress.controller import Controller
 from ingress.parts import Pace
+from ingress.service import Controller
 from tests.segment_files import message, write_segment
 from tests.support import PATIENCE, soon, unique
 

@@ -12,7 +12,7 @@ from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.segment import Message
 from common.sequences import cover, is_gapless
-from egress.controller import lease_key
+from egress.feed import lease_key
 from egress.partitions.closings import Closings
 from infra.oracle import Trace, compare
 from infra.oracle_archive import archived

@@ -8,17 +8,17 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
-from common.segments.layout import SegmentName
-from common.segments.rows import record_batch
+from common.segments.columns import record_batch
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.intent import Piece
-from ingress.publishing.choice import make
+from ingress.checkpoint import Piece
+from ingress.publishers.choose import make
+from ingress.publishers.publisher import Replies
 from ingress.publishing.publisher import Publisher
-from ingress.publishing.replies import Replies
-from ingress.rows.blocks import Block, Rows
 from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting, SubjectRule
 from tests.ingress_world import Arrived, arrived
 from tests.segment_files import START_NS

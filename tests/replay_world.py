@@ -12,13 +12,13 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream
 from ingress.replay.options import Options, Result
 from ingress.replay.outlook import Outlook
 from ingress.replay.progress import Teller
+from ingress.replay.replay import Replay
 from ingress.replay.request import Request
-from ingress.replay.service import Replay
 from tests.ingress_world import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support import unique
 

@@ -10,9 +10,9 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
+from common.segments.columns import Columns, record_batch
 from common.segments.documents import ChainStore, StreamDocument
-from common.segments.layout import Layout
-from common.segments.rows import Columns, record_batch
+from common.segments.keys import Layout
 from common.segments.schema import raw_size
 from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
@@ -23,13 +23,13 @@ from common.settings.egress import FeedSettings
 from egress.advisories.event import Advisory
 from egress.archive import Archive
 from egress.identity import Source
+from egress.partition import Slice
 from egress.position import Position
-from egress.sampling.fold import Sampler
 from egress.sampling.resume import Resumed, resume
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import SnapshotRef, Snapshots
-from egress.slices import Slice
+from egress.sampling.snapshot_store import SnapshotRef, Snapshots
 
 SECOND = 1_000_000_000
 START_NS = 1_700_000_000 * SECOND

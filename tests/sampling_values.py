@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.settings.egress import FeedSettings
 from egress.sampling.settings import Sampling
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.chain import Chain
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.segments.parquet import (
     SCHEMA,
     SegmentReader,

@@ -11,8 +11,8 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from common.segments.store import SegmentStore
-from compaction.session import Spark, start
 from compaction.source import register
+from compaction.spark import Spark, start
 
 CONF = {
     "spark.sql.shuffle.partitions": "2",

@@ -26,10 +26,17 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import Clock, SystemClock, wait_for, within
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.auth import Credential, credential, is_loopback, plaintext, tls_context, wants_tls
 from common.jetstream.context import with_context
+from common.jetstream.credentials import (
+    Credential,
+    credential,
+    is_loopback,
+    plaintext,
+    tls_context,
+    wants_tls,
+)
 from common.jetstream.explain import explain, host, is_refusal, reason
-from common.jetstream.frames import FrameParser, Sink, WireError, check_subject, frame
+from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import ApiError, Asking, Requests
 from common.service.logs import get_logger
 from common.tasks import Tell, guarded, orphaned

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.jetstream.auth import Credential
+from common.jetstream.credentials import Credential
 
 if TYPE_CHECKING:
     from common.settings.nats import NatsSettings

@@ -16,10 +16,7 @@ from urllib.parse import unquote
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
-from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.headers import build_block, header
-from common.jetstream.requests import NOBODY, ApiError, api_error
-from common.jetstream.streams import (
+from common.jetstream.api import (
     MESSAGE_NOT_FOUND,
     STREAM_NOT_FOUND,
     ask,
@@ -27,6 +24,9 @@ from common.jetstream.streams import (
     stored_message,
     stream_info,
 )
+from common.jetstream.client import FloeClient, RawSubscription
+from common.jetstream.headers import build_block, header
+from common.jetstream.requests import NOBODY, ApiError, api_error
 from common.segments.segment import Message
 from common.tasks import Tell, orphaned
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from common.migration.commented import Entries, Entry
 from common.migration.durations import convert
+from common.migration.entries import Entries, Entry
 from common.migration.notes import Note
 from common.migration.shape import Given
-from common.service.yaml_tree import Problems
+from common.settings.yaml import Problems
 
 #: Keys of an entry without a counterpart, and why.
 LEFT_OUT = {

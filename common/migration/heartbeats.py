@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from common.migration.commented import Entries, Entry, Variable
-from common.migration.connection import read_url
 from common.migration.durations import convert
+from common.migration.entries import Entries, Entry, Variable
 from common.migration.notes import Note
 from common.migration.plan import Site
+from common.migration.read import read_url
 from common.migration.shape import Given
-from common.service.yaml_tree import Problems
+from common.settings.yaml import Problems
 
 #: Who publishes them (None: no site does), the section `heartbeats`, and what differs.
 Beats = tuple[Site | None, Entries, list[Note]]

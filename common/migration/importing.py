@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.migration.connection import connection
 from common.migration.feeds import feed_of
-from common.migration.files import File, bare_site, files
 from common.migration.heartbeats import heartbeats
 from common.migration.notes import Note
 from common.migration.plan import Path, plan
+from common.migration.read import connection
 from common.migration.shape import Given, read
-from common.service.config import parse_documents
-from common.service.yaml_tree import ConfigFileError, Mark, Problem, Problems, parse_yaml, read_text, refuse
+from common.migration.write import File, bare_site, files
+from common.settings.loader import parse_documents
+from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, read_text, refuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.service.yaml_tree import Mark
+from common.settings.yaml import Mark
 
 
 @dataclass(frozen=True, slots=True)

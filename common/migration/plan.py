@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from common.migration.commented import Entries, Entry
-from common.migration.connection import Connection
+from common.migration.entries import Entries, Entry
 from common.migration.notes import Note
+from common.migration.read import Connection
 from common.migration.shape import Given
 from common.settings.overlap import first_overlap
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from common.service.yaml_tree import Items, Keys, Mark, Node, Problems, Scalar
+from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar
 
 
 class Kind(StrEnum):

@@ -11,7 +11,7 @@ from common.objects.port import ObjectStore
 from common.objects.s3 import S3Objects
 from common.objects.s3_options import S3Options
 from common.objects.sqs import SqsQueue
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.settings.secret_file import FileSecret
 from common.settings.store import StoreSettings
 

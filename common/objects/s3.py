@@ -37,8 +37,8 @@ from common.objects.port import Body, HiddenObject, ObjectInfo
 from common.objects.s3_body import AnswerBody, ByteRange, CutShortError
 from common.objects.s3_doubts import Doubts
 from common.objects.s3_errors import code_of, status_of, without_paths
-from common.objects.s3_listing import Listing, head_info, hidden_objects
 from common.objects.s3_options import S3Options
+from common.objects.s3_transfer import Listing, head_info, hidden_objects
 from common.objects.s3_upload import Upload
 from common.service.logs import get_logger
 from common.settings.secret_file import FileSecret

@@ -11,7 +11,7 @@ from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.segments.documents import ChainStore
 from common.segments.faults import SegmentGone
-from common.segments.layout import MAX_LEVEL
+from common.segments.keys import MAX_LEVEL
 from common.segments.naming import Pair, chosen, one, parse
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.errors import SegmentCorrupt
+from common.segments.columns import is_text
 from common.segments.faults import bomb
-from common.segments.layout import MAX_LEVEL, SegmentName
+from common.segments.keys import MAX_LEVEL, SegmentName
 from common.segments.limits import Limits
 from common.segments.metadata import Chunk, Metadata, chunk
-from common.segments.rows import is_text
 from common.segments.schema import SCHEMA, TEXT_COLUMNS, microseconds
 from common.segments.segment import FOOTER_KEY, Footer, decode_subject
 from common.sequences import SequenceRange

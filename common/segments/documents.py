@@ -32,7 +32,7 @@ from common.segments.document_values import (
     tail_to_json,
 )
 from common.segments.gaps import AcceptedGap
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.target_positions import MAX_BYTES as POSITIONS_BYTES
 from common.segments.target_positions import TargetPositions
 from common.service.logs import get_logger

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from common.objects.port import ObjectInfo, ObjectStore, Paged
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 
 SHOWN = 100  # keys that are named
 

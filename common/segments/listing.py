@@ -13,8 +13,8 @@ import pyarrow as pa
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.segments.archive import span
+from common.segments.columns import messages
 from common.segments.documents import ChainStore
-from common.segments.rows import messages
 from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, holes

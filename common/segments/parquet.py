@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from common.segments.checks import RowGroup
+from common.segments.columns import Columns, columns, messages, record_batch
 from common.segments.limits import DEFAULT_LIMITS, Limits
 from common.segments.reader import SegmentReader, open_file
-from common.segments.rows import Columns, columns, messages, record_batch
 from common.segments.schema import SCHEMA, raw_size, row_sizes
 from common.segments.writer import SegmentWriter, SpooledSegment, hash_file
 

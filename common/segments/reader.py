@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from common.segments import checks
 from common.segments.faults import explained
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.limits import DEFAULT_LIMITS, Limits
 from common.segments.metadata import check_no_arrow_schema, check_shape
 from common.segments.scan import Opened, Scan

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.errors import SegmentCorrupt
-from common.segments import checks, metadata, pages
+from common.segments import checks, metadata, parquet_guard
 from common.segments.checks import RowGroup
 from common.segments.faults import bomb, explained
 from common.segments.metadata import Metadata
@@ -87,7 +87,7 @@ class Scan:
         for name in self._schema.names:
             chunk = metadata.chunk(name, claimed, self._opened.leaves[name])
             self._source.fetch(chunk.first, chunk.size)
-            size += pages.decoded_bytes(self._source.file, chunk, self._source.limits)
+            size += parquet_guard.decoded_bytes(self._source.file, chunk, self._source.limits)
         if size > most:
             raise bomb(f"row group {group.index}: expected at most {most} decoded bytes, found {size}")
         return size

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 from common.objects.port import ObjectStore
-from common.segments.layout import Layout, StateName
+from common.segments.keys import Layout, StateName
 from common.service.logs import get_logger
 
 log = get_logger("segments.snapshots")

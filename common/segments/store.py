@@ -20,7 +20,7 @@ from common.objects.port import ObjectInfo, ObjectStore
 from common.objects.probe import is_verifying
 from common.segments.faults import SegmentGone
 from common.segments.fetching import Fetcher
-from common.segments.layout import MAX_LEVEL, Layout
+from common.segments.keys import MAX_LEVEL, Layout
 from common.segments.reader import SegmentReader
 from common.segments.segment import Footer, SegmentRef, Tip
 from common.segments.spool import Spool

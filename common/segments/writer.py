@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from common.segments.layout import DIGEST_LENGTH, SegmentName
+from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.limits import MIB, ROW_OVERHEAD_BYTES, row_group_bytes
 from common.segments.schema import (
     DELTA_COLUMNS,

@@ -14,10 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from common.open import load_settings, open_chains, open_store
 from common.service.click_types import Duration, SequenceType, Size
-from common.service.endings import end_with
+from common.service.exits import end_with
 from common.service.output import print_json, table
-from common.service.wiring import load_settings, open_chains, open_store
 
 __all__ = [
     "Duration",

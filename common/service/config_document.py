@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.service.yaml_tree import Keys
 from common.settings.root import Settings
+from common.settings.yaml import Keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from common.service.positions import Place, locate
-from common.service.yaml_tree import Items, KeyPath, Keys, Problems
-from common.settings.describe import fields_of, is_secret, section_at
+from common.settings.docs import fields_of, is_secret, section_at
+from common.settings.yaml import Items, KeyPath, Keys, Problems
 
 MAX_FOUND = 60  # characters of a value in a message
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from common.service.config_document import Document
 from common.service.config_problems import add_combinations
 from common.service.positions import locate
-from common.service.yaml_tree import KeyPath, Problems, refuse
 from common.settings.base import Section
-from common.settings.describe import default_of, default_text, fields_of
+from common.settings.docs import default_of, default_text, fields_of
 from common.settings.unbuilt import UNBUILT
+from common.settings.yaml import KeyPath, Problems, refuse
 
 
 class _Found(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.service.expand import expand, read_secret
-from common.service.yaml_tree import Items, KeyPath, Keys, Node, Problems, Scalar
-from common.settings.describe import fields_of, is_secret, section_at
+from common.settings.docs import fields_of, is_secret, section_at
 from common.settings.secret_file import FileSecret
 from common.settings.types import Expanded
+from common.settings.yaml import Items, KeyPath, Keys, Node, Problems, Scalar
 
 FILE_SUFFIX = "_file"
 _UNKNOWN = "?"  # in place of a secret that has its problem already: the key is set

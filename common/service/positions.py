@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common.service.yaml_tree import Items, KeyPath, Keys, Mark, Node, Scalar
+from common.settings.yaml import Items, KeyPath, Keys, Mark, Node, Scalar
 
 #: A section, and where the keys come from that it does not have itself (`*`: any entry of a list).
 FALLBACKS: tuple[tuple[KeyPath, KeyPath], ...] = (

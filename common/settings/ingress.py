@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from common.jetstream.transforms import TransformError, compile_transform
 from common.settings.base import Section, merged, needed, option
 from common.settings.service import ServiceSettings
 from common.settings.start import StartSettings
@@ -29,6 +28,7 @@ from common.settings.types import (
     matching,
     refuse,
 )
+from common.transforms import TransformError, compile_transform
 
 _AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")

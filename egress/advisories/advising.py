@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock
 from common.jetstream.client import FloeClient
-from egress.advisories.document import Writer, inspect_field
+from egress.advisories.advisory import Writer, inspect_field
 from egress.advisories.event import Advisory
 from egress.advisories.lateness import Lateness
 from egress.advisories.message import Letters
 from egress.advisories.plain import PlainSender
-from egress.advisories.reliable import ACK_TIMEOUT, ReliableSender
+from egress.advisories.senders import ACK_TIMEOUT, ReliableSender
 from egress.advisories.tally import Tally
 from egress.backoff import Backoff
-from egress.slices import Slice
+from egress.partition import Slice
 
 
 class Advisories:

@@ -39,8 +39,8 @@ async def advisories(
     """
     from common.clock import SystemClock
     from common.jetstream.client import connect
-    from common.service.shutdown import stop_on_signals
-    from common.service.wiring import load_settings
+    from common.open import load_settings
+    from common.service.process import stop_on_signals
     from common.tasks import unless
     from egress.advisories.search import Search, Wanted
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from common.clock import NS_PER_S, Clock
 from common.errors import Refused
+from common.jetstream.api import parse_time, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import parse_time, stream_info
 from egress.advisories.event import Advisory, Event
 
 DURATIONS = 2  # inspect_durations

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from common.chain import Chain
 from common.errors import Stopped
+from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, stream_info
 from common.settings.advisory_subject import EVENT
 from common.settings.overlap import overlaps
 from egress.advisories.event import Event
 from egress.advisories.subject import filter_of
-from egress.slices import Slice
+from egress.partition import Slice
 
 CODE = "E-ADVISORY-LOOP"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.jetstream.frames import frame
 from common.jetstream.headers import build_block
-from egress.advisories.document import Writer
+from common.jetstream.protocol import frame
+from egress.advisories.advisory import Writer
 from egress.advisories.event import Advisory
 from egress.advisories.subject import subject_of
 

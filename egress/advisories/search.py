@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 
 from common.clock import NS_PER_S, Clock
 from common.errors import FloeError, Unavailable
+from common.jetstream.api import parse_time, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import parse_time, stream_info
+from common.jetstream.pull import From, scan
 from common.service.text import escaped
 from common.settings.units import format_duration
-from egress.advisories.document import Document, parse
-from egress.advisories.scan import From, scan
+from egress.advisories.advisory import Document, parse
 
 CODE = "E-STREAM"
 PAUSE = 1.0  # seconds until a connection that was lost is tried again

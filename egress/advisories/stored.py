@@ -11,10 +11,10 @@ from contextlib import aclosing
 
 from common.clock import NS_PER_S
 from common.errors import Unavailable
+from common.jetstream.api import ask, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import header
-from common.jetstream.streams import ask, stream_info
-from egress.advisories.scan import Asked, From, scan
+from common.jetstream.pull import Asked, From, scan
 
 MESSAGE_ID = b"Nats-Msg-Id"
 MARGIN = 60 * NS_PER_S  # by which clocks of servers may differ

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.kv import KeyValue, state_key
+from egress.hints import believe_listing
 from egress.partitions.closing import Closing
-from egress.resolve.hints import believe_listing
 
 
 class Closings:

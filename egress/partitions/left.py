@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.jetstream.subjects import matches
+from common.subjects import matches
 
 
 @dataclass(frozen=True, slots=True)

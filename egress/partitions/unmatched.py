@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from common.clock import Clock
 from common.errors import DataError, FloeError
+from common.jetstream.api import ask
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import ask
 from common.service.logs import get_logger
 from common.service.threads import Threads
+from egress.partition import Slice
 from egress.partitions.left import Unmatched, unmatched
 from egress.report import FeedReport
-from egress.slices import Slice
 
 log = get_logger("egress.unmatched")
 

@@ -9,9 +9,9 @@ from common.chain import Chain
 from common.errors import Stopped
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.pasting import command
+from egress.hints import bring_back, resolve
 from egress.identity import Evidence, Held, Kind, Source, Verdict
-from egress.resolve.hints import bring_back, resolve
-from egress.slices import Slice
+from egress.partition import Slice
 
 CODES = {
     Kind.GONE: "E-SOURCE-GONE",

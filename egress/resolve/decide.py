@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from common.errors import DataError, UsageError
 from common.service.logs import get_logger
 from egress.archive import Marks
+from egress.context import Opened
 from egress.identity import Kind
-from egress.opened import Opened
 from egress.partitions.closing import Decision
 from egress.partitions.closings import Closings
 from egress.resolve.acceptance import Acceptance

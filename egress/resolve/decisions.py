@@ -5,8 +5,8 @@ from __future__ import annotations
 from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.kv import KeyValue, state_key
+from egress.hints import believe_listing
 from egress.resolve.acceptance import Acceptance
-from egress.resolve.hints import believe_listing
 
 
 class Acceptances:

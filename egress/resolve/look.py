@@ -7,18 +7,18 @@ from typing import Any
 
 from common.chain import MAX_INCARNATION, Chain
 from common.errors import DataError, FloeError, Unavailable
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.sequences import SequenceRange
 from egress.archive import Archive, Marks
 from egress.consumers import check_start
-from egress.history import History, Incarnation, newest_incarnation
+from egress.context import Opened
 from egress.identity import Evidence, Kind, Verdict, Witness
+from egress.incarnations import History, Incarnation, newest_incarnation
 from egress.inquiry import Inquiry
-from egress.opened import Opened
+from egress.partition import Slice
 from egress.partitions.closings import Closings
 from egress.resolve.choices import CODES, Choice, bounds, choices, gone_advice, never_begun, parting
 from egress.resolve.decisions import Acceptances
-from egress.slices import Slice
 
 # What is wrong with the listing, or with what is remembered of it; the listing may be believed instead.
 OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")

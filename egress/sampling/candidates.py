@@ -8,7 +8,7 @@ from common.errors import DataError
 from common.service.logs import get_logger
 from egress.sampling.choose import may_be_of
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import SnapshotRef, Snapshots
+from egress.sampling.snapshot_store import SnapshotRef, Snapshots
 
 log = get_logger("egress.sampling")
 

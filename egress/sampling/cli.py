@@ -168,7 +168,7 @@ def _read(
 ) -> tuple[SnapshotRef, Snapshot] | None:
     """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
     from common.errors import DataError
-    from egress.sampling.snapshots import Snapshots
+    from egress.sampling.snapshot_store import Snapshots
 
     snapshots = Snapshots(store.objects, store.layout, chain)
     refs = snapshots.list()

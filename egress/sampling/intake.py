@@ -10,11 +10,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.segments.rows import Columns
+from common.segments.columns import Columns
+from egress.batch import part
 from egress.builder import Builder
-from egress.columns import part
-from egress.sampling.fold import Choices
-from egress.sampling.sieve import Sieve
+from egress.sampling.filters import Sieve
+from egress.sampling.sampler import Choices
 from egress.sampling.tracking import Tracking
 
 

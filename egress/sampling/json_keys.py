@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from egress.sampling.json_path import UNREADABLE, Path, Walk, scalar, tree
+from egress.sampling.key_reader import UNREADABLE, Path, Walk, scalar, tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from egress.sampling.json_keys import JsonReader
-from egress.sampling.json_path import parse_path
+from egress.sampling.key_reader import parse_path
 from egress.sampling.settings import MAX_KEY_BYTES, Sampling
 
 Keys = list[str | None]

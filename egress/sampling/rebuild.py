@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from itertools import islice
 
 from common.chain import Chain
-from common.jetstream.subjects import matches
 from common.segments.archive import read_cover
-from common.segments.rows import columns
+from common.segments.columns import columns
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from egress.sampling.fold import Sampler
+from common.subjects import matches
 from egress.sampling.keys import KeyReader
 from egress.sampling.past import Past, continued
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 

@@ -26,16 +26,16 @@ from egress import metrics
 from egress.advisories.event import Advisory
 from egress.archive import Archive
 from egress.identity import Source
+from egress.partition import Slice
 from egress.position import Position
 from egress.sampling.candidates import Candidates
 from egress.sampling.choose import reason, to_build_upon, to_follow
-from egress.sampling.fold import Sampler
 from egress.sampling.past import continued
 from egress.sampling.rebuild import Rebuilding
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import SnapshotRef, Snapshots
-from egress.slices import Slice
+from egress.sampling.snapshot_store import SnapshotRef, Snapshots
 
 __all__ = ["Resumed", "resume"]
 

@@ -16,7 +16,7 @@ from common.segments.snapshots import SnapshotRef
 from common.service.logs import get_logger
 from common.service.threads import Threads
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import Snapshots
+from egress.sampling.snapshot_store import Snapshots
 from egress.sampling.telling import SamplingReport
 
 log = get_logger("egress.sampling")

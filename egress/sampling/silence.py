@@ -8,8 +8,8 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from egress.sampling.key_table import NEVER, Table
 from egress.sampling.state import Notice
-from egress.sampling.table import NEVER, Table
 
 
 @dataclass(frozen=True, slots=True)

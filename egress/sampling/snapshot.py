@@ -18,9 +18,9 @@ import msgspec
 from common.chain import Chain
 from egress.advisories.event import Advisory, Event
 from egress.sampling.blocks import framed, unframed
+from egress.sampling.key_table import NEVER
 from egress.sampling.settings import MAX_KEY_BYTES
 from egress.sampling.state import CHUNK, Notice, SamplerState
-from egress.sampling.table import NEVER
 
 ADVISORIES_AT_ONCE = 1024
 

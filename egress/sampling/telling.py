@@ -8,7 +8,7 @@ from common.segments.snapshots import SnapshotRef
 from common.service.logs import get_logger
 from common.service.metrics import begin
 from egress import metrics
-from egress.sampling.fold import Choices
+from egress.sampling.sampler import Choices
 
 log = get_logger("egress.sampling")
 

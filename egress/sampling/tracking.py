@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from egress.advisories.advising import Advisories
 from egress.advisories.event import Advisory
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,16 @@ import sys
 
 from common.clock import Clock, SystemClock
 from common.errors import FloeError
-from common.service.endings import is_debug
+from common.service.exits import is_debug
 from common.service.logs import flush
 from common.service.monitor import Health, Monitor
-from common.service.shutdown import exit_at_once, hangups, stop_on_signals
+from common.service.process import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import end, orphaned, watched
-from egress.slices import require_feeds
-from egress.workers.crew import Crew
+from egress.partition import require_feeds
 from egress.workers.pages import WorkerPages
 from egress.workers.process import WorkerProcess
+from egress.workers.supervisor import Crew
 
 BEAT = 1.0  # seconds
 

@@ -14,7 +14,7 @@ from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.tasks import end, told, watched
 from egress.workers.codes import exit_code
-from egress.workers.place import Place
+from egress.workers.link import Place
 
 log = get_logger("egress.workers")
 

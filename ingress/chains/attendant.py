@@ -10,10 +10,10 @@ from common.clock import Clock
 from common.errors import FloeError, Stopped
 from common.service.logs import get_logger
 from common.service.pasting import ways
-from ingress.chains import advice
-from ingress.chains.lane import Lane
+from ingress import hints
+from ingress.chains.chain_state import Lane
+from ingress.chains.pauses import Pauses
 from ingress.chains.roster import Roster
-from ingress.decisions.pauses import Pauses
 from ingress.rows.prepare import Shape
 
 log = get_logger("ingress.chains.attendant")
@@ -25,7 +25,7 @@ AskShape = Callable[[], Awaitable[Shape]]
 
 
 class Decisions(Protocol):
-    """Who knows what operators have decided (`ingress.decisions.pauses.PauseStore`)."""
+    """Who knows what operators have decided (`ingress.chains.pauses.PauseStore`)."""
 
     async def read(self) -> Pauses: ...
 
@@ -116,7 +116,7 @@ class Attendant:
 
     def stop(self, lane: Lane, error: FloeError) -> None:
         """Nothing more of the lane is carried until it is looked at again; told once for each reason."""
-        told = _with_way_out(error, advice.resume(self._target, lane.chain))
+        told = _with_way_out(error, hints.resume(self._target, lane.chain))
         if lane.stop(told, self._clock.monotonic() + self._look_at_stopped):
             context = lane.chain.log_context()
             log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)

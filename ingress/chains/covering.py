@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
 from common.chain import Chain
-from common.segments.layout import MAX_LEVEL
+from common.segments.keys import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, leading

@@ -20,8 +20,8 @@ from common.service.logs import get_logger
 from common.settings.units import parse_time
 from ingress import metrics
 from ingress.chains.late import Decision, Patience, decide
-from ingress.chains.looking import LISTED, Surveyed, survey
 from ingress.chains.plan import ChainPlan
+from ingress.chains.search import LISTED, Surveyed, survey
 from ingress.chains.store_clock import StoreClock
 
 log = get_logger("ingress.chains.giving_up")

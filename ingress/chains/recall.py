@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
-from common.segments.layout import SegmentName
-from common.segments.rows import batch_of
+from common.segments.columns import batch_of
+from common.segments.keys import SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
@@ -17,16 +17,16 @@ from common.service.threads import Threads
 from ingress.chains.covering import covering
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
+from ingress.checkpoint import Gap, Intent, Piece
 from ingress.checkpoints.commands import set_command
-from ingress.checkpoints.intent import Gap, Intent, Piece
 from ingress.parked.message import digest_of
 from ingress.parked.names import ParkedName
 from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
 from ingress.rows.prepare import Preparer
 from ingress.rows.refusals import RowRefused, oversize_hint
+from ingress.rows.rows import Block, Rows
 
 log = get_logger("ingress.chains.recall")
 

@@ -9,10 +9,10 @@ from common.errors import ConfigError, Stopped
 from common.service.metrics import begin
 from common.service.pasting import ways
 from common.settings.ingress import SourceSettings, TargetSettings
-from ingress.chains.advice import set_position
-from ingress.chains.lane import Lane
+from ingress.chains.chain_state import Lane
 from ingress.chains.plan import unfinished
 from ingress.checkpoints.commands import set_command
+from ingress.hints import set_position
 from ingress.rows.prepare import Preparer, Shape
 from ingress.rows.subjects import rule_of
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from common.chain import Chain
 from common.errors import Stopped
-from ingress.checkpoints.census import Census
-from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs
+from ingress.checkpoint import Checkpoint, Intent, ParkedAs
+from ingress.operator.target_scan import Census
 from ingress.parked.names import Entry, State
 
 Message = tuple[Chain, int]

@@ -6,9 +6,9 @@ import click
 
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
+from common.open import open_chains
 from common.segments.target_positions import TargetPositions
 from common.service.cli import config_option, load_settings, run_command
-from common.service.wiring import open_chains
 from ingress.options import yes_option
 
 MEANING = (

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from common.errors import OutcomeUnknown, Stopped
 from common.service.pasting import ways
+from ingress.checkpoint import TargetState
+from ingress.checkpoint_store import from_json, to_json
 from ingress.checkpoints.commands import set_command
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import TargetState
 
 ROLE = "ingress"
 MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue, state_key
 from common.settings.root import Settings
+from ingress.chains.pauses import PauseStore
 from ingress.checkpoints.state import ROLE, StateStore
-from ingress.decisions.pauses import PauseStore
+from ingress.deps import kv_replicas
 from ingress.errors import check_targets
-from ingress.replicas import kv_replicas
 
 
 @asynccontextmanager

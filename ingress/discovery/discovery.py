@@ -38,7 +38,7 @@ MOST_NEW = (
 
 
 class Listener(Protocol):
-    """Who wants to know of chains (`ingress.chains.supply.Supply`)."""
+    """Who wants to know of chains (`ingress.chains.prefetch.Supply`)."""
 
     def pairs(self) -> list[tuple[str, str]]: ...
     def found(self, chain: Chain, end: int | None = None) -> None: ...

@@ -7,7 +7,7 @@ import asyncio
 from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.objects.open import open_queue
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.service.metrics import begin
 from common.service.monitor import Health
 from common.settings.root import Settings
@@ -15,7 +15,7 @@ from ingress import metrics
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.nats_events import follow_subject
 from ingress.discovery.notices import chains_in, written
-from ingress.discovery.sqs_events import follow_queue
+from ingress.discovery.notifications import follow_queue
 
 
 class Notified:

@@ -14,7 +14,7 @@ from urllib.parse import unquote_plus
 import msgspec
 
 from common.chain import Chain
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 
 MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues take no more, and a notification has 1 KB
 MAX_WRAPPINGS = 3  # envelopes around a document: SNS around EventBridge is two

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ingress.checkpoints.intent import TargetState
+from ingress.checkpoint import TargetState
 from ingress.checkpoints.state import Stored
+from ingress.interfaces import StateKeeper
 from ingress.parked.store import ParkedStore
-from ingress.ports import StateKeeper
 
 
 class ParkedKeeper:
-    """The stored state of a target (`ingress.ports.StateKeeper`).
+    """The stored state of a target (`ingress.interfaces.StateKeeper`).
 
     A state that is loaded and is another one is adopted at once, and everything that was made ready before is
     dropped: so no mark is put under a former name.

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import DataError
-from common.segments.layout import DIGEST_LENGTH
+from common.segments.keys import DIGEST_LENGTH
 from common.segments.segment import Message
 
 VERSION = 1

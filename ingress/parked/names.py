@@ -24,7 +24,7 @@ from enum import StrEnum
 
 from common.chain import Chain
 from common.objects.port import ObjectInfo
-from common.segments.layout import Layout, decode, encode
+from common.segments.keys import Layout, decode, encode
 from common.sequences import MAX_SEQUENCE
 
 _KEY = re.compile(

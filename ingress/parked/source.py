@@ -18,13 +18,13 @@ from common.chain import Chain
 from common.failpoints import failpoint
 from common.service.threads import Threads
 from ingress import metrics
+from ingress.chains.prefetch import Supply
 from ingress.chains.recall import Recall
-from ingress.chains.supply import Supply
-from ingress.checkpoints.intent import Intent, Piece
+from ingress.checkpoint import Intent, Piece
 from ingress.parked.names import ParkedName
 from ingress.parked.side_by_side import in_threads
 from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Rows
+from ingress.rows.rows import Block, Rows
 
 
 class ParkedSource:

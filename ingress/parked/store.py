@@ -17,11 +17,11 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.objects.checksums import ChecksumMismatch
 from common.objects.port import ObjectStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.segment import Message
 from common.service.logs import get_logger
 from ingress import metrics
-from ingress.checkpoints.intent import ParkedAs
+from ingress.checkpoint import ParkedAs
 from ingress.parked.message import from_bytes, to_bytes
 from ingress.parked.names import Entry, ParkedKeys, ParkedName
 from ingress.rows.refusals import Oversize

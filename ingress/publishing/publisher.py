@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ingress.publishing.replies import Unclear
-from ingress.rows.blocks import Rows
+from ingress.publishers.publisher import Unclear
+from ingress.rows.rows import Rows
 
 ACK_TIMEOUT = 5.0  # seconds
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient
+from ingress.publishers.publisher import Expected, Replies, Unclear
 from ingress.publishing.publisher import ACK_TIMEOUT, Outcome
-from ingress.publishing.replies import Expected, Replies, Unclear
-from ingress.rows.blocks import Rows
+from ingress.rows.rows import Rows
 
 
 class SinglePublisher:

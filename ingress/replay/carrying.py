@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, LeaseLost, Unavailable
+from common.jetstream.api import StreamInfo
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, holes
@@ -18,15 +18,16 @@ from common.service.pasting import ways
 from common.service.threads import Threads
 from common.settings.service import ServiceSettings
 from common.tasks import beside, either
-from ingress.carrier import Carrier
-from ingress.checkpoints.intent import TargetState
+from ingress.checkpoint import TargetState
 from ingress.checkpoints.state import StateStore
+from ingress.delivery import Carrier
+from ingress.deps import open_bucket
 from ingress.errors import leading
 from ingress.limits import ServerLimits
 from ingress.preflight import shape_of
-from ingress.publishing.choice import choose, make, offered
+from ingress.publishers.choose import choose, make, offered
+from ingress.publishers.publisher import Replies
 from ingress.publishing.publisher import Publisher
-from ingress.publishing.replies import Replies
 from ingress.replay import target
 from ingress.replay.advice import Advice
 from ingress.replay.leasing import Tenures
@@ -36,12 +37,11 @@ from ingress.replay.preparing import ReplayRoster, target_settings
 from ingress.replay.progress import Standing, Teller, progress_line, standing
 from ingress.replay.receipt import Receipt, ReceiptBucket, receipt_key
 from ingress.replay.source import ReplaySource
-from ingress.replicas import open_bucket
 from ingress.rows.prepare import Shape
+from ingress.verdict.settle import Settler
+from ingress.verdict.verdict import Finding, Reading, Verdict
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
 from ingress.verdicts.target import Target
-from ingress.verdicts.verdict import Finding, Reading, Verdict
 
 WATCH_SPACING = 0.25  # seconds
 

@@ -90,12 +90,12 @@ async def replay(
         --into-source --create --dry-run
     """
     from common.clock import SystemClock
-    from common.service.shutdown import stop_on_signals
+    from common.service.process import stop_on_signals
     from ingress.replay.options import Options
+    from ingress.replay.output import plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
     from ingress.replay.progress import Teller
-    from ingress.replay.report import plan_json, plan_lines, result_line
-    from ingress.replay.service import Replay
+    from ingress.replay.replay import Replay
 
     request, pace = _request(asked), pace_of(rate, speed)
     settings, clock = load_settings(config, quiet=True), SystemClock()
@@ -136,7 +136,7 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     Example: floe drill -c site.yaml --site us-east --feed NODES --since 1h
     """
     from common.clock import SystemClock
-    from common.service.shutdown import stop_on_signals
+    from common.service.process import stop_on_signals
     from ingress.replay.drill import Drill
     from ingress.replay.progress import Teller
     from ingress.replay.scratch import NAME

@@ -12,9 +12,9 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock
 from common.errors import Stopped, Unavailable
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
-from common.jetstream.streams import stream_info
 from common.segments.archive import read_cover
 from common.segments.documents import ChainStore
 from common.segments.parquet import messages
@@ -34,9 +34,9 @@ from ingress.replay.plan import ChainRange, Plan
 from ingress.replay.progress import Teller, size_text
 from ingress.replay.reading import read_all
 from ingress.replay.receipt import Remembered
+from ingress.replay.replay import Replay
 from ingress.replay.request import Request
 from ingress.replay.scratch import NAME, ROOT, Scratch
-from ingress.replay.service import Replay
 from ingress.replay.survey import known_chains
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds

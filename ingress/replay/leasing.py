@@ -15,10 +15,10 @@ from common.service.pasting import ways
 from common.settings.service import ServiceSettings
 from common.tasks import end, orphaned, watched
 from ingress.checkpoints.state import ROLE as INGRESS
+from ingress.deps import open_bucket
 from ingress.replay.advice import Advice
 from ingress.replay.progress import Teller
 from ingress.replay.receipt import receipt_key
-from ingress.replicas import open_bucket
 
 
 class HeldError(LeaseLost):
@@ -28,7 +28,7 @@ class HeldError(LeaseLost):
 
 
 class Tenures:
-    """The right to carry while all of `leases` may be used (`ingress.ports.Tenure`)."""
+    """The right to carry while all of `leases` may be used (`ingress.interfaces.Tenure`)."""
 
     def __init__(self, *leases: Lease) -> None:
         self.leases = leases

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingress.replay.pace import Pace
-from ingress.verdicts.settler import LOOK_SPACING
+from ingress.verdict.settle import LOOK_SPACING
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import Stopped
+from common.jetstream.api import StreamInfo
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue
-from common.jetstream.streams import StreamInfo
 from common.segments.document_values import StreamDocument
 from common.service.pasting import ways
 from ingress.replay import target

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from common.clock import Clock, wait_for
 from ingress.publishing.publisher import Outcome, Publisher
 from ingress.replay.pace import Pace
-from ingress.rows.blocks import Ready, Rows
+from ingress.rows.rows import Ready, Rows
 
 LOOK_AHEAD = 5_000  # messages that a pace is asked about at a time
 

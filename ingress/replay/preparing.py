@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.jetstream.headers import REPLAY
-from common.jetstream.subjects import matches
 from common.settings.ingress import SourceSettings, TargetSettings
+from common.subjects import matches
 from ingress.chains.roster import Roster
 from ingress.replay.request import Request
 from ingress.rows.prepare import Prepared, Preparer, Shape

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from common.clock import wait_for
 from common.errors import DataError, OutcomeUnknown
+from common.jetstream.api import StreamInfo, create_consumer, delete_consumer, parse_ack
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import status
-from common.jetstream.streams import StreamInfo, create_consumer, delete_consumer, parse_ack
 from common.segments.segment import Message
 from common.tasks import Trouble
 

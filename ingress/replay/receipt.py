@@ -15,8 +15,8 @@ from common.errors import FloeError, Stopped
 from common.jetstream.kv import Entry, KeyValue, state_key
 from common.sequences import SequenceRange
 from common.service.pasting import ways
-from ingress.checkpoints.documents import from_json
-from ingress.checkpoints.intent import TargetState
+from ingress.checkpoint import TargetState
+from ingress.checkpoint_store import from_json
 from ingress.replay.advice import Advice
 from ingress.replay.plan import ChainRange
 from ingress.replay.request import Request

@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager, suppress
 
 from common.clock import Clock
 from common.errors import FloeError, Unavailable
+from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import STREAM_NOT_FOUND, ask, create_stream
 from common.service.logs import get_logger
 from common.settings.service import ServiceSettings
+from ingress.deps import open_bucket
 from ingress.replay.receipt import receipt_key
-from ingress.replicas import open_bucket
 
 log = get_logger("ingress.replay.scratch")
 

@@ -22,13 +22,13 @@ from common.service.threads import Threads
 from common.tasks import end
 from ingress.chains.recall import Recall
 from ingress.chains.relays import Relays
-from ingress.checkpoints.intent import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, Piece
+from ingress.checkpoint import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, Piece
 from ingress.replay.advice import Advice
 from ingress.replay.plan import ChainRange
 from ingress.replay.preparing import ReplayRoster
-from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
+from ingress.rows.rows import Block, Rows
 
 log = get_logger("ingress.replay.source")
 
@@ -38,7 +38,7 @@ MOST_ROWS = 50_000  # of one intent: progress is told after each
 
 
 class ReplaySource:
-    """The rows of `ranges` (`ingress.ports.RowSource`).
+    """The rows of `ranges` (`ingress.interfaces.RowSource`).
 
     Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`:
     whether a hole is accepted. `memory_limit`: bytes.

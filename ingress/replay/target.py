@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, FloeError, Stopped
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.segments.document_values import StreamDocument
 from common.service.logs import get_logger
 from common.service.pasting import ways

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.segments.reader import SegmentReader
 from common.segments.schema import raw_size
 from common.segments.segment import Reason, SegmentRef
@@ -21,11 +21,11 @@ from common.segments.store import SegmentStore
 from common.segments.unread import NOTHING, Part, StretchReader, open_stretch
 from common.sequences import SequenceRange, Stretch, holes
 from common.service.threads import Threads
-from ingress.checkpoints.intent import Piece
-from ingress.rows.blocks import Block
+from ingress.checkpoint import Piece
 from ingress.rows.budget import Budget
 from ingress.rows.prepare import Prepared, Preparer
 from ingress.rows.refusals import Oversize
+from ingress.rows.rows import Block
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of

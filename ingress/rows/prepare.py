@@ -17,7 +17,6 @@ import pyarrow.compute as pc
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
 from common.segments.segment import decode_subject
-from ingress.rows.blocks import Material
 from ingress.rows.refusals import (
     Limit,
     Oversize,
@@ -28,6 +27,7 @@ from ingress.rows.refusals import (
     way_out,
     without,
 )
+from ingress.rows.rows import Material
 from ingress.rows.subjects import Accepting, Rule, problem
 
 # What a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes), batch

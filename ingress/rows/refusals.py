@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.segments.rows import messages
+from common.segments.columns import messages
 from common.segments.segment import Message
 from common.service.pasting import ways
-from ingress.chains.advice import resume, set_position
 from ingress.checkpoints.commands import set_command
+from ingress.hints import resume, set_position
 
 
 @dataclass(frozen=True, slots=True)

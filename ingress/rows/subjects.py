@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.jetstream.transforms import Transform, compile_transform
 from common.settings.ingress import SourceSettings
+from common.transforms import Transform, compile_transform
 
 # What would end or split the control line of the protocol. All else a server takes as it is, wildcards too:
 # a source may hold `a.*` as the subject of a message.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from common.errors import AnotherWriter, FloeError, Stopped
 from common.service.pasting import ways
 from ingress.checkpoints.commands import set_command
-from ingress.verdicts.verdict import Doubt, Finding, Origin, Reading, Verdict
+from ingress.verdict.verdict import Doubt, Finding, Origin, Reading, Verdict
 
 _GONE = Verdict(Finding.GONE, detail="expected the stream, found none")
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from ingress.checkpoints.intent import Intent, Piece, TargetState
+from ingress.checkpoint import Intent, Piece, TargetState
 from ingress.checkpoints.state import Stored
-from ingress.rows.blocks import Rows
-from ingress.verdicts.settler import LOOKS, Settler
-from ingress.verdicts.verdict import Finding, Origin, Reading, Settled, Unread, Verdict
+from ingress.rows.rows import Rows
+from ingress.verdict.settle import LOOKS, Settler
+from ingress.verdict.verdict import Finding, Origin, Reading, Settled, Unread, Verdict
 
 # Messages of the target that are read for one open intent: behind more than that, an instance that comes back
 # sends the rest of the intent again rather than read for minutes.
@@ -37,7 +37,7 @@ class _Scan:
 
 
 class SharedSettler(Settler):
-    """Looks at one target that is not exclusive, and its stored state (`ingress.ports.Settling`)."""
+    """Looks at one target that is not exclusive, and its stored state (`ingress.interfaces.Settling`)."""
 
     steps_over = True
     _scan = _Scan(0, 0)

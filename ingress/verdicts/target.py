@@ -7,18 +7,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import (
-    MESSAGE_NOT_FOUND,
-    STREAM_NOT_FOUND,
-    ask,
-    stored_message,
-    stream_info,
-)
 from common.segments.segment import Message, decode_subject
-from ingress.verdicts.verdict import Origin, Reading, Unread
+from ingress.verdict.verdict import Origin, Reading, Unread
 
 PARALLEL = 32  # messages that are asked for at the same time
 

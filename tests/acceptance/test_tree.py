@@ -12,16 +12,16 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.jetstream.api import ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import build_block, hops, restore
-from common.jetstream.streams import ask, create_stream, stored_message, stream_info
+from common.open import open_chains, open_store
 from common.segments.segment import Ledger, Message
-from common.service.config import load
 from common.service.monitor import Health
-from common.service.wiring import open_chains, open_store
+from common.settings.loader import load
 from egress.service import Service as Egress
 from infra.local.nats import NatsServer
-from ingress.controller import Controller
+from ingress.service import Controller
 from tests.egress_bench import QUICK
 from tests.ingress_world import client_of, count_in
 from tests.scenarios.processes import Service

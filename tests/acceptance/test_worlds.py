@@ -20,9 +20,9 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Unavailable
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
-from common.service.wiring import load_settings, open_store
+from common.open import load_settings, open_store
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.jetstream.client import FloeClient
-from ingress.publishing.choice import PUBLISHERS
+from ingress.publishers.choose import PUBLISHERS
 from tests.ingress_world import client_of
 from tests.publisher_bench import new_stream
 

@@ -9,10 +9,10 @@ from contextlib import suppress
 import pytest
 
 from common.errors import FloeError
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import stream_info
 from infra.local.nats import NatsCluster, NatsServer
-from ingress.publishing.choice import PUBLISHERS
+from ingress.publishers.choose import PUBLISHERS
 from ingress.publishing.publisher import Outcome
 from tests.clusters import placing
 from tests.ingress_world import arrived, client_of

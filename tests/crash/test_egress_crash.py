@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.jetstream.kv import KeyValue
-from egress.controller import lease_key
+from egress.feed import lease_key
 from tests.egress_bench import Bench, connected
 from tests.egress_process import Process, processes
 from tests.support import SharedS3, at_length, seeded, soon, unique

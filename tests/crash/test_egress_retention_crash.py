@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from tests.crash.test_egress_crash import Process, processes
 from tests.egress_bench import Bench, connected
 from tests.support import SharedS3, at_length, soon, unique

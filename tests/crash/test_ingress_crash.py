@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.scenarios.processes import Service
 from tests.support import PATIENCE, at_length, seeded, soon, unique

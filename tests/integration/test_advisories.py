@@ -14,11 +14,11 @@ from common.clock import ManualClock
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
+from common.jetstream.pull import Asked
 from common.settings.nats import NatsSettings
-from egress.advisories.document import Document
+from egress.advisories.advisory import Document
 from egress.advisories.event import Advisory, Event
 from egress.advisories.outbox import HIGH_WATER
-from egress.advisories.scan import Asked
 from egress.advisories.stored import ids_stored
 from infra.local.nats import NatsServer
 from tests.advisory_world import SECOND, World, connected, new, news, now_ns, running
@@ -214,7 +214,7 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
         assert world.gauge("failing") == 1
         return await ids_stored(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("egress.advisories.reliable.ids_stored", fails_first)
+    monkeypatch.setattr("egress.advisories.senders.ids_stored", fails_first)
     async with running(world.advisories(outbox=sent)) as second:
         second.settle()
         await soon(lambda: not second.pending())

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from common.jetstream.client import FloeClient, frame
-from egress.advisories.document import Document
+from egress.advisories.advisory import Document
 from egress.advisories.event import Advisory, Event
 from egress.advisories.search import line_of
 from infra.local.tether import spawn

@@ -13,9 +13,9 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, escape
-from common.jetstream.streams import create_stream, stream_info
 from common.segments.segment import Message
 from common.settings.nats import NatsSettings
 from infra.acked import AckedPublisher, Published

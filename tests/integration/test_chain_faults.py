@@ -16,12 +16,12 @@ from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
 from common.segments.gaps import AcceptedGap
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.start import StartSettings
 from ingress import metrics
-from ingress.chains import supply as supply_module
+from ingress.chains import prefetch as supply_module
 from ingress.chains.starts import Starts
 from tests.faulty_store import FaultyStore, raising
 from tests.ingress_world import CHAIN, PREFIX, Archive, rows_of
@@ -282,7 +282,7 @@ async def test_nothing_is_lost_that_is_only_far_down_a_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = Archive(tmp_path / "other")
-    monkeypatch.setattr("ingress.chains.looking._searched", lambda *_: _[4])
+    monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)
@@ -304,9 +304,7 @@ async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_
     archive.put(rows_of(11, 150))
     asked: list[SequenceRange] = []
     real = supply_module.Lookout._halt.__globals__["survey"]
-    monkeypatch.setattr(
-        "ingress.chains.lookout.survey", lambda *args: [asked.append(args[2]), real(*args)][1]
-    )
+    monkeypatch.setattr("ingress.chains.locate.survey", lambda *args: [asked.append(args[2]), real(*args)][1])
     centre = Centre(archive, lost_segment_timeout="1s")
     monkeypatch.setattr(centre.supply._attendant, "_look_at_stopped", 0.0)
     async with centre.running():

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import ask, create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.streams import ask, create_stream
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.monitor import Health
@@ -201,7 +201,7 @@ async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
 async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
     tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.supply.LOOK_AGAIN", 1.0)
+    monkeypatch.setattr("ingress.chains.prefetch.LOOK_AGAIN", 1.0)
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")

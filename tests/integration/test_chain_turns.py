@@ -16,9 +16,9 @@ from common.segments.gaps import AcceptedGap
 from common.sequences import SequenceRange
 from common.service.threads import Threads
 from common.settings.ingress import TargetSettings
+from ingress.chains.prefetch import Supply
 from ingress.chains.roster import Roster
-from ingress.chains.supply import Supply
-from ingress.checkpoints.intent import Gap, advanced
+from ingress.checkpoint import Gap, advanced
 from ingress.rows.prepare import Shape
 from ingress.rows.subjects import Accepting
 from tests.ingress_world import CHAIN, Archive, rows_of
@@ -164,7 +164,7 @@ async def test_a_tail_that_is_lost_stale_or_spoiled_costs_time_only(
 async def test_a_wide_segment_behind_a_page_of_others_is_carried_and_its_accepted_gap_is_not_passed(
     archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.looking._searched", lambda *_: _[4])
+    monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)

@@ -10,7 +10,7 @@ import pytest
 from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import StateName
+from common.segments.keys import StateName
 from common.segments.snapshots import list_snapshots
 from compaction.report import preview_json, preview_rows, report_json, report_rows
 from compaction.run import Compaction, Report, Selection

@@ -17,7 +17,7 @@ from compaction.failures import Failure, exit_code
 from compaction.job import SparkRunner, task_of
 from compaction.proof import SparkProver
 from compaction.run import Compaction, Report, Selection
-from compaction.session import FIXED, check_conf, spark_conf, spark_error, warn_of_open, with_retries
+from compaction.spark import FIXED, check_conf, spark_conf, spark_error, warn_of_open, with_retries
 from compaction.supersede import Supersession, made_by
 from compaction.work import ReadingProver, merge_one
 from tests.compaction_archive import CHAIN, Archive, rows

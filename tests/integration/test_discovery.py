@@ -16,7 +16,7 @@ from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.service.monitor import Health
 from common.service.threads import Threads
 from ingress.discovery import discovery as module

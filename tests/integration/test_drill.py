@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import stream_info
 from egress.archive import Marks
 from tests.commands import paste
 from tests.egress_bench import Bench, connected

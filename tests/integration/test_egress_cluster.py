@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import FloeError
+from common.jetstream.api import stream_info
 from common.jetstream.client import connect
-from common.jetstream.streams import stream_info
 from common.settings.nats import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster

@@ -13,7 +13,7 @@ import pytest
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from egress.controller import lease_key
+from egress.feed import lease_key
 from infra.local.nats import NatsServer
 from tests.egress_bench import Bench, connected
 from tests.faulty_store import FaultyStore, raising

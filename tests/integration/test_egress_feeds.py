@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.streams import parse_time
+from common.jetstream.api import parse_time
 from tests.egress_bench import Bench, connected
 from tests.support import soon, unique
 

@@ -15,11 +15,11 @@ from common.errors import Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.threads import Threads
 from egress.archive import Archive
-from egress.parts import Pace
+from egress.deps import Pace
 from egress.walking import Walk
 from tests.compaction_archive import CHAIN
 from tests.compaction_archive import Archive as Segments

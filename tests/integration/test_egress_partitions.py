@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from egress.partitions.closing import Closing, End
 from tests.egress_bench import SITE, Bench, connected
 from tests.partitions import Partitioned, feed_of, publish_over

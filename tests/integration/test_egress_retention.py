@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from common.errors import Unavailable
-from common.jetstream.streams import consumer_info, consumer_names, create_consumer, stream_info
+from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
-from egress.acknowledging import Acknowledging
+from egress.acks import Acknowledging
 from egress.consumers import Wanted, take
 from egress.initialise import initialise
-from egress.slices import Slice, slices
+from egress.partition import Slice, slices
 from infra.local.nats import NatsServer
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore, raising
@@ -168,7 +168,7 @@ async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
         return real(self, stretch)
 
     monkeypatch.setattr(Acknowledging, "_frames", losing)
-    monkeypatch.setattr("egress.acknowledging.PATIENCE", 0.3)
+    monkeypatch.setattr("egress.acks.PATIENCE", 0.3)
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, numbered(200))
         await bench.archived_to(stream, 200)

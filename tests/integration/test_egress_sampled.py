@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from common.errors import Unavailable
+from common.jetstream.api import create_stream
 from common.jetstream.headers import Provenance, escape
 from common.jetstream.lease import Lease, Leases
-from common.jetstream.streams import create_stream
 from common.segments.segment import Message
 from egress import metrics
-from egress.advisories.document import parse
+from egress.advisories.advisory import parse
 from egress.initialise import initialise
 from infra.oracle_streams import read_stream
 from tests.egress_bench import SITE, Bench, connected

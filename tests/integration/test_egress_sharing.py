@@ -18,12 +18,12 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
+from common.leasing.balancer import Sharing
 from common.service.monitor import Health
 from common.settings.nats import NatsSettings
 from common.sharing.shares import fair_share
-from common.sharing.sharing import Sharing
 from common.tasks import end
-from egress.parts import Pace, Tuning
+from egress.deps import Pace, Tuning
 from egress.sharing import share_site
 from infra.local.nats import NatsServer
 from tests.egress_bench import QUICK, SITE, Bench, Running, connected

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from common.segments.documents import StreamDocument
-from egress.parts import Confirming
+from egress.deps import Confirming
 from infra.local.ports import free_port
 from tests.commands import command_of, configuration, floe, paste
 from tests.egress_bench import QUICK, SITE, Bench, connected

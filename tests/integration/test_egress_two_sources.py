@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from tests.egress_bench import QUICK, Bench, connected
 from tests.support import soon, unique

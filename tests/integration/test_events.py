@@ -18,9 +18,9 @@ from common.objects.aws import Account
 from common.objects.sqs import Received, SqsQueue
 from common.tasks import unexpected
 from infra.local.nats import NatsServer
-from ingress.discovery import nats_events, sqs_events
+from ingress.discovery import nats_events, notifications
 from ingress.discovery.nats_events import follow_subject
-from ingress.discovery.sqs_events import follow_queue
+from ingress.discovery.notifications import follow_queue
 from tests.ingress_world import client_of
 from tests.sqs_server import SqsServer
 from tests.support import PATIENCE, soon, unique
@@ -100,7 +100,7 @@ async def test_one_that_comes_while_the_queue_is_waited_for_is_heard_soon(sqs: S
 async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sqs_events, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(notifications, "FIRST_PAUSE", 0.1)
     name, heard = unique("late"), Heard()
     with SqsServer() as server:
         async with beside(follow_queue(queue_of(server, name), heard)):
@@ -123,7 +123,7 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called on the event loop for a thread: neither ends, and it is not deleted untaken."""
-    monkeypatch.setattr(sqs_events, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(notifications, "FIRST_PAUSE", 0.1)
     name, heard, count = sqs.new_queue(), Heard(), unexpected.labels("events")._value.get()
     fails = ["once"]
 
@@ -163,7 +163,7 @@ async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_no
 async def test_who_stands_by_leaves_the_queue_to_the_others(
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqs_events, "UNWANTED_PAUSE", 0.05)
+    monkeypatch.setattr(notifications, "UNWANTED_PAUSE", 0.05)
     # What the receive of one that ends takes along is seen again after a second.
     name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Heard(), Heard()
     standby.is_wanted = False

@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.jetstream.client import FloeClient, frame
 from common.objects.open import open_objects
 from common.segments.documents import ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.service.metrics import REGISTRY
 from common.settings.store import StoreSettings

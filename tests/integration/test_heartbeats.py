@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.api import get_message
 from common.jetstream.headers import header, parse_block
 from common.jetstream.kv import KeyValue
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import get_message
 from common.settings.heartbeats import HeartbeatSettings
 from egress import heartbeats
 from egress.heartbeats import check_stored, header_block, heartbeat_key, next_due

@@ -12,12 +12,12 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
+from ingress.deps import service_replicas
 from ingress.replay.scratch import Scratch
-from ingress.replicas import service_replicas
 from tests.clusters import placing
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.replay_world import World

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, build_block
-from common.jetstream.streams import stream_info
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress import carrier
-from ingress.checkpoints import correcting
+from ingress import delivery
+from ingress.checkpoint import Checkpoint, Piece, TargetState, open_intent
 from ingress.checkpoints import state as state_module
-from ingress.checkpoints.census import Census, Standing, take_census
-from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
+from ingress.operator import correct
+from ingress.operator.target_scan import Census, Standing, take_census
 from ingress.parked.names import State
 from ingress.parked.store import ParkedStore
 from ingress.rows.refusals import Oversize
@@ -47,9 +47,9 @@ OTHER = Chain("eu-west", "NODES")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correcting, "STILL", 0.1)
-    monkeypatch.setattr(carrier, "IDLE_SPACING", 0.2)
-    monkeypatch.setattr(carrier, "ROUND_SPACING", 0.2)
+    monkeypatch.setattr(correct, "STILL", 0.1)
+    monkeypatch.setattr(delivery, "IDLE_SPACING", 0.2)
+    monkeypatch.setattr(delivery, "ROUND_SPACING", 0.2)
 
 
 def numbers(*ranges: tuple[int, int]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Unavailable
-from common.jetstream.streams import create_stream
+from common.jetstream.api import create_stream
 from common.service.metrics import REGISTRY
 from tests.commands import floe
 from tests.ingress_world import CHAIN, Archive, Centre, client_of, count_in, rows_of

@@ -11,9 +11,9 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import create_stream
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
 from infra.local.nats import NatsServer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from common.jetstream.api import create_stream, get_message, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, get_message, stream_info
 from tests.ingress_world import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
 from tests.segment_files import message
 from tests.support import soon

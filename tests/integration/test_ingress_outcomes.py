@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import stream_info
 from tests.ingress_outcomes import (
     Consumer,
     change,

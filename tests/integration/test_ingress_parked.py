@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.errors import AnotherWriter
+from common.jetstream.api import ask, create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import ask, create_stream, stream_info
 from common.segments.segment import Message
 from ingress.parked.names import State
 from ingress.parked.store import ParkedStore

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import create_stream
 from common.jetstream.client import frame
-from common.jetstream.streams import create_stream
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoint import Checkpoint, Intent, Piece, TargetState
 from tests.ingress_world import (
     CHAIN,
     Archive,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import create_stream, stream_info
 from infra.local.nats import NatsServer
 from tests.ingress_world import Archive, Arrived, Centre, arrived, client_of, rows_of
 from tests.support import PATIENCE, seeded, soon, unique

@@ -11,10 +11,10 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import create_stream
 from common.service.monitor import Health
-from ingress.carriage import Carriage
+from ingress.target import Carriage
 from tests.commands import paste_checkpoint
 from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.scenarios.processes import run_floe
@@ -131,7 +131,7 @@ async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
 async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
     tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.carrier.IDLE_LOOK", 0.5)
+    monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
     centre = Centre(tmp_path, archive, nats_url)
     async with client_of(nats_url) as client, centre.running() as health:
         await centre.carried(client, 30)

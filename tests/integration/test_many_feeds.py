@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.objects.local import LocalObjects
-from egress.parts import Tuning
+from egress.deps import Tuning
 from tests.egress_bench import Bench, connected
 from tests.support import soon, unique
 

@@ -18,7 +18,7 @@ import pytest
 from common.chain import Chain
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Footer, Ledger, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

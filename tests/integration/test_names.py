@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.streams import stream_info
-from ingress.checkpoints.intent import Checkpoint, TargetState
+from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoints.state import StateStore
 from tests.commands import floe
 from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of

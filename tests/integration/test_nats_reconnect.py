@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.streams import create_stream, stream_info
 from common.settings.nats import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.clusters import placing

@@ -15,9 +15,9 @@ import nkeys
 import pytest
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.jetstream.auth import is_loopback
+from common.jetstream.api import stream_info
 from common.jetstream.client import connect, frame
-from common.jetstream.streams import stream_info
+from common.jetstream.credentials import is_loopback
 from common.service.expand import read_secret
 from common.settings.nats import NatsSettings
 from common.settings.secret_file import FileSecret

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import Unavailable
-from common.jetstream.client import ApiError, FloeClient, connect, frame
-from common.jetstream.headers import Provenance, escape, restore
-from common.jetstream.streams import (
+from common.jetstream.api import (
     AckReply,
     ack_numbers,
     consumer_info,
@@ -23,6 +21,8 @@ from common.jetstream.streams import (
     parse_ack,
     stream_info,
 )
+from common.jetstream.client import ApiError, FloeClient, connect, frame
+from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
 from common.settings.nats import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer

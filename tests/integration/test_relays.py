@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import Provenance, build_block, escape, hops, restore
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.streams import ask, create_stream, stored_message, stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from infra.oracle_archive import archived
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoint import Checkpoint, Intent, Piece, TargetState
 from ingress.checkpoints.state import StateStore
 from tests.egress_bench import Bench, connected
 from tests.ingress_world import Archive, Centre

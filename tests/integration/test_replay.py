@@ -11,7 +11,7 @@ import pytest
 
 from common.chain import Chain
 from common.errors import ConfigError, UsageError
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import create_stream, stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from common.service import shutdown
+from common.service import process
 from infra.local.nats import NatsServer
 from ingress.replay import options
 from ingress.replay.options import Options
@@ -58,7 +58,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unstopped() -> AsyncIterator[asyncio.Event]:
         yield asyncio.Event()
 
-    monkeypatch.setattr(shutdown, "stop_on_signals", unstopped)
+    monkeypatch.setattr(process, "stop_on_signals", unstopped)
     monkeypatch.setattr(options, "Options", partial(Options, look_spacing=0.05))
 
 

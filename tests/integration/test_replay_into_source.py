@@ -18,8 +18,8 @@ from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.replay.options import Options
 from ingress.replay.progress import Teller
+from ingress.replay.replay import Replay
 from ingress.replay.request import Request
-from ingress.replay.service import Replay
 from tests.egress_bench import SITE, Bench, connected
 from tests.support import soon, unique
 

@@ -17,7 +17,7 @@ from common.chain import Chain
 from common.errors import DataError, Unavailable, UsageError
 from common.segments.documents import ChainStore
 from common.segments.faults import SegmentGone
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

@@ -176,7 +176,7 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
     world.fill((1, 100), (101, 200), (301, 400))
-    from ingress.replay.report import plan_json, plan_lines
+    from ingress.replay.output import plan_json, plan_lines
 
     request = world.replay(from_sequence=50).request
     view = await world.look(from_sequence=50)
@@ -192,8 +192,8 @@ async def test_a_dry_run_touches_nothing(world: World) -> None:
 
 
 async def test_into_its_own_source_the_messages_are_marked(world: World) -> None:
+    from common.jetstream.api import get_message
     from common.jetstream.headers import hops, is_replayed
-    from common.jetstream.streams import get_message
 
     world.archive.documents.create_stream(
         CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0")

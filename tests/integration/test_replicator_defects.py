@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.streams import consumer_names, stream_info
+from common.jetstream.api import consumer_names, stream_info
 from common.settings.root import Settings
 from infra.oracle_archive import archived
 from infra.oracle_streams import read_stream

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from ingress import carrier
-from ingress.checkpoints import correcting
+from ingress import delivery
+from ingress.operator import correct
 from tests.commands import ROOT, Done, configuration, floe
 from tests.egress_bench import SITE, Bench, connected
 from tests.ingress_outcomes import closed_at, stop_of
@@ -57,9 +57,9 @@ class Page:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correcting, "STILL", 0.1)
-    monkeypatch.setattr(carrier, "IDLE_SPACING", 0.2)
-    monkeypatch.setattr(carrier, "ROUND_SPACING", 0.2)
+    monkeypatch.setattr(correct, "STILL", 0.1)
+    monkeypatch.setattr(delivery, "IDLE_SPACING", 0.2)
+    monkeypatch.setattr(delivery, "ROUND_SPACING", 0.2)
 
 
 def recent(first: int, last: int) -> list[Message]:

@@ -16,7 +16,7 @@ from common.sequences import SequenceRange
 from egress import metrics
 from egress.advisories.event import Advisory, Event
 from egress.sampling import rebuild
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from tests.faulty_store import FaultyStore, raising
 from tests.sampling_archive import (
     CHAIN,

@@ -23,7 +23,7 @@ from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Objects
 from common.segments import fetching
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.parquet import SegmentWriter, SpooledSegment
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentGone, SegmentStore

@@ -15,7 +15,7 @@ from common.objects.local import LocalObjects
 from common.segments import listing
 from common.segments.cli import segments
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.parquet import SegmentWriter
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore

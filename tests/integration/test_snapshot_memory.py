@@ -17,7 +17,7 @@ import contextlib, io, json, resource, sys, time
 from pathlib import Path
 
 from tests.sampling_archive import CHAIN, START_NS, SampledArchive
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from egress.sampling.listing import Selection, Values, as_value
 
 def peak():

@@ -15,10 +15,10 @@ from common.objects.checksums import ChecksumMismatch
 from common.objects.port import ObjectStore
 from common.objects.s3 import S3Objects
 from common.objects.s3_options import S3Options
-from common.segments.layout import StateName
+from common.segments.keys import StateName
 from common.segments.snapshots import SnapshotRef, sampling_of
 from egress.advisories.event import Advisory, Event
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.faulty_store import FaultyStore, answering, raising
 from tests.http_proxy import Fault, FaultProxy, flip_bit, html, refuse, say

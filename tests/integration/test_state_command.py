@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.segments.documents import ChainDocument
 from egress.sampling.cli import state
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from infra.local.ports import free_port
 from tests.sampling_archive import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
 

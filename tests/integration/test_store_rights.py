@@ -20,11 +20,11 @@ import pytest
 import yaml
 
 from common.chain import Chain
-from common.segments.layout import Layout
+from common.open import load_settings, open_chains, open_store
+from common.segments.keys import Layout
 from common.segments.parquet import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.local.nats import NatsServer
 from tests.http_proxy import Answer, Exchange, FaultProxy, refuse
 from tests.ingress_world import count_in

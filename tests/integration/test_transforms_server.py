@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from common.jetstream.api import ask, create_stream, get_message
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import ask, create_stream, get_message
-from common.jetstream.transforms import TransformError, compile_transform
+from common.transforms import TransformError, compile_transform
 from tests.ingress_world import client_of
 from tests.support import seeded, soon, unique
 

@@ -16,53 +16,53 @@ import pytest
 
 from common import tasks
 from common.clock import SystemClock
+from common.jetstream.api import stream_info
 from common.jetstream.client import frame
 from common.jetstream.lease import Lease
-from common.jetstream.streams import stream_info
-from common.segments.rows import Columns
+from common.leasing.balancer import Sharing
+from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
 from common.sharing.bell import Bell
-from common.sharing.sharing import Sharing
 from common.tasks import to_its_end
 from egress import builder as builder_module
-from egress import controller as egress_controller
-from egress.acknowledging import Acknowledging
-from egress.advisories.reliable import ReliableSender
+from egress import feed as egress_controller
+from egress.acks import Acknowledging
+from egress.advisories.senders import ReliableSender
 from egress.alive import Reach, SignOfLife
-from egress.budget import Budget
 from egress.builder import Builder
-from egress.controller import Feed
-from egress.encoding import Encoder
+from egress.encoder import Encoder
 from egress.expiry import Expiry
+from egress.feed import Feed
+from egress.handover import Succession
 from egress.heartbeats import Heartbeats
 from egress.inquiry import Inquiry
+from egress.memory import Budget
 from egress.partitions import unmatched
-from egress.partitions.succession import Succession
-from egress.putting import Putter
 from egress.reader import Reader
 from egress.sampling.quiet import Quiet
 from egress.sampling.saving import Saving
 from egress.session import Session
+from egress.uploader import Putter
 from egress.walking import Walk
 from infra.local.nats import NatsServer
 from ingress import runner
-from ingress.carriage import Carriage
 from ingress.chains.attendant import Attendant
-from ingress.chains.supply import Supply
+from ingress.chains.prefetch import Supply
 from ingress.checkpoints.reporting import PositionsReport
-from ingress.controller import Controller
 from ingress.discovery import discovery
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.events import Notified
 from ingress.discovery.sites import Sites
-from ingress.parked.retries import Retries
-from ingress.publishing.replies import Replies
+from ingress.publishers.publisher import Replies
+from ingress.redelivery import Retries
 from ingress.replay.carrying import Carrying
 from ingress.replay.options import Options
 from ingress.replay.pace import MessageRate
 from ingress.replay.source import ReplaySource
 from ingress.runner import Runner
+from ingress.service import Controller
+from ingress.target import Carriage
 from tests.egress_bench import QUICK, Bench, connected
 from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
 from tests.replay_world import World

@@ -11,19 +11,19 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import SystemClock
 from common.errors import Unforeseen
+from common.jetstream.api import create_stream, get_message, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
+from common.jetstream.pull import From, scan
 from common.jetstream.requests import Requests
-from common.jetstream.streams import create_stream, get_message, stream_info
 from common.settings.nats import NatsSettings
 from common.sharing.bell import Bell
 from common.tasks import to_its_end
-from egress.advisories.scan import From, scan
 from infra.local.nats import NatsServer
-from ingress.checkpoints.census import Census, take_census
 from ingress.discovery.nats_events import follow_subject
-from ingress.publishing.replies import Expected, Replies
+from ingress.operator.target_scan import Census, take_census
+from ingress.publishers.publisher import Expected, Replies
 from ingress.replay.reading import read_all
 from tests.ingress_world import client_of
 from tests.support import PATIENCE, soon, unique

@@ -18,9 +18,9 @@ from common.service.monitor import Health
 from common.tasks import to_its_end
 from egress.service import _stop
 from egress.workers import parent
-from egress.workers.crew import Crew
-from egress.workers.place import Place
+from egress.workers.link import Place
 from egress.workers.process import WorkerProcess
+from egress.workers.supervisor import Crew
 from tests.support import PATIENCE, soon
 from tests.throwing import Throw, count, is_no_room
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.jetstream.frames import frame
+from common.jetstream.protocol import frame
 from common.settings.advisory_subject import MAX_VALUE
 from common.settings.egress import AdvisorySettings
 from common.settings.types import is_subject

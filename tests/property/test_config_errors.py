@@ -12,13 +12,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.service.config import parse_documents
-from common.service.yaml_tree import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 from common.settings.base import Section
-from common.settings.describe import fields_of, sections_of, type_name
+from common.settings.docs import fields_of, sections_of, type_name
+from common.settings.loader import parse_documents
 from common.settings.root import Settings
 from common.settings.types import Kind, Range
 from common.settings.units import parse_size
+from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 Where = tuple[str | int, ...]

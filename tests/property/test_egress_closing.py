@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.subjects import matches
 from common.settings.overlap import first_overlap, overlaps
+from common.subjects import matches
 from egress.partitions.closing import Closing, Decision, End, NextStream
 from egress.partitions.recut import Reach, common_end
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from common.migration import shape
 from common.migration.importing import Imported, import_stream_replicator
 from common.migration.plan import within
-from common.service.config import parse_documents
-from common.service.yaml_tree import ConfigFileError, Problem
+from common.settings.loader import parse_documents
+from common.settings.yaml import ConfigFileError, Problem
 
 WORDS = st.sampled_from(["a", "B_1", "é", "${X}", "x y", "*", "a.b", "#", "true", "012", "%s", '"', "\u2028"])
 NAMES = st.sampled_from(["NODES", "N2", "REG-1"])
@@ -189,6 +189,6 @@ def test_a_filter_within_another_takes_no_other_subject(tokens: list[str], rest:
     ] or [[t.replace("*", star) for t in tokens] for star in "abz"]
 
     if within(inner, outer):
-        from common.jetstream.subjects import matches
+        from common.subjects import matches
 
         assert all(matches(outer, ".".join(subject)) for subject in some)

@@ -20,18 +20,18 @@ from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.gaps import AcceptedGap
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
-from ingress.chains.looking import look
+from ingress.chains.pauses import Pause, Pauses
+from ingress.chains.prefetch import Supply
 from ingress.chains.roster import Roster
-from ingress.chains.supply import Supply
-from ingress.checkpoints.intent import Gap, Piece, advanced
-from ingress.decisions.pauses import Pause, Pauses
-from ingress.rows.blocks import Block
+from ingress.chains.search import look
+from ingress.checkpoint import Gap, Piece, advanced
 from ingress.rows.prepare import Shape
+from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting
 from tests.support import seeded
 
@@ -312,12 +312,12 @@ async def live(seed: int, skip: bool) -> None:
 async def test_every_row_once_in_order_and_no_hole_without_a_decision(
     skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.looking.SURVEYED", 3)
+    monkeypatch.setattr("ingress.chains.search.SURVEYED", 3)
     rng = seeded()
     for _ in range(25):
         seed = rng.randrange(1 << 32)
         # Pages so short that much is behind them.
-        monkeypatch.setattr("ingress.chains.lookout.look", partial(look, limit=rng.choice([2, 5, 100])))
+        monkeypatch.setattr("ingress.chains.locate.look", partial(look, limit=rng.choice([2, 5, 100])))
         try:
             await live(seed, skip)
         except BaseException:

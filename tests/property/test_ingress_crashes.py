@@ -16,19 +16,19 @@ import pytest
 
 from common.chain import Chain
 from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Stopped, Unavailable
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.carrier import Carrier
-from ingress.checkpoints.corrections import count_stored
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Gap, Intent, Piece, TargetState
+from ingress.checkpoint import Checkpoint, Gap, Intent, Piece, TargetState
+from ingress.checkpoint_store import from_json, to_json
 from ingress.checkpoints.state import StateStore, Stored
+from ingress.delivery import Carrier
+from ingress.operator.corrections import count_stored
+from ingress.publishers.publisher import Unclear
 from ingress.publishing.publisher import Outcome
-from ingress.publishing.replies import Unclear
-from ingress.rows.blocks import Block, Material, Rows
+from ingress.rows.rows import Block, Material, Rows
+from ingress.verdict.settle import Settler
+from ingress.verdict.verdict import Finding, Origin, Reading, Unread
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
-from ingress.verdicts.verdict import Finding, Origin, Reading, Unread
 from tests.support import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]
@@ -485,7 +485,7 @@ async def test_a_purge_beyond_the_end_loses_and_repeats_nothing(number: int) -> 
 async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ingress.verdicts.verdict._unread", lambda *_: None)
+    monkeypatch.setattr("ingress.verdict.verdict._unread", lambda *_: None)
     rng = seeded()
     for _ in range(30):
         world = PurgedWorld(random.Random(rng.random()))

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.intent import Intent, Piece
-from ingress.rows.blocks import Block, Material, Rows
+from ingress.checkpoint import Intent, Piece
+from ingress.rows.rows import Block, Material, Rows
 
 NAME = SegmentName(Chain("us", "A"), 0, SequenceRange(1, 10_000), "0" * 16)
 

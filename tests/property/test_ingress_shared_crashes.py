@@ -9,8 +9,8 @@ import asyncio
 import pytest
 
 from ingress.checkpoints.state import StateStore
+from ingress.verdict.settle import Settler
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
 from ingress.verdicts.shared import SharedSettler
 from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSupply, Host, World
 from tests.support import seeded

@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import Stopped
 from ingress.checkpoints.state import StateStore
+from ingress.verdict.settle import Settler
 from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
 from ingress.verdicts.shared import SharedSettler
 from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSupply, Host
 from tests.property.test_ingress_shared_crashes import SharedWorld
@@ -53,7 +53,7 @@ async def test_switching_exclusive_loses_nothing(number: int) -> None:
 async def test_the_simulation_finds_what_counting_foreign_messages_loses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ingress.verdicts.verdict.counts", lambda state: True)
+    monkeypatch.setattr("ingress.verdict.verdict.counts", lambda state: True)
     for _ in range(40):
         world = SwitchingWorld(seeded())
         with suppress(IndexError):  # counted beyond the intent

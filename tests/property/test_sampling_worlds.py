@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from egress.advisories.event import Advisory, Event
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot, decode, encode
 from egress.sampling.spread import period_ns

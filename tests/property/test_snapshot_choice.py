@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.segments.layout import Layout, StateName
+from common.segments.keys import Layout, StateName
 from common.segments.snapshots import SnapshotRef, newest_first
 from compaction.snapshots import KEPT, outdated
 from egress.sampling.choose import may_be_of, reason, to_build_upon, to_follow

@@ -11,8 +11,8 @@ from typing import Any
 
 from common.chain import Chain
 from common.objects.port import ObjectStore
+from common.open import load_settings, open_store
 from common.segments.store import SegmentGone, SegmentStore
-from common.service.wiring import load_settings, open_store
 from infra.oracle import Trace, compare
 from infra.oracle_reading import archived
 from tests.scenarios.faults import Outcome, prepare

@@ -16,8 +16,8 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.streams import stream_info
-from common.service.wiring import load_settings, open_chains, open_store
+from common.jetstream.api import stream_info
+from common.open import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefixed
 from infra.oracle_streams import target_traces
 from infra.oracle_targets import classes, compare_target

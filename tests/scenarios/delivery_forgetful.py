@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from common.errors import FloeError
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
 from infra.oracle import Comparison, allow
 from infra.oracle_targets import classes, compare_target
 from tests.scenarios.delivery import arrived, disturbed, require_faults

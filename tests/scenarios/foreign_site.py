@@ -16,12 +16,12 @@ import pyarrow as pa
 
 from common.chain import Chain
 from common.objects.port import ObjectStore
+from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.layout import DIGEST_LENGTH, SegmentName
+from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefixed
 from infra.oracle_targets import classes
 from tests.scenarios.delivery import store_of

@@ -7,8 +7,8 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.streams import create_stream
 from common.settings.nats import NatsSettings
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.chain import Chain
+from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.local.signed import SignedClient
 from infra.local.tether import spawn
 from infra.oracle import Trace

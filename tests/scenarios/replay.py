@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.jetstream.streams import create_stream
+from common.jetstream.api import create_stream
+from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.oracle import Trace, compare, prefixed
 from infra.oracle_reading import target_traces
 from tests.scenarios.load import HEADERS, client_of

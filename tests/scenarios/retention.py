@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.jetstream.streams import consumer_info, consumer_names, stream_info
+from common.jetstream.api import consumer_info, consumer_names, stream_info
+from common.open import load_settings, open_chains, open_store
 from common.segments.segment import Message, Reason
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.acked import AckedPublisher
 from infra.oracle import Comparison, Trace, compare, total
 from infra.oracle_archive import archive_holes, archived

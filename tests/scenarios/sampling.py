@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream
-from common.segments.rows import Columns, columns
+from common.segments.columns import Columns, columns
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
 from common.settings.egress import FeedSettings
-from egress.advisories.document import event_id, parse
+from egress.advisories.advisory import event_id, parse
 from egress.advisories.event import Advisory
-from egress.columns import chosen
-from egress.sampling.fold import Sampler
+from egress.batch import chosen
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from infra.local.nats import NatsServer
 from infra.oracle_streams import read_stream

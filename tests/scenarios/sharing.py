@@ -15,12 +15,12 @@ from typing import Any
 
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
+from common.open import load_settings, open_store
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
 from common.settings.units import parse_duration
 from common.sharing.shares import fair_share
-from egress.controller import lease_key
+from egress.feed import lease_key
 from infra.acked import AckedPublisher
 from infra.oracle import Trace, total
 from infra.oracle_streams import read_stream

@@ -13,11 +13,11 @@ from typing import Any
 
 from common.chain import Chain
 from common.invariants import rows_balance
-from common.jetstream.streams import create_stream
+from common.jetstream.api import create_stream
+from common.open import load_settings, open_store
 from common.segments.segment import Message, Reason
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
-from egress.advisories.document import event_id
+from egress.advisories.advisory import event_id
 from infra.acked import AckedPublisher
 from infra.oracle_archive import archive_holes
 from tests.scenarios.load import client_of

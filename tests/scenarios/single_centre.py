@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import stream_info
 from infra.local.nats import NatsServer
 from infra.local.ports import free_port
 from infra.oracle import Comparison, Trace

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from common.chain import Chain
-from common.service.wiring import load_settings, open_chains, open_store
+from common.open import load_settings, open_chains, open_store
 from infra.oracle import prefixed
 from infra.oracle_targets import classes
 from tests.scenarios.delivery import store_of

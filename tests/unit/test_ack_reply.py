@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.jetstream.streams import AckReply, ack_numbers, parse_ack, parse_time
+from common.jetstream.api import AckReply, ack_numbers, parse_ack, parse_time
 
 EXPECTED = AckReply("ORDERS", "floe_1", 100, 97, 1_700_000_000_123_456_789, 5)
 TAIL = b"ORDERS.floe_1.1.100.97.1700000000123456789.5"

@@ -10,7 +10,7 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
-from egress.advisories.document import Document, Writer, event_id, inspect_field, ksuid, parse
+from egress.advisories.advisory import Document, Writer, event_id, inspect_field, ksuid, parse
 from egress.advisories.event import Advisory, Event
 
 CHAIN = Chain("US_EAST", "NODE_DATA")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.jetstream.streams import StreamInfo
+from common.jetstream.api import StreamInfo
 from common.settings.egress import FeedSettings
 from egress.advisories.loop import fed_back, loop_of
-from egress.slices import slices
+from egress.partition import slices
 
 
 @pytest.mark.parametrize(

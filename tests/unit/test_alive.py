@@ -18,7 +18,7 @@ from common.segments.alive import (
     process_name,
     to_read,
 )
-from ingress.standing import Standing, by_newest_incarnation
+from ingress.operator.status import Standing, by_newest_incarnation
 
 CHAIN = Chain("us-east", "NODES", 2)
 PARTITION = Chain("us-east", "NODES")

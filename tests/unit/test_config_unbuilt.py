@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.service.config import load, parse_documents
 from common.service.config_document import Document
 from common.service.config_unbuilt import refuse_unbuilt, refuse_unrunnable
-from common.settings.describe import fields_of, sections_of
+from common.settings.docs import fields_of, sections_of
+from common.settings.loader import load, parse_documents
 from common.settings.root import Settings
 from common.settings.unbuilt import UNBUILT
 

@@ -16,8 +16,8 @@ import yaml
 from click.testing import CliRunner
 
 import floe
-from common.service import config
 from common.service.metrics import REGISTRY
+from common.settings import loader
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -90,7 +90,7 @@ def test_the_configurations_of_the_readme_parse(monkeypatch: pytest.MonkeyPatch)
     for block in blocks:
         text = "\n".join(line[3:] if line.startswith("   ") else line for line in block.splitlines())
         assert isinstance(yaml.safe_load(text), dict)
-        config.parse(text, "README.md")
+        loader.parse(text, "README.md")
 
 
 def test_every_command_stands_in_the_table_of_operations() -> None:

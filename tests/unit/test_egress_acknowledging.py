@@ -9,12 +9,12 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused
-from common.jetstream.streams import ConsumerInfo
+from common.jetstream.api import ConsumerInfo
 from common.sequences import SequenceRange
-from egress import acknowledging
-from egress.acknowledging import Acknowledging, archived, is_settled
-from egress.budget import Budget
+from egress import acks as acknowledging
+from egress.acks import Acknowledging, archived, is_settled
 from egress.doubt import DoubtError
+from egress.memory import Budget
 from egress.position import Position
 
 SHORT = b"$JS.ACK.S.C.1.%d.%d.1700000000000000000.9"

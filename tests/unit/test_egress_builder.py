@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.clock import ManualClock
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
 from egress import builder as builder_module
-from egress.budget import Account, Budget
+from egress.batch import chosen
 from egress.builder import GAP_AGE, PIECE_MESSAGES, Builder, Close, Closing, Emitted, Piece
-from egress.columns import chosen
 from egress.ledger import attribute, before_first_gap, gone_before_read, unread
+from egress.memory import Account, Budget
 from egress.sifted import SAMPLED_OUT, TOO_OLD, Sifted
 
 SECOND = 1_000_000_000

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from common.clock import NS_PER_S
-from common.jetstream.streams import ConsumerInfo
+from common.jetstream.api import ConsumerInfo
 from common.settings.base import Section
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range
 from common.settings.units import parse_duration
 from egress.consumers import ACK_WAIT, Wanted, durable, ephemeral, filters, first, unfit
-from egress.slices import Slice, is_of_site, slices
+from egress.partition import Slice, is_of_site, slices
 
 
 def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **settings: object) -> Slice:

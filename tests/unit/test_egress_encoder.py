@@ -11,17 +11,17 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
+from common.segments.columns import Columns
 from common.segments.parquet import open_file
-from common.segments.rows import Columns
 from common.segments.spool import Spool
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.service.threads import Threads
 from common.settings.egress import FeedSettings
-from egress.budget import Budget
 from egress.builder import Close, Piece
 from egress.draft import BATCH_ROWS, Draft
-from egress.encoding import AskGone, Encoder
+from egress.encoder import AskGone, Encoder
+from egress.memory import Budget
 from egress.reader import DoubtError
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling

@@ -14,8 +14,8 @@ from common.clock import ManualClock
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
 from egress.expiry import Limits, Rise, left_by_age, left_by_size
-from egress.liveness import Liveness, Progress, Standing
 from egress.report import FeedReport, log
+from egress.watchdog import Liveness, Progress, Standing
 from tests.support import unique
 
 SECOND = 10**9

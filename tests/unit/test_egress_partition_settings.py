@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from common.segments.documents import ChainDocument
 from common.settings.egress import FeedSettings
-from egress.history import configured, outline
+from egress.incarnations import configured, outline
+from egress.partition import slices
 from egress.partitions.left import Unmatched, unmatched
 from egress.partitions.recut import settings_of
-from egress.slices import slices
 
 
 def feed(**keys: Any) -> FeedSettings:

@@ -12,9 +12,9 @@ from common.clock import ManualClock
 from common.errors import Unavailable
 from common.tasks import end, unless
 from egress.backoff import DELAYS, Backoff
-from egress.budget import LARGEST_WINDOW, Budget
+from egress.deps import Confirming
 from egress.evidence import confirm
-from egress.parts import Confirming
+from egress.memory import LARGEST_WINDOW, Budget
 
 
 def answers(*values: str) -> Callable[[], Awaitable[str]]:

@@ -9,9 +9,9 @@ import pytest
 
 from common.jetstream.lease import new_owner, owner_text
 from common.service import pasting
-from egress.history import filters_text
+from egress.hints import repartition, resolve
+from egress.incarnations import filters_text
 from egress.partitions.left import LeftOut, Unmatched
-from egress.resolve.hints import repartition, resolve
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service import pasting
 from common.settings.egress import FeedSettings
+from egress import hints
 from egress.identity import Evidence, Held, Kind, Source, Verdict, Witness
-from egress.resolve import choices, hints
-from egress.slices import Slice, slices
-from ingress.chains import advice as chain_advice
+from egress.partition import Slice, slices
+from egress.resolve import choices
+from ingress import hints as chain_advice
 from ingress.checkpoints import commands as checkpoint_commands
 from ingress.replay import advice as replay_advice
 from ingress.replay.options import Options
@@ -78,19 +79,19 @@ SAMPLES: dict[str, Callable[[], object]] = {
     "common/segments/gaps.py:carry_late": lambda: [gaps.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/quarantine.py:quarantine_command": lambda: quarantine.quarantine_command("a b.parquet"),
     "egress/resolve/choices.py:_hint": verdicts,
-    "egress/resolve/hints.py:resolve": lambda: [
+    "egress/hints.py:resolve": lambda: [
         hints.resolve("IT'S", "--new-incarnation --from 3", 0),
         hints.believe_listing(CHAIN),
     ],
-    "egress/resolve/hints.py:repartition": lambda: hints.repartition("IT'S"),
-    "egress/resolve/hints.py:bring_back": lambda: [
+    "egress/hints.py:repartition": lambda: hints.repartition("IT'S"),
+    "egress/hints.py:bring_back": lambda: [
         hints.bring_back(part, chain, continues=False) for part in PARTS for chain in (CHAIN, PLAIN)
     ],
     "ingress/checkpoints/commands.py:set_command": lambda: [
         checkpoint_commands.set_command("A TARGET", "--forget"),
         chain_advice.set_position("A TARGET", CHAIN, 5),
     ],
-    "ingress/chains/advice.py:resume": lambda: [
+    "ingress/hints.py:resume": lambda: [
         chain_advice.resume("A TARGET", CHAIN),
         chain_advice.resume("A TARGET", PLAIN),
     ],
@@ -101,9 +102,9 @@ SAMPLES: dict[str, Callable[[], object]] = {
 # Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.
 ELSEWHERE = {
     "egress/report.py",
-    "ingress/carrier.py",
-    "ingress/decisions/pauses.py",
-    "ingress/parked/cli.py",
+    "ingress/delivery.py",
+    "ingress/chains/pauses.py",
+    "ingress/operator/parked_cli.py",
     "ingress/replay/drill.py",
     "ingress/replay/survey.py",
 }

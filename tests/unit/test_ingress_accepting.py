@@ -8,10 +8,12 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.headers import Provenance, build_block
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.census import Census
-from ingress.checkpoints.corrections import (
+from ingress.checkpoint import Checkpoint, Intent, ParkedAs, Piece, TargetState, open_intent
+from ingress.checkpoint_store import from_json, to_json
+from ingress.checkpoints.marks import Marks, Sightings
+from ingress.operator.corrections import (
     CorrectionRefused,
     accept,
     awaited,
@@ -21,11 +23,9 @@ from ingress.checkpoints.corrections import (
     move,
     rebuild,
 )
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs, Piece, TargetState, open_intent
-from ingress.checkpoints.marks import Marks, Sightings
+from ingress.operator.target_scan import Census
 from ingress.parked.names import Entry, ParkedName
-from ingress.verdicts.verdict import Origin, Reading, Unread
+from ingress.verdict.verdict import Origin, Reading, Unread
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))

@@ -13,18 +13,18 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock, SystemClock
 from common.errors import AnotherWriter, Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
-from ingress.carrier import Carrier
-from ingress.checkpoints.intent import Checkpoint, CheckpointConflict, Piece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, CheckpointConflict, Piece, TargetState, open_intent
 from ingress.checkpoints.state import StateMoved, Stored
+from ingress.delivery import Carrier
 from ingress.parts import Pace
 from ingress.publishing.publisher import Outcome
-from ingress.rows.blocks import Block, Material, Rows
+from ingress.rows.rows import Block, Material, Rows
 from ingress.runner import Runner
-from ingress.verdicts.verdict import Sending, Settled
+from ingress.verdict.verdict import Sending, Settled
 from tests.support import PATIENCE
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")

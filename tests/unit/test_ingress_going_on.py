@@ -17,17 +17,17 @@ from common.errors import (
     Unavailable,
 )
 from common.jetstream.requests import ApiError
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
-from ingress.chains.lane import Lane
+from ingress.chains.chain_state import Lane
 from ingress.chains.plan import ChainPlan, Phase
-from ingress.checkpoints.intent import Intent, Piece
+from ingress.checkpoint import Intent, Piece
 from ingress.errors import ends_target, leading, passes_by_itself
-from ingress.lags import Lags
-from ingress.rows.blocks import Block
+from ingress.report import Lags
 from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting, SubjectRule
 from ingress.telling import TargetReport
 from tests.support import unique

@@ -10,10 +10,9 @@ import pytest
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import (
+from ingress.checkpoint import (
     Checkpoint,
     CheckpointConflict,
     Ending,
@@ -25,6 +24,7 @@ from ingress.checkpoints.intent import (
     open_intent,
     share_intent,
 )
+from ingress.checkpoint_store import from_json, to_json
 from ingress.checkpoints.state import StateStore
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")

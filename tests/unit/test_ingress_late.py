@@ -11,7 +11,7 @@ from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ObjectInfo
 from common.segments.gaps import AcceptedGap, accepted_part
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.sequences import SequenceRange
 from ingress.chains.late import Fate, Patience, decide
 from ingress.chains.plan import ChainPlan, Phase

@@ -15,13 +15,13 @@ from common.settings.ingress import TargetSettings
 from ingress.chains.recall import Recall
 from ingress.chains.relays import Relays
 from ingress.chains.roster import Roster
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoint import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoint_store import from_json, to_json
 from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Rows
 from ingress.rows.budget import Budget
 from ingress.rows.decoder import Decoder
 from ingress.rows.prepare import Shape
+from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting
 from tests.ingress_world import CHAIN, Archive
 from tests.segment_files import message

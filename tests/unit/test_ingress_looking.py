@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from common.chain import Chain
 from common.objects.port import ObjectInfo
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from ingress.chains.looking import LISTED, Search, look, next_stretches, survey
 from ingress.chains.plan import Phase
+from ingress.chains.search import LISTED, Search, look, next_stretches, survey
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 

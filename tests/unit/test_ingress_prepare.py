@@ -5,8 +5,8 @@ from __future__ import annotations
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
-from ingress.rows.blocks import Material
 from ingress.rows.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, Shape
+from ingress.rows.rows import Material
 from ingress.rows.subjects import Accepting, SubjectRule
 from tests.segment_files import batch_of, message
 

@@ -12,7 +12,7 @@ from common.errors import DataError, Unavailable
 from common.jetstream.headers import Provenance, escape, hops, restore
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.service.threads import Threads
 from ingress.chains.relays import Relays
 from ingress.rows.prepare import Preparer, Shape

@@ -11,17 +11,15 @@ import pytest
 
 from common.chain import Chain
 from common.errors import AnotherWriter, FloeError, Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.cli import checkpoint_set
-from ingress.checkpoints.corrections import count_stored
-from ingress.checkpoints.intent import Checkpoint, Ending, Piece, TargetState, close_intent, open_intent
+from ingress.checkpoint import Checkpoint, Ending, Piece, TargetState, close_intent, open_intent
 from ingress.checkpoints.marks import CorrectionRefused
 from ingress.checkpoints.state import Stored
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
-from ingress.verdicts.target import forgets
-from ingress.verdicts.verdict import (
+from ingress.operator.checkpoint_cli import checkpoint_set
+from ingress.operator.corrections import count_stored
+from ingress.verdict.settle import Settler
+from ingress.verdict.verdict import (
     Doubt,
     Finding,
     Origin,
@@ -34,6 +32,8 @@ from ingress.verdicts.verdict import (
     judge,
     newest,
 )
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.target import forgets
 
 A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west", "OTHER")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.clock import ManualClock
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from egress.advisories.event import Advisory, Event
-from egress.budget import Budget
 from egress.builder import Builder, Close, Closing, Emitted, Piece
-from egress.sampling.fold import Choices
+from egress.memory import Budget
+from egress.sampling.filters import Sieve
 from egress.sampling.intake import Intake, Stretch
-from egress.sampling.sieve import Sieve
+from egress.sampling.sampler import Choices
 from egress.sampling.tracking import Again, Tracking
 
 SECOND = 1_000_000_000

@@ -18,21 +18,21 @@ from common.chain import Chain
 from common.errors import DataError, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.service.threads import Threads
-from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs, Piece, TargetState
+from ingress.chains.pauses import Pause, Pauses
+from ingress.checkpoint import Checkpoint, Intent, ParkedAs, Piece, TargetState
 from ingress.checkpoints.state import Stored
-from ingress.decisions.pauses import Pause, Pauses
 from ingress.parked.keeper import ParkedKeeper
 from ingress.parked.message import from_bytes, to_bytes
 from ingress.parked.names import ParkedKeys, ParkedName, State, waiting
-from ingress.parked.retries import EVERYTHING, Retries
 from ingress.parked.source import ParkedSource
 from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Material, Rows
+from ingress.redelivery import EVERYTHING, Retries
 from ingress.rows.refusals import Oversize
+from ingress.rows.rows import Block, Material, Rows
 from tests.segment_files import message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)

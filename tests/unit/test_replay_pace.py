@@ -103,11 +103,11 @@ def test_progress_says_how_long_it_takes() -> None:
 
 
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
-    from common.segments.layout import SegmentName
-    from ingress.checkpoints.intent import Piece
+    from common.segments.keys import SegmentName
+    from ingress.checkpoint import Piece
     from ingress.publishing.publisher import Outcome
     from ingress.replay.pacing import Head, Interrupted, PacedPublisher
-    from ingress.rows.blocks import Block, Rows
+    from ingress.rows.rows import Block, Rows
 
     class Inner:
         name = "inner"
@@ -138,7 +138,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
 def _material(count: int):  # type: ignore[no-untyped-def]
     import pyarrow as pa
 
-    from ingress.rows.blocks import Material
+    from ingress.rows.rows import Material
 
     return Material(
         list(range(1, count + 1)),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.segments.rows import Columns
-from egress.sampling.json_path import parse_path
+from common.segments.columns import Columns
+from egress.sampling.key_reader import parse_path
 from egress.sampling.keys import KeyReader
 from egress.sampling.settings import Sampling
 from tests.sampling_values import sampling

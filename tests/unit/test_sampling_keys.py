@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import pytest
 
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.settings.egress import FeedSettings
-from egress.sampling.fold import Sampler
 from egress.sampling.keys import KeyReader
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.spread import period_ns
 from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling

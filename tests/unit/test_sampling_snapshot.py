@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from common.chain import Chain
 from egress.advisories.event import Advisory, Event
 from egress.sampling.blocks import MAGIC, MAX_BLOCK, framed, unframed
-from egress.sampling.fold import Sampler
+from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, decode, encode
 from egress.sampling.state import CHUNK, SamplerState
 from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling

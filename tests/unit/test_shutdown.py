@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from common.service.expand import read_secret
-from common.service.shutdown import stop_on_signals
+from common.service.process import stop_on_signals
 from common.settings.secret_file import FileSecret
 from infra.local.tether import spawn
 from tests.support import PATIENCE, soon
@@ -39,7 +39,7 @@ def service(
 ) -> Iterator[subprocess.Popen[str]]:
     script = (
         "import asyncio, time\nfrom common.service.cli import run_async\n"
-        "from common.service.shutdown import hangups, stop_on_signals\n"
+        "from common.service.process import hangups, stop_on_signals\n"
         f"{DRAINS.format(drain=drain, setup=setup)}\n{runner}\n"
     )
     process = spawn([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -15,7 +15,7 @@ from common.errors import Unavailable
 from common.objects.local import LocalObjects
 from common.segments.alive import Alive, ChainSign
 from common.segments.documents import ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.service.threads import Threads
 from egress.alive import SignOfLife
 from ingress.discovery.sites import Sites

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.subjects import matches
+from common.subjects import matches
 
 TAKEN = [
     ("", "anything.at.all"),

@@ -16,7 +16,7 @@ from common.clock import ManualClock
 from common.errors import DataError, Refused
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.target_positions import TargetPositions
 from common.service.metrics import REGISTRY
 from common.service.threads import Threads

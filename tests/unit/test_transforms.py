@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from common.jetstream.subjects import matches
-from common.jetstream.transforms import TransformError, compile_transform
-from common.service.config import load
+from common.settings.loader import load
+from common.subjects import matches
+from common.transforms import TransformError, compile_transform
 from ingress.rows.subjects import Accepting, SubjectRule, rule_of
 
 CONFIG = """\

@@ -15,7 +15,7 @@ import pytest
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.parquet import SCHEMA, Limits, open_file
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
@@ -418,7 +418,7 @@ from pathlib import Path
 import common.segments.parquet as parquet
 from common.chain import Chain
 from common.errors import SegmentCorrupt
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before = peak()

@@ -15,8 +15,8 @@ from common.service.monitor import MAX_BEAT_AGE, Health
 from egress.workers.asking import Said
 from egress.workers.codes import exit_code, worst
 from egress.workers.exposition import labelled, merged
+from egress.workers.link import Place
 from egress.workers.pages import WorkerPages
-from egress.workers.place import Place
 from egress.workers.process import WorkerProcess
 
 

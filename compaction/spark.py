@@ -1,0 +1,175 @@
+"""The Spark session of a run: made when there is work for it, with the settings that a merge depends on."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError, FloeError, Unavailable
+from common.service.logs import get_logger
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = get_logger("compaction.spark")
+
+# Not for a user or a cluster to change: each of them could lose rows, double work or open a port.
+FIXED = {
+    "spark.speculation": "false",
+    "spark.sql.files.ignoreMissingFiles": "false",
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.ui.enabled": "false",
+}
+REFUSED = ("spark.speculation",)
+DEFAULTS = {
+    "spark.sql.session.timeZone": "UTC",
+    # What is shuffled is two numbers of each row, and only where segments overlap.
+    "spark.sql.shuffle.partitions": "8",
+}
+_AUTHENTICATE = "spark.authenticate"
+_SECRETS = ("spark.authenticate.secret", "spark.authenticate.secret.file")
+_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+_LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
+_LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
+_TASK_FAILURES = 4
+# Text that tasks raise and the driver looks for.
+DISTRIBUTION_PROBLEM = "E-COMMON"
+
+
+class Spark:
+    """A context manager that makes the session on first use and stops it at the end."""
+
+    def __init__(self, master: str, conf: Mapping[str, str]) -> None:
+        check_conf(conf)
+        self._master, self._conf = master, conf
+        self._session: SparkSession | None = None
+
+    def session(self) -> SparkSession:
+        """The session. Raises ConfigError where PySpark or Java is missing."""
+        # It warns of versions of pandas, which nothing of Floe goes through.
+        warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
+        if self._session is None:
+            self._session = start(self._master, self._conf)
+        return self._session
+
+    def __enter__(self) -> Spark:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            self._session.stop()
+
+
+def check_conf(conf: Mapping[str, str]) -> None:
+    """Raise ConfigError for a setting that would double the work of tasks; warn of those overridden."""
+    for name, value in FIXED.items():
+        found = conf.get(name, value)
+        if found.lower() == value:
+            continue
+        if name in REFUSED:
+            raise ConfigError(f"compaction.spark.conf.{name}: expected {value}, found {found}")
+        log.warning("spark setting overridden", action="spark_conf", name=name, found=found, used=value)
+
+
+def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
+    """All settings of the session: defaults, those of the configuration, and those that are fixed."""
+    own = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
+    if _LOCAL.fullmatch(master):
+        own |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    java = conf.get(_JAVA_OPTIONS, "")
+    if "log4j" not in java:
+        java = f"{java} {_LOG_CONFIGURATION}".strip()
+    return DEFAULTS | own | authentication(master, conf) | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
+
+
+def authentication(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+    """Authentication between driver and executors, where there can be: the store's secrets travel there.
+
+    YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    """
+    makes_secret = master == "yarn" or master.startswith("k8s:")
+    return {_AUTHENTICATE: "true"} if makes_secret or any(name in conf for name in _SECRETS) else {}
+
+
+def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
+    """Say so where executors on other hosts are spoken to without authentication."""
+    if not master.startswith("local") and str(conf.get(_AUTHENTICATE, "false")).lower() != "true":
+        log.warning(
+            "spark without authentication: the store's secrets travel to executors that anybody may pose as; "
+            "set compaction.spark.conf.spark.authenticate.secret to that of the cluster",
+            action="spark_open",
+            master=master,
+        )
+
+
+def with_retries(master: str) -> str:
+    """`local[N]` runs a failed task once only; its other form runs it again, as a cluster does."""
+    match = _LOCAL.fullmatch(master)
+    return f"local[{match['cores'] or 1},{_TASK_FAILURES}]" if match else master
+
+
+def start(master: str, conf: Mapping[str, str]) -> SparkSession:
+    """Start Spark. Raises ConfigError where PySpark or Java is missing, Unavailable where it fails."""
+    try:
+        from pyspark.errors import PySparkException
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise ConfigError(
+            f"engine spark: {error}",
+            hint="install floe-jetstream[spark], or use --engine local",
+            code="E-SPARK",
+        ) from error
+    _set_environment(master, conf)
+    warn_of_open(master, spark_conf(master, conf))
+    try:
+        builder = SparkSession.builder.appName("floe compaction").master(with_retries(master))
+        return builder.config(map=spark_conf(master, conf)).getOrCreate()
+    except PySparkException as error:
+        raise _not_started(error) from error
+    except Exception as error:  # py4j's errors: the JVM is there, the master perhaps is not
+        raise spark_error("start", error) from error
+
+
+def _set_environment(master: str, conf: Mapping[str, str]) -> None:
+    """Executors of this host run this interpreter and this code, whatever `python3` on the PATH is."""
+    if "spark.pyspark.python" not in conf:
+        os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if _LOCAL.fullmatch(master):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    root = str(Path(__file__).parents[1])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+
+
+def _not_started(error: Exception) -> FloeError:
+    if "JAVA" in str(error).upper():
+        return ConfigError(
+            "engine spark: Java does not start",
+            hint="install Java 17 or 21 and set JAVA_HOME, or use --engine local",
+            code="E-SPARK",
+        )
+    return spark_error("start", error)
+
+
+def spark_error(what: str, error: Exception) -> FloeError:
+    """What an error of Spark is to an operator: its first line; the rest is for the log."""
+    text = str(error)
+    if DISTRIBUTION_PROBLEM in text:
+        found = text[text.index(DISTRIBUTION_PROBLEM) :].splitlines()[0]
+        return ConfigError(
+            found.removeprefix(DISTRIBUTION_PROBLEM).lstrip(": "),
+            hint="run executors in an environment of their own that has this version of floe-jetstream",
+            code=DISTRIBUTION_PROBLEM,
+        )
+    log.debug("spark failed", action="spark_failed", what=what, error=text)
+    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")

@@ -1,0 +1,89 @@
+"""The components of egress for a command that ends by itself: what cannot be reached ends it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from common.clock import SystemClock
+from common.errors import UsageError
+from common.jetstream.api import most_replicas
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Leases, new_owner
+from common.objects.open import open_objects
+from common.open import open_chains, open_store
+from common.service.monitor import Health
+from common.service.threads import Threads
+from common.service.version import version
+from common.settings.egress import FeedSettings
+from common.settings.root import Settings
+from egress.deps import Parts, Pools, Tuning
+from egress.memory import Budget
+from egress.partition import Slice
+from egress.report import FeedReport
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a command works with; its reports go nowhere."""
+
+    settings: Settings
+    parts: Parts
+    leases: Leases
+    pools: Pools
+
+    def report(self, part: Slice) -> FeedReport:
+        """A report that nobody reads."""
+        return FeedReport(part.chain, part.stream, Health(self.parts.clock))
+
+
+@asynccontextmanager
+async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[Opened]:
+    """Connect, and close at the end. Raises Unavailable, Refused, ConfigError."""
+    clock, rng = SystemClock(), random.SystemRandom()
+
+    async def connected() -> FloeClient:
+        title = f"floe egress {settings.site} command"
+        return await connect(settings.nats_for("egress"), name=title, clock=clock, rng=rng)
+
+    client = await connected()
+    objects = open_objects(settings.store)
+    store, chains = open_store(settings, objects), open_chains(settings, objects)
+    pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
+    egress = settings.egress
+    try:
+        replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
+        state = KeyValue.optional(client, egress.state_bucket, replicas=replicas)
+        bucket = KeyValue.optional(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
+        parts = Parts(
+            client=client,
+            connect=connected,
+            state=state,
+            objects=objects,
+            store=store,
+            chains=chains,
+            budget=Budget(egress.memory_limit),
+            clock=clock,
+            rng=rng,
+            writer=f"floe {version()}",
+            tuning=tuning,
+        )
+        leases = Leases(bucket, new_owner(settings.instance), egress.lease_ttl, clock)
+        yield Opened(settings, parts, leases, pools)
+    finally:
+        pools.close()
+        store.close()
+        await client.aclose()
+
+
+def feed_named(settings: Settings, name: str) -> FeedSettings:
+    """The feed of that name. Raises UsageError."""
+    found = next((feed for feed in settings.egress.feeds if feed.name == name), None)
+    if found is None:
+        known = ", ".join(feed.name for feed in settings.egress.feeds)
+        where = f"expected one of {known}" if known else "the configuration has no feed; name the site's file"
+        raise UsageError(f"feed {name}: {where}")
+    return found

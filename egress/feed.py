@@ -1,0 +1,174 @@
+"""The egress service: one task for each partition of a feed, under its lease; readiness, drain.
+
+A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
+what is unreachable is tried again, an instance without the lease stands by, and an error that nobody foresaw
+ends the session, which begins again after a pause that grows (`common/tasks.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.chain import Chain
+from common.clock import Clock, first_of, wait_for
+from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Lease
+from common.leasing.balancer import Sharing
+from common.service.logs import get_logger
+from common.service.monitor import Health
+from common.service.threads import Threads
+from common.tasks import GOOD_WHILE, end, orphaned, watched
+from egress import metrics
+from egress.backoff import Backoff
+from egress.deps import Parts, Pools
+from egress.partition import Slice
+from egress.report import FeedReport
+from egress.worker import Worker
+
+log = get_logger("egress.feed")
+
+REEXAMINE = 30.0  # seconds until a stopped chain is looked at again
+BEAT = 1.0  # seconds
+ABANDON = 2.0  # seconds to let go of what was not drained in time
+
+
+def lease_key(feed: Chain) -> str:
+    """One lease for all incarnations: whoever holds it may begin the next."""
+    return state_key("egress", feed.site, feed.feed, str(feed.partition))
+
+
+class Feed:
+    """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
+
+    def __init__(
+        self,
+        part: Slice,
+        parts: Parts,
+        sharing: Sharing,
+        health: Health,
+        reexamine: float = REEXAMINE,
+    ) -> None:
+        self._parts, self._reexamine = parts, reexamine
+        self._chain = part.chain
+        name = f"{self._chain.feed}-{self._chain.partition}"
+        self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
+        self.report = self._report = FeedReport(self._chain, part.stream, health, parts.clock)
+        self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
+        self._seat = sharing.seat(lease_key(self._chain), self._report)
+        self._worker = Worker(part, parts, self._pools, self._report)
+        self._backoff = Backoff(parts.rng)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set and everything is put."""
+        try:
+            while (lease := await self._seat.occupy(stop)) is not None:
+                await self._hold(lease, stop)
+        finally:
+            self._pools.close()
+
+    async def _hold(self, lease: Lease, stop: asyncio.Event) -> None:
+        """Work under the lease until it is lost or to be given back, or `stop` is set.
+
+        It is given back only when no upload is under way any more: another instance would begin beside it.
+        """
+        self._report.working()
+        halt = asyncio.Event()
+        sides = [
+            watched(lease.keep(), orphaned, name=f"lease {self._chain}"),
+            watched(self._halt(halt, lease, stop), orphaned, name=f"halt {self._chain}"),
+        ]
+        try:
+            while lease.is_usable() and not (stop.is_set() or lease.give_back.is_set()):
+                await self._work(lease, halt)
+            await self._pools.idle()
+        finally:
+            await end(*sides)
+        was_lost = lease.lost.is_set()
+        await lease.release()
+        self._seat.vacate(lost=was_lost)
+
+    async def _halt(self, halt: asyncio.Event, lease: Lease, stop: asyncio.Event) -> None:
+        """Set `halt` with `stop`, and where a lease to be given back waits too long for its segment's end."""
+        await first_of(stop.wait(), lease.give_back.wait())
+        if not stop.is_set():
+            await wait_for(stop, self._parts.tuning.pace.hand_over)
+        halt.set()
+
+    async def _work(self, lease: Lease, halt: asyncio.Event) -> None:
+        began = self._parts.clock.monotonic()
+        try:
+            await self._worker.run(lease, halt)
+            self._backoff.reset()
+        except LeaseLost as error:
+            log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
+            lease.lost.set()
+        except (Unavailable, OutcomeUnknown) as error:
+            self._report.waits(error)
+            await self._pause(lease, halt, self._backoff.next())
+        except Exception as error:
+            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
+                self._report.stopped(error)
+                await self._pause(lease, halt, self._reexamine)
+                return
+            if self._parts.clock.monotonic() - began >= GOOD_WHILE:
+                self._backoff.reset()
+            self._report.fails(error)
+            await self._pause(lease, halt, self._backoff.next())
+
+    async def _pause(self, lease: Lease, halt: asyncio.Event, seconds: float) -> None:
+        """Wait, unless there is a reason to leave."""
+        await first_of(halt.wait(), lease.give_back.wait(), lease.lost.wait(), seconds=seconds)
+
+
+class Runs(Protocol):
+    """What runs until `stop` is set and it has come to an end."""
+
+    async def run(self, stop: asyncio.Event) -> None: ...
+
+
+async def run_feeds(
+    feeds: Sequence[Runs], parts: Parts, health: Health, stop: asyncio.Event, shutdown_timeout: float
+) -> bool:
+    """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
+
+    Among them is whatever runs as long as they do.
+
+    What was not drained keeps its lease until it expires: its uploads may still be on their way.
+    """
+    tasks = {
+        asyncio.create_task(_run_all(feeds, stop), name="feeds"),
+        asyncio.create_task(_deadline(stop, parts.clock, shutdown_timeout), name="deadline"),
+        asyncio.create_task(_beat(parts, health), name="beat"),
+    }
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=ABANDON)
+    for task in done:
+        task.result()
+    return any(task.get_name() == "feeds" for task in done)
+
+
+async def _run_all(feeds: Sequence[Runs], stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for feed in feeds:
+            tasks.create_task(feed.run(stop))
+
+
+async def _deadline(stop: asyncio.Event, clock: Clock, seconds: float) -> None:
+    await stop.wait()
+    await clock.sleep(seconds)
+    log.error("not drained in time", action="drain_timeout", seconds=seconds)
+
+
+async def _beat(parts: Parts, health: Health) -> None:
+    metrics.memory_limit.set(parts.budget.limit)
+    while True:
+        health.beat()
+        metrics.memory_used.set(parts.budget.used)
+        await parts.clock.sleep(BEAT)

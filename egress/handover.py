@@ -1,0 +1,128 @@
+"""From one incarnation to the next, together with the other partitions of the feed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.chain import Chain
+from common.clock import first_of
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo
+from common.jetstream.lease import Lease
+from common.service.logs import get_logger
+from egress.archive import Archive
+from egress.deps import Parts
+from egress.identity import Evidence, Held, Kind, Verdict
+from egress.incarnations import History, Incarnation
+from egress.partition import Slice
+from egress.partitions.closing import Closing, Decision, End, NextStream
+from egress.partitions.closings import Closings
+from egress.report import FeedReport
+
+log = get_logger("egress.succession")
+
+POLL = 2.0  # seconds between two looks at what the other partitions have done, at most
+
+
+class Succession:
+    """Closes incarnations of one partition, and begins the next when all partitions are closed."""
+
+    def __init__(self, part: Slice, parts: Parts, history: History, report: FeedReport) -> None:
+        self._part, self._parts, self._history, self._report = part, parts, history, report
+        self._count = len(part.settings.filters())
+        self._closings = Closings(parts.state)
+
+    async def closing(self, current: Incarnation) -> Closing:
+        """How far the current incarnation is with closing."""
+        return await self._closings.get(current.chain)
+
+    async def begin(self, current: Incarnation, closing: Closing) -> None:
+        """Begin the incarnation behind `current`, which is closed. Raises Stopped."""
+        minted = await self._history.mint(current, closing)
+        log.warning("incarnation closed", action="recreated", first=minted.document.first, **_of(minted))
+
+    async def reopen(self, current: Incarnation, closing: Closing) -> bool:
+        """Let this partition read on: what it noted of its end is withdrawn; False where it is too late.
+
+        A decision about a partition that goes on by itself again is void.
+        """
+        number, decision = self._part.partition, closing.decision
+
+        def step(found: Closing) -> Closing:
+            if decision is not None and number in decision.first and found.decision == decision:
+                found = Closing(found.ends, None, found.next)
+            return found.withdrawn(number)
+
+        if closing == Closing():
+            return True
+        return (await self._closings.change(current.chain, step)).next is None
+
+    async def close(
+        self,
+        current: Incarnation,
+        archive: Archive,
+        info: StreamInfo,
+        first: int,
+        decision: Decision | None,
+    ) -> Closing:
+        """Note that the partition ends where `archive` does, and goes on at `first` of the stream `info`.
+
+        Begins the next incarnation where it is the last partition to do so. Nothing is noted where the
+        decision it goes by was taken back.
+        """
+        end = End(archive.end, first, info.created)
+        stream = NextStream(info.created, info.config)
+
+        def step(found: Closing) -> Closing:
+            if found.decision_for(info.created) != decision:
+                return found
+            return found.noted(self._part.partition, end, self._count, stream)
+
+        closing = await self._closings.change(current.chain, step)
+        failpoint("egress.after_end_noted")
+        if closing.next is not None:
+            await self.begin(current, closing)
+        return closing
+
+    async def wait(
+        self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: asyncio.Event
+    ) -> None:
+        """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
+        self._report.closing(closing.missing(self._count, created))
+        check = self._parts.tuning.pace.check
+        until = self._parts.clock.monotonic() + check
+        ends = stop.wait(), lease.give_back.wait(), lease.lost.wait()
+        waiting = [asyncio.ensure_future(each) for each in ends]
+        try:
+            while not any(each.done() for each in waiting) and self._parts.clock.monotonic() < until:
+                await first_of(
+                    asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED), seconds=min(POLL, check)
+                )
+                if await self.closing(current) != closing:
+                    return
+        finally:
+            for each in waiting:
+                each.cancel()
+
+    async def is_decided(self, chain: Chain, created: str) -> bool:
+        """Whether an operator has decided that the incarnation ends."""
+        return (await self._closings.get(chain)).decision_for(created) is not None
+
+    def adopt(self, evidence: Evidence, verdict: Verdict, closing: Closing) -> Verdict:
+        """The verdict of another partition of the same stream, where this one's own evidence tells nothing.
+
+        A partition without messages has none to compare.
+        """
+        source = evidence.source
+        if verdict.kind is not Kind.UNKNOWN or source is None or source.created == evidence.created:
+            return verdict
+        if closing.decision is not None or any(tip.held is Held.EQUAL for tip in evidence.tips):
+            return verdict
+        for number, end in sorted(closing.ends.items()):
+            if number != self._part.partition and end.created == source.created:
+                return Verdict(Kind.RECREATED, f"as partition {number} found; {verdict.why}")
+        return verdict
+
+
+def _of(incarnation: Incarnation) -> dict[str, object]:
+    return incarnation.chain.log_context()

@@ -1,0 +1,296 @@
+"""Closes the incarnation of a feed and opens the next of the same history, cut as it is configured now.
+
+    take the leases of all partitions, old and new
+    read every old partition on to where the furthest of them is, with its old filter
+    make the durables of the new ones, where the stream keeps messages for those that ask
+    put stream.json of the next incarnation: from here on it counts
+    put chain.json of each new partition
+
+Every step may be done again: a crash before `stream.json` leaves the old incarnation a little longer, one
+behind it what the next run, or the next start of egress, completes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from common.chain import Chain
+from common.errors import LeaseLost, Stopped, Unavailable, UsageError
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
+from common.jetstream.lease import Lease, owner_text
+from common.segments.documents import ChainDocument
+from common.service.logs import get_logger
+from common.settings.egress import FeedSettings
+from common.tasks import either, end, orphaned, watched
+from egress.archive import Archive, Marks
+from egress.consumers import INTEREST, WORK_QUEUE, Wanted, create
+from egress.context import Opened
+from egress.feed import lease_key
+from egress.handover import Succession
+from egress.identity import Source, Verdict
+from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
+from egress.inquiry import Inquiry
+from egress.partition import Slice, slices
+from egress.partitions.left import LeftOut
+from egress.partitions.recut import Reach, common_end, next_document, settings_of
+from egress.partitions.unmatched import look
+from egress.position import Position
+from egress.reading import Reading, Stand
+from egress.resolve.choices import stopped_error
+from egress.resolve.decisions import Acceptances
+
+log = get_logger("egress.repartition")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done. `current`: the incarnation that is open. `old`, `new`: its partitions, as they are
+    and as configured. `reaches`: of the old ones. `is_done`: it is cut as configured already.
+    """
+
+    current: Chain
+    old: Sequence[Slice]
+    new: Sequence[Slice]
+    reaches: Sequence[Reach]
+    is_done: bool
+
+    @property
+    def end(self) -> int:
+        """Where the incarnation will end, if nothing moves it meanwhile."""
+        return common_end(self.reaches)
+
+    @property
+    def behind(self) -> dict[int, int]:
+        """How many sequences each old partition has to be read on."""
+        return {number: self.end - reach.through for number, reach in enumerate(self.reaches)}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The next incarnation, where its partitions begin, and where those of the one before ended."""
+
+    chain: Chain
+    first: int
+    ends: dict[int, int]
+
+
+class Repartition:
+    """Cuts one feed anew."""
+
+    def __init__(self, opened: Opened, settings: FeedSettings) -> None:
+        self._opened, self._settings = opened, settings
+        self._site = opened.settings.site
+        self._new = slices(self._site, settings)
+        self._marks = Marks(opened.parts.state)
+
+    async def plan(self) -> Plan:
+        """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
+        parts, io = self._opened.parts, self._opened.pools.io
+        number = await io.run(newest_incarnation, parts.chains, self._new[0].chain)
+        if number is None:
+            raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
+        chain = replace(self._new[0].chain, incarnation=number)
+        cut = await io.run(self._cut, chain)
+        old = slices(self._site, settings_of(cut, self._settings))
+        reaches = [await self._reach(each, number) for each in old]
+        return Plan(chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0])))
+
+    def _cut(self, chain: Chain) -> Sequence[ChainDocument]:
+        chains = self._opened.parts.chains
+        stream, document = chains.read_stream(chain), chains.read_chain(chain)
+        if stream is None or not (stream.chains or document):
+            raise Stopped(
+                f"{chain}: expected stream.json and chain.json, found not both",
+                hint="restore what is missing, or start egress as it was configured: it completes them",
+                code="E-HISTORY",
+            )
+        return stream.chains or ([document] if document else [])
+
+    async def _reach(self, part: Slice, number: int) -> Reach:
+        current = await self._load(part)
+        if current.chain.incarnation != number:
+            raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
+        archive = await self._archive(current)
+        return Reach(archive.first, archive.end)
+
+    async def _load(self, part: Slice) -> Incarnation:
+        found = await self.history(part).load()
+        if found is None:
+            raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
+        return found
+
+    async def _archive(self, current: Incarnation) -> Archive:
+        archive = await Archive.of(current, self._opened.parts, self._marks, self._opened.pools.io)
+        await archive.load()
+        return archive
+
+    async def left_out(self, plan: Plan) -> list[LeftOut]:
+        """What the stream holds that an old partition takes and no new one does, by old partition."""
+        client, stream = self._opened.parts.client, self._settings.stream
+        filters = [part.filter_subject for part in plan.new]
+        if plan.is_done or not all(filters) or await stream_info(client, stream) is None:
+            return []
+        found = []
+        for part in plan.old:
+            within = part.filter_subject or ">"
+            left = await look(client, stream, filters, self._opened.pools.io, within=within)
+            found.append(LeftOut(part.filter_subject, left))
+        return [each for each in found if each.found.messages]
+
+    # Doing it
+
+    async def run(self, stop: asyncio.Event) -> Result:
+        """Do it, or complete it. Raises Unavailable where egress holds one of the leases: nothing is done."""
+        await self._opened.parts.state.ensure()
+        plan = await self.plan()
+        if plan.is_done:
+            return await self._complete()
+        async with self._leases(plan) as leases:
+            plan = await self.plan()  # nobody moves it any more
+            if not plan.is_done:
+                await self._close(plan, leases, stop)
+            return await self._complete()
+
+    @asynccontextmanager
+    async def _leases(self, plan: Plan) -> AsyncIterator[list[Lease]]:
+        """The leases of all partitions, old and new, kept for the length of the block."""
+        longer = max(plan.old, plan.new, key=len)
+        async with AsyncExitStack() as stack:
+            leases = [await self._lease(stack, part.chain) for part in longer]
+            yield leases
+            await self._opened.pools.idle()
+
+    async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:
+        key = lease_key(chain)
+        lease = await self._opened.leases.acquire(key)
+        if lease is None:
+            holder = owner_text(await self._opened.leases.holder(key) or "another instance")
+            raise Unavailable(
+                f"partition {chain.partition} of feed {chain.feed} is frozen by {holder}",
+                hint="stop egress on all hosts, then try again; nothing was done",
+                code="E-LEASE",
+            )
+        stack.push_async_callback(lease.release)
+        stack.push_async_callback(end, watched(lease.keep(), orphaned, name=f"lease {chain}"))
+        return lease
+
+    async def _close(self, plan: Plan, leases: Sequence[Lease], stop: asyncio.Event) -> None:
+        """Bring all old partitions to one end, and put the `stream.json` behind it."""
+        ends: dict[int, int] = {}
+        info: StreamInfo | None = None
+        for part, lease in zip(plan.old, leases, strict=False):
+            catching = _CatchingUp(self, part, lease)
+            ends[part.partition] = await catching.run(plan.end, stop)
+            info = await catching.inquiry.info()
+        if info is None:
+            raise Unavailable(f"stream {self._settings.stream} does not exist any more")
+        document = next_document(info.config, info.created, ends, configured(self._new[0]), plan.end)
+        await self._make_durables(info, plan.end + 1)
+        failpoint("repartition.before_stream")
+        if not all(lease.is_usable() for lease in leases):
+            raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was cut, try again")
+        await self.history(self._new[0]).open_next(plan.current.next_incarnation(), document)
+        failpoint("repartition.after_stream")
+        await self._drop_durables(info, plan.old)
+
+    async def _make_durables(self, info: StreamInfo, first: int) -> None:
+        """An interest stream keeps only what somebody asked for: the new ones ask before the old ones go."""
+        if info.config.get("retention") == INTEREST:
+            for part in self._new:
+                await create(self._opened.parts.client, Wanted(part, INTEREST, first))
+
+    async def _drop_durables(self, info: StreamInfo, old: Sequence[Slice]) -> None:
+        """A work queue takes no two consumers of one subject: the old ones make room."""
+        if info.config.get("retention") == WORK_QUEUE:
+            client = self._opened.parts.client
+            for name in await consumer_names(client, info.name):
+                if any(Wanted(part, WORK_QUEUE).is_ours(name) for part in old):
+                    await delete_consumer(client, info.name, name)
+
+    async def _complete(self) -> Result:
+        """Make what is missing of the incarnation that is open now."""
+        found = []
+        for part in self._new:
+            found.append(await self._load(part))
+            failpoint("repartition.after_chain")
+        first, ends = found[0].document.first, dict(found[0].stream.previous or {})
+        log.info("cut", action="repartitioned", first=first, ends=ends, **found[0].chain.log_context())
+        return Result(found[0].chain, first, ends)
+
+    # For one old partition
+
+    @property
+    def opened(self) -> Opened:
+        return self._opened
+
+    def history(self, part: Slice) -> History:
+        """The incarnations of one partition."""
+        parts = self._opened.parts
+        return History(part, parts.chains, parts.objects, self._marks, self._opened.pools.io, parts.clock)
+
+    async def current(self, part: Slice) -> tuple[Incarnation, Archive]:
+        """The open incarnation and its archive, with all holes: nothing reads it again."""
+        current = await self._load(part)
+        archive = await self._archive(current)
+        await archive.survey()
+        return current, archive
+
+
+class _CatchingUp:
+    """Reads one old partition on, to where the furthest one is and no further."""
+
+    def __init__(self, repartition: Repartition, part: Slice, lease: Lease) -> None:
+        opened = repartition.opened
+        parts, pools, report = opened.parts, opened.pools, opened.report(part)
+        self._repartition, self._part, self._lease = repartition, part, lease
+        self._acceptances = Acceptances(parts.state)
+        self._succession = Succession(part, parts, repartition.history(part), report)
+        self.inquiry = Inquiry(part, parts, pools.io)
+        self._reading = Reading(part, parts, pools, report, self.inquiry, self._succession)
+
+    async def run(self, last: int, stop: asyncio.Event) -> int:
+        """Cover everything up to `last` that the stream still holds; where coverage ends (0: nothing is).
+
+        Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
+        """
+        async with either(stop, self._lease.lost) as leaving:
+            while not leaving.is_set():
+                current, archive = await self._repartition.current(self._part)
+                source = await self._judged(current, archive)
+                place = await self.inquiry.place(archive, source)
+                if place.first > last:
+                    await archive.mend()
+                    return archive.end
+                until = last if place.until is None else min(place.until, last)
+                bounded = Position(place.first, until, place.lost, is_end=place.until is None)
+                stand = Stand(current, archive, source)
+                await self._reading.read(stand, bounded, self._lease, stop, leaving)
+        raise Unavailable(f"{self._part.chain}: stopped before it was read up to {last}", hint="try again")
+
+    async def _judged(self, current: Incarnation, archive: Archive) -> Source:
+        """The stream, where it is the same. Raises Stopped."""
+        self.inquiry.acceptance = await self._acceptances.get(current.chain)
+        held = self._reading.held
+        evidence, verdict = await self.inquiry.judge(current, archive, held.received if held else None)
+        if not verdict.is_same or evidence.source is None:
+            proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
+            continues = current.stream.continues
+            raise stopped_error(self._part, current.chain, evidence, verdict, proposal, continues=continues)
+        if held is not None:
+            held.discard()
+            self._reading.held = None
+        closing = await self._succession.closing(current)
+        if not await self._succession.reopen(current, closing):
+            raise _closed(current, verdict)
+        return evidence.source
+
+
+def _closed(current: Incarnation, verdict: Verdict) -> Unavailable:
+    return Unavailable(
+        f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
+        hint="start egress as it was configured, wait until it has gone on, then try again",
+    )

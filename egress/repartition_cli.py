@@ -1,0 +1,153 @@
+"""`floe egress repartition`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.errors import UsageError
+from common.service.cli import config_option, json_option, load_settings, print_json, run_command
+from common.service.text import escaped
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from egress.partition import Slice
+    from egress.partitions.left import LeftOut
+    from egress.repartition import Plan, Result
+
+
+@click.command()
+@click.option("--feed", "name", required=True, help="The feed.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@config_option
+@run_command
+async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json: bool) -> int:
+    """Cut a feed into the partitions that are configured now.
+
+    Its incarnation is closed where the furthest partition is, and the next one begins behind it. Stop egress
+    first. May be run again after a crash, and does nothing where the feed is cut as configured.
+
+    Example: floe egress repartition -c site.yaml --feed NODE_DATA
+    """
+    from common.service.process import stop_on_signals
+    from egress.context import feed_named, opened
+    from egress.deps import Tuning
+    from egress.repartition import Repartition
+
+    settings = load_settings(config, quiet=True)
+    feed = feed_named(settings, name)
+    async with opened(settings, Tuning()) as components, stop_on_signals() as stop:
+        work = Repartition(components, feed)
+        plan = await work.plan()
+        left = await work.left_out(plan)
+        if dry_run:
+            _print(_planned(plan, left), _planned_lines(plan, left), as_json)
+            return 0
+        if not plan.is_done:
+            _confirm(plan, left, yes)
+        result = await work.run(stop)
+    _print(_done(result, plan), _done_lines(result, plan), as_json)
+    return 0
+
+
+def _confirm(plan: Plan, left: Sequence[LeftOut], yes: bool) -> None:
+    for each in left:
+        click.echo(escaped(f"warning: {each}"), err=True)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("expected --yes where nobody can be asked")
+    cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
+    click.confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), abort=True, err=True)
+
+
+def _planned(plan: Plan, left: Sequence[LeftOut]) -> dict[str, Any]:
+    return {
+        "chain": str(plan.current),
+        "nothing_to_do": plan.is_done,
+        "from": [part.filter_subject for part in plan.old],
+        "to": [part.filter_subject for part in plan.new],
+        "ends_at": None if plan.is_done else plan.end,
+        "still_to_read": {} if plan.is_done else plan.behind,
+        "left_out": [
+            {
+                "filter": each.filter_subject,
+                "messages": each.found.messages,
+                "subjects": each.found.subjects,
+                "example": each.found.example,
+            }
+            for each in left
+        ],
+    }
+
+
+def _planned_lines(plan: Plan, left: Sequence[LeftOut]) -> list[str]:
+    if plan.is_done:
+        return [_nothing(plan.current)]
+    behind = [
+        f"partition {number}: {_sequences(count)} still to read" for number, count in plan.behind.items()
+    ]
+    return [
+        f"{_feed(plan.current)} would be closed at {plan.end}, and the next incarnation begin behind it",
+        f"from: {_filters(plan.old)}",
+        f"to: {_filters(plan.new)}",
+        *behind,
+        *map(str, left),
+    ]
+
+
+def _done(result: Result, plan: Plan) -> dict[str, Any]:
+    return {
+        "chain": str(result.chain),
+        "nothing_to_do": plan.is_done,
+        "to": [part.filter_subject for part in plan.new],
+        "first": result.first,
+        "ends": result.ends,
+    }
+
+
+def _done_lines(result: Result, plan: Plan) -> list[str]:
+    if plan.is_done:
+        return [_nothing(result.chain)]
+    ends = [
+        f"partition {number} of {_feed(plan.current)}: " + (f"ends at {end}" if end else "holds nothing")
+        for number, end in sorted(result.ends.items())
+    ]
+    return [
+        *ends,
+        f"{_feed(result.chain)} begins at {result.first}: {_filters(plan.new)}",
+        "start egress: it goes on with the new partitions",
+    ]
+
+
+def _nothing(chain: Chain) -> str:
+    return f"{_feed(chain)} is cut as configured"
+
+
+def _feed(chain: Chain) -> str:
+    """All partitions of an incarnation."""
+    return str(chain).rpartition("/")[0]
+
+
+def _filters(parts: Sequence[Slice]) -> str:
+    from egress.incarnations import filters_text
+
+    return filters_text([part.filter_subject for part in parts])
+
+
+def _sequences(count: int) -> str:
+    if not count:
+        return "nothing"
+    return f"{count} sequence{'' if count == 1 else 's'}"
+
+
+def _print(found: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        click.echo("\n".join(map(escaped, lines)))

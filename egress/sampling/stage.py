@@ -1,0 +1,224 @@
+"""What a session does besides, where its feed is sampled: sift, track, advise, and write snapshots.
+
+Begun from what `resume` found. The session owns the loops (`side`), asks for room, says what was put, and
+at a clean end lets the last snapshot be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from common.chain import Chain
+from common.clock import NS_PER_S
+from common.errors import FloeError
+from common.jetstream.api import StreamInfo
+from common.jetstream.lease import Lease
+from common.service.logs import get_logger
+from egress.advisories.advising import Advisories
+from egress.builder import Builder
+from egress.deps import Parts, Pools
+from egress.evidence import source_of
+from egress.identity import Source
+from egress.loops import Claims
+from egress.partition import Slice
+from egress.position import Position
+from egress.sampling.filters import Sieve
+from egress.sampling.intake import Intake, Stretch
+from egress.sampling.quiet import Quiet
+from egress.sampling.resume import Resumed
+from egress.sampling.saving import Saving
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot
+from egress.sampling.snapshot_store import Snapshots
+from egress.sampling.telling import SamplingReport
+from egress.sampling.tracking import Again, Tracking
+
+log = get_logger("egress.sampling")
+
+# Seconds at a clean end: for advisories that wait, and for the last snapshot.
+DRAIN_ADVISORIES = 3.0
+LAST_SNAPSHOT = 5.0
+
+
+class Sampled:
+    """Of a session that reads on at `place` and fills `builder`. `source`: the stream as it was judged."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        part: Slice,
+        pools: Pools,
+        lease: Lease,
+        source: Source,
+        place: Position,
+        resumed: Resumed,
+        snapshots: Snapshots,
+        builder: Builder,
+    ) -> None:
+        sampling, chain = Sampling.of(part.settings), snapshots.chain
+        if sampling is None:
+            raise ValueError(f"{chain}: expected a feed that is sampled")
+        self._clock, self._pace = parts.clock, parts.tuning.pace
+        self._chain, self._digest = chain, sampling.digest
+        self._sampler, self._builder, self._source = resumed.sampler, builder, source
+        self._report = SamplingReport(chain)
+        self._advisories = _advisories(parts, part, chain, lease, resumed)
+        self._sieve = Sieve(
+            part.site,
+            relay=sampling.relay,
+            keep_ns=sampling.max_age_ns,
+            newest_ns=resumed.newest_ns,
+            sampler=resumed.sampler,
+            claims=Claims(chain),
+        )
+        self._tracking = Tracking(resumed.sampler, self._advisories, _again(part, source, place))
+        # What fills a hole stands below snapshots that are there already.
+        self._saving = None
+        if not place.fills_hole:
+            interval = part.settings.snapshot_interval
+            self._saving = Saving(
+                snapshots, parts.store.new_spool, pools.io, parts.clock, interval, self._report
+            )
+        self.target = Intake(
+            builder,
+            self._sieve,
+            self._tracking,
+            Stretch(resumed.read_from, place.first, place.until, source.last_timestamp_ns or 0),
+            on_writing=self._on_writing,
+            on_batch=self._freeze_if_due,
+            on_choices=self._report.chose,
+        )
+        # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
+        self._doubts_silence = part.settings.advisory.reliable and not source.asked_ns
+        self._advanced = parts.clock.monotonic()
+        self._is_opening = False
+        self.target.begin()
+
+    @property
+    def has_room(self) -> bool:
+        """False while advisories wait to be stored: then no more is read (stop, don't skip)."""
+        return self._tracking.has_room
+
+    def tick(self) -> None:
+        """To be called every now and then, between two batches."""
+        self._freeze_if_due()
+        if self._clock.monotonic() - self._advanced >= self._pace.advance:
+            self._advanced = self._clock.monotonic()
+            self._tracking.tick()
+            self._report.tracks(self._sampler.values)
+
+    # Snapshots
+
+    def _freeze(self) -> Snapshot:
+        """What is known before the first sequence that was not folded in."""
+        return Snapshot(
+            self._chain,
+            self.target.end + 1,
+            self._digest,
+            self._sieve.newest_ns,
+            self._sampler.freeze(),
+            self._tracking.pending(),
+        )
+
+    def _freeze_if_due(self) -> None:
+        if self._saving is not None and self._saving.is_due(self._builder.closed):
+            self._saving.hold(self._freeze(), self._builder.closed)
+
+    def _on_writing(self, is_news: bool) -> None:
+        """Where the source's newest message makes others too old, nothing else would tell a later session."""
+        if is_news and self._saving is not None:
+            self._is_opening = True
+            self._saving.hold(self._freeze(), self._builder.closed)
+            self._saving.covered(self.target.end)
+
+    async def before_first_put(self) -> None:
+        """Return when the snapshot is stored, or has failed, that the first segment must not go before."""
+        if self._is_opening and self._saving is not None:
+            await self._saving.free()
+            self._is_opening = False
+
+    def covered(self, last: int) -> None:
+        """Everything up to `last` was put."""
+        if self._saving is not None:
+            self._saving.covered(last)
+
+    async def finish(self) -> None:
+        """After the last put of a clean end, while the loops run: send what waits, store a last snapshot."""
+        if self._advisories is not None and not self._tracking.is_again:
+            await self._advisories.drain(DRAIN_ADVISORIES)
+        if self._saving is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_SNAPSHOT):
+                    await self._save_last(self._saving)
+
+    async def _save_last(self, saving: Saving) -> None:
+        saving.covered(self.target.end)
+        await saving.free()
+        saving.hold(self._freeze(), self._builder.closed)
+        saving.covered(self.target.end)
+        await saving.free()
+
+    # Loops
+
+    def side(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside reading until it is cancelled. `ask`: how the stream stands."""
+        loops = [] if self._saving is None else [self._saving.run()]
+        if self._advisories is not None:
+            loops += [self._advisories.run(), self._let_time_pass(ask)]
+        return loops
+
+    async def _let_time_pass(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> None:
+        """Where nothing comes, the server's clock says for how long values have been silent."""
+        quiet = Quiet()
+        while True:
+            await self._clock.sleep(self._pace.idle)
+            until_ns = quiet.until(self.target.end)
+            if until_ns is not None:
+                self._tracking.advance(until_ns, again=self._doubts_silence)
+            if quiet.waits(self.target.end):
+                continue
+            found = await self._ask(ask)
+            if found is None:
+                quiet.forget()
+            else:
+                quiet.heard(*found)
+
+    async def _ask(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> tuple[int, int] | None:
+        """The last sequence, and the time (ns) of the answer; None where nobody can say."""
+        asked_ns = round(self._clock.now() * NS_PER_S)
+        try:
+            info = await ask()
+        except FloeError:
+            return None
+        source = None if info is None else source_of(info)
+        if source is None or source.created != self._source.created:
+            return None
+        return source.last, source.asked_ns or asked_ns
+
+
+def _advisories(parts: Parts, part: Slice, chain: Chain, lease: Lease, resumed: Resumed) -> Advisories | None:
+    if not part.settings.advisory.subject:
+        return None
+    return Advisories(
+        part,
+        chain,
+        parts.client,
+        parts.clock,
+        parts.rng,
+        outbox=resumed.outbox,
+        may_send=lease.is_usable,
+    )
+
+
+def _again(part: Slice, source: Source, place: Position) -> Again:
+    """How far a former session may have come: one that ended before it put what it had read.
+
+    Reliable advisories are compared with what is stored, so the doubt may be generous; others that are in
+    doubt are dropped, so it goes no further than what is archived.
+    """
+    if not part.settings.advisory.reliable:
+        return Again(place.first - 1)
+    return Again(max(place.first - 1, source.last), source.asked_ns or 0)

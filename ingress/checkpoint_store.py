@@ -1,0 +1,167 @@
+"""The JSON form of what ingress remembers of a target. Read back, it is untrusted: a value that is not what
+this version wrote stops the target, and only an operator overwrites it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from common.chain import Chain
+from common.errors import Stopped
+from common.segments.keys import Layout, SegmentName
+from common.sequences import SequenceRange
+from common.service.pasting import ways
+from ingress.checkpoint import (
+    Checkpoint,
+    CheckpointConflict,
+    Ending,
+    Gap,
+    Intent,
+    ParkedAs,
+    Piece,
+    TargetState,
+    advanced,
+)
+from ingress.checkpoints.commands import set_command
+
+VERSION = 1
+_GAP = "gap"  # in the place of a segment
+
+
+def to_json(target: str, state: TargetState) -> bytes:
+    """The stored form of `state`."""
+    checkpoint = state.checkpoint
+    return json.dumps(
+        {
+            "version": VERSION,
+            "target": target,
+            "target_sequence": checkpoint.target_sequence,
+            "target_created": checkpoint.target_created,
+            "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
+            "intent": state.intent and _intent_json(state.intent),
+            **({"begins": checkpoint.begins} if checkpoint.begins else {}),
+            **({"ending": _ending_json(checkpoint.ending)} if checkpoint.ending else {}),
+            **({"parked": _parked_json(checkpoint.parked)} if checkpoint.parked else {}),
+        },
+        separators=(",", ":"),
+    ).encode()
+
+
+def from_json(target: str, raw: bytes) -> TargetState:
+    """What `to_json` wrote for this target. Raises Stopped (E-STATE-KV), naming what is wrong."""
+    try:
+        document = json.loads(raw)
+        if not isinstance(document, dict):
+            raise TypeError(f"expected an object, found {type(document).__name__}")
+        if document.get("version") != VERSION:
+            raise ValueError(f"version: expected {VERSION}, found {document.get('version')!r:.40}")
+        if document.get("target") != target:
+            raise ValueError(f"target: expected {target}, found {document.get('target')!r:.80}")
+        state = TargetState(_checkpoint(document), _intent(document["intent"]))
+        advanced(state.checkpoint.positions, state.intent.pieces if state.intent else ())
+        return state
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointConflict) as error:
+        _refuse(target, error, raw)
+
+
+def _refuse(target: str, error: Exception, raw: bytes) -> NoReturn:
+    raise Stopped(
+        f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
+        hint=ways(
+            (
+                "restore the key from a backup of the bucket; or go on behind what the target holds",
+                set_command(target, "--from-target"),
+            )
+        ),
+        code="E-STATE-KV",
+    ) from error
+
+
+def _intent_json(intent: Intent) -> dict[str, Any]:
+    document = {"base": intent.base, "rows": [_piece_json(piece) for piece in intent.pieces]}
+    return {**document, "shared": True} if intent.is_shared else document
+
+
+def _ending_json(ending: Ending) -> list[Any]:
+    return [str(ending.chain), ending.rows.first, ending.rows.last]
+
+
+def _parked_json(parked: ParkedAs) -> list[Any]:
+    return [parked.created, *([chain and str(chain), first] for chain, first in parked.anew)]
+
+
+def _piece_json(piece: Piece) -> list[Any]:
+    row = [str(piece.chain), _segment_text(piece.segment), piece.rows.first, piece.rows.last, piece.count]
+    return [*row, list(piece.left_out), piece.out_of_turn] if piece.left_out or piece.out_of_turn else row
+
+
+def _segment_text(name: SegmentName | Gap) -> str:
+    if isinstance(name, Gap):
+        return _GAP
+    return f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
+
+
+def _checkpoint(document: dict[str, Any]) -> Checkpoint:
+    positions = {Chain.parse(chain): _count(at, "position") for chain, at in document["positions"].items()}
+    created = document["target_created"]
+    if not isinstance(created, str):
+        raise TypeError(f"target_created: expected text, found {created!r:.40}")
+    begins = _count(document.get("begins", 0), "begins")
+    ending, parked = _ending(document.get("ending")), _parked(document.get("parked"))
+    at = _count(document["target_sequence"], "target_sequence")
+    return Checkpoint(at, created, positions, begins, ending, parked)
+
+
+def _parked(document: Any) -> ParkedAs | None:
+    if document is None:
+        return None
+    created, *anew = document
+    if not isinstance(created, str):
+        raise TypeError(f"parked: expected text, found {created!r:.40}")
+    named = ((None if chain is None else Chain.parse(chain), _count(at, "parked")) for chain, at in anew)
+    return ParkedAs(created, tuple(named))
+
+
+def _ending(document: Any) -> Ending | None:
+    if document is None:
+        return None
+    chain, first, last = document
+    return Ending(Chain.parse(chain), SequenceRange(_count(first, "first"), _count(last, "last")))
+
+
+def _intent(document: Any) -> Intent | None:
+    if document is None:
+        return None
+    pieces = tuple(_piece(*row) for row in document["rows"])
+    return Intent(_count(document["base"], "base"), pieces, document.get("shared", False) is True)
+
+
+def _piece(
+    chain: str, segment: str, first: int, last: int, count: int, left_out: Any = (), out_of_turn: Any = False
+) -> Piece:
+    rows = SequenceRange(_count(first, "first"), _count(last, "last"))
+    without = tuple(_count(sequence, "left out") for sequence in left_out)
+    most = len(rows) - len(without)
+    if not 0 <= _count(count, "count") <= most or any(sequence not in rows for sequence in without):
+        raise ValueError(f"piece {segment}: expected at most {most} of {rows}, found {count}")
+    return Piece(_segment(Chain.parse(chain), segment, rows), rows, count, without, out_of_turn is True)
+
+
+def _segment(chain: Chain, text: str, rows: SequenceRange) -> SegmentName | Gap:
+    if text == _GAP:
+        return Gap(chain)
+    level, _, name = text.partition("/")
+    last, first, digest = name.split("-")
+    coverage = SequenceRange(int(first), int(last))
+    found = SegmentName(chain, int(level), coverage, digest)
+    Layout().segment(found)  # raises ValueError for a level or a digest that no key has
+    if not coverage.encloses(rows):
+        raise ValueError(f"piece {text}: expected rows {rows} inside {coverage}")
+    return found
+
+
+def _count(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: expected a number from 0, found {value!r:.40}")
+    return value

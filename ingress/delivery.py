@@ -1,0 +1,267 @@
+"""Carries rows into one target: intent, publish, close, for ever. Start-up, repair and take-over are one
+path.
+
+The crash order, one step after the other:
+
+store the intent → publish its rows → (unclear: read the target) → all stored → mark what is parked → close
+
+A crash anywhere leaves the checkpoint, or an open intent that whoever comes next finishes as it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from common.clock import Clock
+from common.errors import AnotherWriter, Unavailable
+from common.failpoints import failpoint
+from common.service.logs import get_logger
+from common.service.pasting import command, ways
+from common.tasks import either
+from ingress import metrics
+from ingress.checkpoint import (
+    Checkpoint,
+    CheckpointConflict,
+    Intent,
+    TargetState,
+    close_intent,
+    open_intent,
+    share_intent,
+)
+from ingress.checkpoints.state import StateMoved, Stored
+from ingress.interfaces import RowSource, Settling, StateKeeper
+from ingress.limits import ServerLimits
+from ingress.publishing.publisher import Publisher
+from ingress.rows.rows import Rows
+from ingress.sender import Sender
+from ingress.verdict.verdict import Settled
+
+log = get_logger("ingress.delivery")
+
+ROUNDS = 3  # looks at what another instance does before it is too much
+ROUND_SPACING = 1.0  # seconds between them
+IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
+IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
+
+
+# What else has to be durable before an intent, all of whose rows are stored, is closed.
+BeforeClose = Callable[[Intent], Awaitable[None]]
+
+
+class Carrier:
+    """Carries into one target, as long as the lease may be used.
+
+    `is_settled`: whether target and state agreed since this carrier began.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        keeper: StateKeeper,
+        settler: Settling,
+        publisher: Publisher,
+        supply: RowSource,
+        clock: Clock,
+        before_close: BeforeClose | None = None,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        self.target, self.is_settled = target, False
+        self._keeper, self._settler = keeper, settler
+        self._sender = Sender(target, settler, publisher, clock, limits)
+        self._limits = limits
+        self._supply, self._clock, self._before_close = supply, clock, before_close
+        self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is stored at the moment; empty while all is well."""
+        return self._sender.trouble
+
+    @property
+    def state(self) -> TargetState:
+        """What is stored, as far as this instance knows."""
+        assert self._known.state is not None, "there is a state from the first on"
+        return self._known.state
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Carry until `stop` is set and no intent is open.
+
+        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where
+        beginning again may help.
+        """
+        await self._begin()
+        settled = False
+        while True:
+            try:
+                if self.state.intent is not None:
+                    await self._finish(self.state.intent, None)
+                elif not settled:
+                    await self._settler.settle(self._known, None)
+                elif not await self._carry(stop):
+                    return
+                settled = self.is_settled = True
+            except StateMoved as moved:
+                log.warning("state moved by another instance", action="moved", target=self.target)
+                metrics.intents.labels(self.target, "lost").inc()
+                self._adopt(moved.stored)
+                await self._wait_for_quiet()
+
+    async def _begin(self) -> None:
+        """Load the state, or make the first one for a target that never held a message."""
+        stored, reading = await self._settler.first()
+        if stored.state is None and reading is not None:
+            # What a target that others publish to holds at the first start was there before.
+            last = reading.last_sequence
+            stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
+        self._adopt(stored)
+
+    def _adopt(self, stored: Stored) -> None:
+        self._known = stored
+        behind = self.state
+        if behind.intent is not None:
+            metrics.intents.labels(self.target, "taken_over").inc()
+            behind = close_intent(behind)
+        # What comes after the open intent may be decoded while it is being finished.
+        self._supply.reset(behind.checkpoint.positions)
+
+    # One intent
+
+    async def _carry(self, stop: asyncio.Event) -> bool:
+        """Open an intent over what is ready and finish it; False when `stop` was set."""
+        rows = await self._take(stop)
+        if rows is None:
+            return False
+        try:
+            self._settler.check_lease()
+            # A foreign message is better found before an intent stands open that can never be finished.
+            settled = await self._settler.settle(self._known, None)
+            if self._limits is not None and self._limits.are_outdated:
+                # What the server does not take any more must not get into an intent.
+                await self._limits.renew(self.state.checkpoint.positions)
+                return True
+            metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
+            await self._save(self._opened(rows, settled.base))
+            self._settler.sending.opens(self._known.revision)
+            metrics.intents.labels(self.target, "opened").inc()
+            failpoint("ingress.after_intent")
+            assert self.state.intent is not None, "it was just opened"
+            await self._finish(self.state.intent, rows)
+        finally:
+            self._supply.release(rows)
+        return True
+
+    async def _take(self, stop: asyncio.Event) -> Rows | None:
+        """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
+        while nothing was ready.
+        """
+        # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
+        while not stop.is_set():
+            async with either(stop, seconds=IDLE_SPACING) as leaving:
+                rows = await self._supply.take(leaving)
+            if rows is not None:
+                return rows
+            if not stop.is_set():
+                await self._settler.check_moved(self._known)
+                await self._look_when_idle()
+        return None
+
+    async def _look_when_idle(self) -> None:
+        """A target that was deleted or set back is found before the next row comes, perhaps much later."""
+        if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
+            self._looked_at = self._clock.monotonic()
+            await self._settler.settle(self._known, None)
+
+    def _opened(self, rows: Rows, base: int) -> TargetState:
+        try:
+            return open_intent(self.state, rows.pieces(), base, is_shared=self._settler.steps_over)
+        except CheckpointConflict as error:
+            error.hint = ways(("a defect: keep the log; it is tried again by itself, see", command("status")))
+            raise
+
+    async def _finish(self, intent: Intent, rows: Rows | None) -> None:
+        """Publish what of the open intent is not stored, and close it.
+
+        `rows`: its messages if it was opened just now and nothing of it was sent; None: find out.
+        """
+        started = self._clock.monotonic()
+        if rows is not None:
+            base = await self._sender.send(self._known, intent, rows, Settled(intent.base, 0))
+        else:
+            base = await self._publish_rest(intent)
+        failpoint("ingress.before_close")
+        if self._before_close is not None:
+            await self._before_close(intent)
+        await self._save(close_intent(self.state, base))
+        failpoint("ingress.after_close")
+        metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
+        metrics.closed(self.target, intent)
+        self._supply.closed(self.state.checkpoint.positions)
+
+    async def _publish_rest(self, intent: Intent) -> int:
+        intent = await self._shared(intent)
+        settled = await self._settler.settle(self._known, None)
+        if settled.stored == intent.count:
+            return settled.base
+        rows = await self._supply.recall.rows(intent, settled.stored)
+        try:
+            if self._settler.steps_over:
+                # With the rows at hand it is known exactly.
+                settled = await self._settler.settle(self._known, rows)
+            return await self._sender.send(self._known, intent, rows, settled)
+        finally:
+            self._supply.release(rows)
+
+    async def _shared(self, intent: Intent) -> Intent:
+        """The open intent as it may be finished here: where messages of others are stepped over, it says so
+        before another row is sent.
+        """
+        if self._settler.steps_over and not intent.is_shared:
+            await self._save(share_intent(self.state))
+            assert self.state.intent is not None, "it is open still"
+            return self.state.intent
+        return intent
+
+    async def _save(self, state: TargetState) -> None:
+        """Store the next state. Raises StateMoved where somebody else did."""
+        stored = await self._keeper.save(state, self._known.revision)
+        if stored is None:
+            await self._settler.check_moved(self._known)
+            raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
+        self._known = stored
+
+    async def _wait_for_quiet(self) -> None:
+        """What another instance stored was progress; return once it stores nothing more.
+
+        An operator who corrects positions is no instance that carries. Raises LeaseLost where the lease is
+        not ours, AnotherWriter where it is and the other goes on and on.
+        """
+        for _ in range(ROUNDS):
+            await self._clock.sleep(ROUND_SPACING)
+            self._settler.check_lease()
+            try:
+                await self._settler.check_moved(self._known)
+            except StateMoved as moved:
+                before = self.state
+                self._adopt(moved.stored)
+                if not _was_carried(before, self.state):
+                    return
+            else:
+                return
+        raise AnotherWriter(
+            f"target {self.target}: another instance carries into it while the lease is ours",
+            hint=ways(
+                (
+                    "stop all but one, or give them one lease bucket; what is stored and the open intent",
+                    command("checkpoint ls"),
+                )
+            ),
+        )
+
+
+def _was_carried(before: TargetState, after: TargetState) -> bool:
+    """Whether somebody carried between the two: more than positions differs."""
+    return (before.checkpoint.target_sequence, before.intent) != (
+        after.checkpoint.target_sequence,
+        after.intent,
+    )

@@ -1,0 +1,67 @@
+"""What carrying needs of its surroundings; the simulation of crashes stands in for all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from common.chain import Chain
+from ingress.checkpoint import Intent, TargetState
+from ingress.checkpoints.state import Stored
+from ingress.rows.rows import Rows
+from ingress.verdict.verdict import Origin, Reading, Sending, Settled, Unread
+
+
+class StateKeeper(Protocol):
+    """Where the state is kept (`ingress.checkpoints.state.StateStore`)."""
+
+    async def load(self) -> Stored: ...
+    async def save(self, state: TargetState, revision: int) -> Stored | None: ...
+
+
+class Looker(Protocol):
+    """Who looks at the target (`ingress.verdicts.target.Target`)."""
+
+    async def read(self) -> Reading | None: ...
+    async def read_fresh(self) -> Reading | None: ...
+    async def origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]: ...
+    async def described(self, place: int) -> str: ...
+
+
+class Settling(Protocol):
+    """Who settles what is unclear: `ingress.verdict.settle.Settler` for exclusive targets,
+    `ingress.verdicts.shared.SharedSettler` for others.
+    """
+
+    @property
+    def steps_over(self) -> bool: ...  # messages of others
+    @property
+    def sending(self) -> Sending: ...  # what this process sent of the open intent
+    async def first(self) -> tuple[Stored, Reading | None]: ...
+    async def settle(self, known: Stored, rows: Rows | None) -> Settled: ...
+    async def check_moved(self, known: Stored) -> None: ...
+    def check_lease(self) -> None: ...
+
+
+class Recaller(Protocol):
+    """Who finds the rows of an open intent again (`ingress.chains.recall.Recall`)."""
+
+    async def rows(self, intent: Intent, stored: int) -> Rows: ...
+
+
+class RowSource(Protocol):
+    """Who has rows ready (`ingress.chains.prefetch.Supply`)."""
+
+    @property
+    def recall(self) -> Recaller: ...
+    async def take(self, stop: asyncio.Event) -> Rows | None: ...
+    def release(self, rows: Rows) -> None: ...
+    def closed(self, positions: Mapping[Chain, int]) -> None: ...
+    def reset(self, positions: Mapping[Chain, int]) -> None: ...
+
+
+class Tenure(Protocol):
+    """The right to carry (`common.jetstream.lease.Lease`)."""
+
+    def is_usable(self) -> bool: ...

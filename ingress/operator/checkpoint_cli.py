@@ -1,0 +1,235 @@
+"""`floe checkpoint set`: an operator's corrections of what ingress remembers of a target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.chain import Chain
+from common.errors import UsageError
+from common.sequences import MAX_SEQUENCE
+from common.service.cli import SequenceType, config_option, json_option, load_settings, run_command
+from ingress.options import (
+    Named,
+    confirm,
+    dry_run_option,
+    history_options,
+    target_option,
+    yes_option,
+)
+
+if TYPE_CHECKING:
+    from common.settings.root import Settings
+    from ingress.operator.correct import Desk, Plan
+
+POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
+
+
+class Position(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`, as a pair of a `Named` and the sequence."""
+
+    name = "chain=sequence"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Named, int]:
+        from common.segments.naming import parse
+
+        name, _, sequence = str(value).rpartition("=")
+        try:
+            site, feed, *numbers = parse(name)
+            named, at = Named(site, feed or "", *numbers), int(sequence)
+        except (ValueError, UsageError) as error:
+            self.fail(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}", param, ctx)
+        if not 1 <= at <= MAX_SEQUENCE:
+            self.fail(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {at}", param, ctx)
+        return named, at
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the command line asks for."""
+
+    named: Named | None
+    sequence: int
+    accept: bool
+    stored: int | None
+    from_target: bool
+    forget: bool
+    forget_unlisted: bool
+    told: dict[Named, int]
+    repeats: bool
+    yes: bool
+    dry_run: bool
+    as_json: bool
+
+    def planning(
+        self, desk: Desk, chain: Chain | None, told: dict[Chain, int]
+    ) -> Callable[[], Awaitable[Plan]]:
+        """What makes the plan. `chain`, `told`: what is meant by the names."""
+        if self.accept:
+            return lambda: desk.accept(told, self.repeats)
+        stored = self.stored
+        if stored is not None:
+            return lambda: desk.count_stored(stored)
+        if self.from_target:
+            return lambda: desk.rebuild(self.repeats)
+        if self.forget:
+            return desk.forget
+        if self.forget_unlisted:
+            return desk.forget_unlisted
+        assert chain is not None, "one of them stands there"
+        return lambda: desk.move(chain, self.sequence)
+
+    @property
+    def while_at_work(self) -> bool:
+        """Whether it may be done while ingress carries: it touches single chains only."""
+        return self.named is not None or self.forget_unlisted
+
+
+@click.command("set")
+@config_option
+@target_option
+@click.option("--site", default="", help="With --feed and --sequence: of this site.")
+@click.option("--feed", default="", help="The feed.")
+@history_options
+@click.option("--sequence", type=SequenceType(), help="The sequence that the chain goes on at.")
+@click.option("--accept", is_flag=True, help="Take the target as it is now.")
+@click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
+@click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
+@click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
+@click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
+@click.option("--position", "told", type=Position(), multiple=True, help="With --accept: you know it.")
+@click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
+@dry_run_option
+@yes_option
+@json_option
+@run_command
+async def checkpoint_set(
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int | None,
+    partition: int | None,
+    sequence: int | None,
+    **options: Any,
+) -> int:
+    """Correct what ingress remembers of a target. The service goes on by itself, without a restart.
+
+    Shows every position before and after and what becomes of messages, and asks. Nothing is published.
+
+    \b
+    Example: floe checkpoint set -c central.yaml --target FLEET --accept
+             floe checkpoint set -c central.yaml --target FLEET --from-target --dry-run
+             floe checkpoint set -c central.yaml --target FLEET --stored 11
+             floe checkpoint set -c central.yaml --target FLEET --forget
+             floe checkpoint set -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+    """
+    named = _named(site, feed, incarnation, partition, sequence)
+    told = dict(options.pop("told"))
+    wish = Wish(named=named, sequence=sequence or 0, told=told, **options)
+    _check(wish)
+    return await run(config, target, wish)
+
+
+def _named(
+    site: str, feed: str, incarnation: int | None, partition: int | None, sequence: int | None
+) -> Named | None:
+    if not site and not feed and sequence is None:
+        return None
+    if not site or not feed or sequence is None:
+        raise UsageError("expected --site, --feed and --sequence together")
+    return Named(site, feed, incarnation, partition)
+
+
+def _check(wish: Wish) -> None:
+    is_counted = wish.stored is not None
+    asked = (wish.named is not None, wish.accept, wish.from_target, wish.forget, wish.forget_unlisted)
+    if sum((*asked, is_counted)) != 1:
+        raise UsageError(
+            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and "
+            "--site, --feed, --sequence"
+        )
+    if wish.told and not wish.accept:
+        raise UsageError("--position: expected --accept beside it")
+    if wish.repeats and not (wish.accept or wish.from_target):
+        raise UsageError("--accept-repeats: expected --accept or --from-target beside it")
+
+
+async def run(config: str, target: str, wish: Wish) -> int:
+    """Plan, show, ask, do; the exit code."""
+    from ingress.operator.correct import opened
+
+    settings = load_settings(config, quiet=True)
+    async with opened(settings, target) as desk:
+        planning = wish.planning(desk, *await _meant(settings, desk, wish))
+        plan = await (desk.patiently(planning) if wish.while_at_work else planning())
+        if not wish.as_json:
+            _show(desk.target, plan)
+        if wish.dry_run or not plan.changes:
+            _end(wish, desk.target, plan, "nothing was changed")
+            return 0
+        confirm(f"change what is remembered of {desk.target}?", wish.yes)
+        if wish.while_at_work:
+            await desk.apply_again(plan, planning)
+        else:
+            await desk.apply(plan)
+        _end(wish, desk.target, plan, "done: ingress goes on by itself")
+    return 0
+
+
+async def _meant(settings: Settings, desk: Desk, wish: Wish) -> tuple[Chain | None, dict[Chain, int]]:
+    """The chains that are meant by the names."""
+    names = [*wish.told, *([wish.named] if wish.named else [])]
+    if not names:
+        return None, {}
+    state = (await desk.known()).state
+    carried = list(state.checkpoint.positions) if state else []
+    found = {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names}
+    return found.get(wish.named) if wish.named else None, {found[name]: at for name, at in wish.told.items()}
+
+
+def _show(target: str, plan: Plan) -> None:
+    from common.service.output import table
+    from ingress.operator.correct import position_rows
+
+    state, after = plan.known.state, plan.correction.after
+    if plan.known.problem:
+        click.echo(f"stored: {plan.known.problem}")
+    was = state.checkpoint.target_sequence if state else "-"
+    now = after.checkpoint.target_sequence if after else "-"
+    click.echo(f"{target}: target sequence {was} -> {now}")
+    if state and state.intent:
+        kept = bool(after and after.intent)
+        intent = state.intent
+        click.echo(
+            f"open intent after {intent.base}, {intent.count} messages -> {'kept' if kept else 'dropped'}"
+        )
+    table(position_rows(plan), POSITION_COLUMNS)
+    for line in plan.correction.told:
+        click.echo(line)
+
+
+def _end(wish: Wish, target: str, plan: Plan, text: str) -> None:
+    if not wish.as_json:
+        click.echo(text, err=True)
+        return
+    from common.service.output import print_json
+    from ingress.reports import checkpoint_json
+
+    print_json(
+        {
+            "target": target,
+            "changed": plan.changes and not wish.dry_run,
+            "dry_run": wish.dry_run,
+            "problem": plan.known.problem or None,
+            "before": checkpoint_json(target, plan.known.state),
+            "after": checkpoint_json(target, plan.correction.after),
+            "told": plan.correction.told,
+        }
+    )

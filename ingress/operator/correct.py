@@ -1,0 +1,280 @@
+"""Carries an operator's correction out: look, plan, show, ask, look again, compare and set."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.errors import AnotherWriter, Stopped, Unavailable, UsageError
+from common.jetstream.api import StreamInfo, stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue, state_key
+from common.open import open_chains
+from common.service.threads import Threads
+from common.settings.ingress import TargetSettings
+from common.settings.root import Settings
+from ingress.checkpoint import ParkedAs, TargetState
+from ingress.checkpoints.marks import CorrectionRefused, Marks, Sightings
+from ingress.checkpoints.state import ROLE, StateStore
+from ingress.deps import kv_replicas
+from ingress.operator import corrections
+from ingress.operator.corrections import Correction, Positions
+from ingress.operator.target_scan import Census, take_census
+from ingress.parked.side_by_side import PARALLEL, in_threads
+from ingress.parked.store import ParkedStore
+from ingress.preflight import control_headers
+from ingress.verdict.verdict import Reading
+from ingress.verdicts.target import read
+
+BUSY = 20.0  # seconds that a carrier at work may keep a correction of one chain waiting
+BUSY_SPACING = 0.02  # seconds between two tries
+STILL = 1.0  # seconds in which a target must not move
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is stored: the state (None: nothing, or nothing readable), its revision, why it cannot be read."""
+
+    state: TargetState | None
+    revision: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The target: what STREAM.INFO says (None: no such stream), and a reading of it."""
+
+    info: StreamInfo | None
+    reading: Reading | None
+
+    def there(self) -> tuple[StreamInfo, Reading]:
+        """Both. Raises CorrectionRefused where there is no stream."""
+        if self.info is None or self.reading is None:
+            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
+        return self.info, self.reading
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A correction of what was stored at `known`, made when the target said `last`."""
+
+    known: Known
+    correction: Correction
+    last: int | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to store."""
+        if self.known.problem:
+            return True
+        return self.correction.after != self.known.state
+
+
+class Desk:
+    """One target in front of an operator."""
+
+    def __init__(
+        self,
+        client: FloeClient,
+        bucket: KeyValue,
+        settings: TargetSettings,
+        clock: Clock,
+        parked: Callable[[ParkedAs], ParkedStore],
+    ) -> None:
+        self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
+        self._parked = parked
+        self.target = settings.stream
+        self._control_headers = control_headers(settings)
+        self._key = state_key(ROLE, self.target)
+        self._store = StateStore(bucket, self._key, self.target)
+
+    # Looking
+
+    async def known(self) -> Known:
+        """What is stored now, readable or not."""
+        entry = await self._bucket.get(self._key)
+        if entry is None:
+            return Known(None, 0)
+        try:
+            stored = await self._store.load()
+        except Stopped as error:
+            return Known(None, entry.revision, error.message)
+        return Known(stored.state, entry.revision)
+
+    async def seen(self) -> Seen:
+        """What the target says now."""
+        info = await stream_info(self._client, self.target)
+        reading = None if info is None else await read(self._client, self.target, self._control_headers)
+        return Seen(info, reading)
+
+    async def _census(self, info: StreamInfo, census: Census) -> Census:
+        retention = str(info.config.get("retention", "limits"))
+        return await take_census(self._client, self.target, retention, census)
+
+    # Planning
+
+    async def move(self, chain: Chain, sequence: int) -> Plan:
+        """`chain` goes on at `sequence`."""
+        known = await self.known()
+        return Plan(known, corrections.move(self._state(known), chain, sequence))
+
+    async def accept(self, told: Positions, repeats: bool) -> Plan:
+        """The target as it stands."""
+        known, (info, reading) = await self.known(), (await self.seen()).there()
+        state = self._state(known)
+        checkpoint = state.checkpoint
+        is_same = reading.created == checkpoint.target_created
+        after = checkpoint.target_sequence if is_same else 0
+        census = await self._census(
+            info, Census(after, reading.last_sequence, corrections.awaited(state.intent))
+        )
+        correction = corrections.accept(
+            state, reading, census, told, repeats=repeats, exclusive=self._settings.exclusive
+        )
+        return Plan(known, correction, reading.last_sequence)
+
+    async def count_stored(self, stored: int) -> Plan:
+        """So many rows of the open intent are stored."""
+        known, (_, reading) = await self.known(), (await self.seen()).there()
+        correction = corrections.count_stored(self._state(known), reading, stored)
+        return Plan(known, correction, reading.last_sequence)
+
+    async def rebuild(self, repeats: bool) -> Plan:
+        """The positions by what stands in the target."""
+        known, (info, reading) = await self.known(), (await self.seen()).there()
+        kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
+        entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
+        sightings = Sightings({(name.chain, name.sequence) for name in entries})
+        census = await self._census(info, Census(0, reading.last_sequence, sightings))
+        correction = corrections.rebuild(
+            known.state, reading, census, repeats=repeats, entries=list(entries.values())
+        )
+        return Plan(known, correction, reading.last_sequence)
+
+    async def forget(self) -> Plan:
+        """Everything from the beginning."""
+        known, seen = await self.known(), await self.seen()
+        messages = seen.info.messages if seen.info else 0
+        correction = corrections.forget(known.state, seen.reading, messages)
+        return Plan(known, correction, None if seen.reading is None else seen.reading.last_sequence)
+
+    async def forget_unlisted(self) -> Plan:
+        """Only chains that `sources` lists."""
+        known = await self.known()
+        pairs = {pair for source in self._settings.sources for pair in source.pairs()}
+        return Plan(known, corrections.forget_unlisted(self._state(known), pairs))
+
+    def _state(self, known: Known) -> TargetState:
+        if known.state is None:
+            raise CorrectionRefused(
+                f"target {self.target}: expected a stored state, found none: {known.problem or 'no key'}",
+                hint="find the positions by what stands in the target (--from-target), or begin an empty one "
+                "anew (--forget)",
+            )
+        return known.state
+
+    # Doing
+
+    async def apply(self, plan: Plan) -> None:
+        """Store it, if neither the state nor the target has moved since it was planned.
+
+        Raises AnotherWriter where the target moves, Unavailable where the state did.
+        """
+        if plan.last is not None and self._settings.exclusive:
+            await self._clock.sleep(STILL)
+            reading = (await self.seen()).reading
+            if reading is None or reading.last_sequence != plan.last:
+                found = "none" if reading is None else reading.last_sequence
+                raise AnotherWriter(
+                    f"target {self.target}: expected last sequence {plan.last} as before, found {found}",
+                    hint="stop what publishes to it, then look again",
+                    code="E-TARGET-SHARED",
+                )
+        if not await self._store_plan(plan):
+            raise Unavailable(
+                f"state of target {self.target}: changed by somebody else meanwhile",
+                hint="look again",
+                code="E-STATE-MOVED",
+            )
+
+    async def apply_again(self, plan: Plan, again: Callable[[], Awaitable[Plan]]) -> None:
+        """Store it; where the state moves under a carrier at work, plan it again for a while."""
+        deadline = self._clock.monotonic() + BUSY
+        while not await self._store_plan(plan):
+            await self._clock.sleep(BUSY_SPACING)
+            plan = await self.patiently(again, deadline)
+
+    async def patiently(self, planning: Callable[[], Awaitable[Plan]], deadline: float | None = None) -> Plan:
+        """The plan, tried again while an open intent stands against it; raises its error in the end."""
+        deadline = self._clock.monotonic() + BUSY if deadline is None else deadline
+        while True:
+            try:
+                return await planning()
+            except CorrectionRefused:
+                if self._clock.monotonic() > deadline or not await self._is_at_work():
+                    raise
+            await self._clock.sleep(BUSY_SPACING)
+
+    async def _is_at_work(self) -> bool:
+        """Whether somebody changes the state: the intent that is open now will be closed."""
+        before = await self.known()
+        await self._clock.sleep(STILL)
+        return (await self.known()).revision != before.revision
+
+    async def _store_plan(self, plan: Plan) -> bool:
+        after, revision = plan.correction.after, plan.known.revision
+        if after is not None:
+            # Before the state moves: nobody else would put them any more.
+            await self._put(plan.correction.marks, after.checkpoint.parked_as)
+        if after is None:
+            return revision == 0 or await self._bucket.delete(self._key, revision)
+        return await self._store.save(after, revision) is not None
+
+    async def _put(self, marks: Marks, kept_as: ParkedAs) -> None:
+        """Have the marks stand in the bucket. Raises what the store raises."""
+        if marks == Marks():
+            return
+        threads, parked = Threads("marks", PARALLEL), self._parked(kept_as)
+        try:
+            await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
+            await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
+        finally:
+            threads.close()
+
+
+@asynccontextmanager
+async def opened(settings: Settings, target: str) -> AsyncIterator[Desk]:
+    """The desk of `target`. Raises UsageError where the configuration has no such target."""
+    found = [each for each in settings.ingress.targets if each.stream == target]
+    if not found:
+        named = ", ".join(each.stream for each in settings.ingress.targets) or "none"
+        raise UsageError(f"--target: expected one of {named}, found {target}")
+    client = await connect(settings.nats_for("ingress"), name="floe checkpoint")
+    try:
+        replicas = await kv_replicas(client, settings.ingress)
+        bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
+        yield Desk(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
+    finally:
+        await client.aclose()
+
+
+def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
+    documents = open_chains(settings)
+    return ParkedStore(documents.objects, documents.layout, target, kept_as)
+
+
+def position_rows(plan: Plan) -> list[dict[str, Any]]:
+    """For each chain its position before and after (None: none)."""
+    was, now = plan.known.state, plan.correction.after
+    before = was.checkpoint.positions if was else {}
+    after = now.checkpoint.positions if now else {}
+    return [
+        {**chain.log_context(), "before": before.get(chain), "after": after.get(chain)}
+        for chain in sorted({*before, *after})
+    ]

@@ -1,0 +1,369 @@
+"""`floe gap ls|accept` and `floe chain pause|resume`: an operator's decisions about single chains."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.errors import Stopped, UsageError
+from common.service.cli import (
+    SequenceType,
+    config_option,
+    json_option,
+    load_settings,
+    open_chains,
+    open_store,
+    print_json,
+    run_command,
+    table,
+)
+from ingress.options import (
+    Named,
+    any_chain_options,
+    chain_options,
+    confirm,
+    dry_run_option,
+    target_option,
+    yes_option,
+)
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.segments.gaps import AcceptedGap
+    from common.sequences import SequenceRange
+    from common.settings.root import Settings
+    from ingress.chains.pauses import Pauses, PauseStore
+    from ingress.operator.holes import Hole
+
+GAP_COLUMNS = (
+    "site", "feed", "incarnation", "partition", "first", "last", "kind", "since", "behind", "accepted",
+)  # fmt: skip
+
+
+def _somebody() -> str:
+    """Who runs the command, as far as this host knows."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):
+        name = "?"
+    return f"{name}@{socket.gethostname()}"
+
+
+def _now() -> str:
+    from common.clock import SystemClock
+    from common.segments.listing import timestamp
+
+    return timestamp(int(SystemClock().now() * 1000) * 1_000_000)
+
+
+# Gaps
+
+
+@click.group()
+def gap() -> None:
+    """List holes in the archive, and give them up."""
+
+
+@gap.command("ls")
+@config_option
+@json_option
+@run_command
+async def gap_ls(config: str, as_json: bool) -> None:
+    """List the holes of every chain that flows into a target, from where the target stands.
+
+    kind: hole, no segment covers it; at the position of the target also gone (a hole was filled in part) and
+    damaged. since: when the first segment behind the hole was stored. accepted: whether ingress goes on
+    behind it.
+
+    Example: floe gap ls -c central.yaml --json
+    """
+    from ingress.operator.holes import look_up, standing_at
+    from ingress.reports import read_states
+
+    settings = load_settings(config, quiet=True)
+    states = await read_states(settings)
+    store, documents = open_store(settings), open_chains(settings)
+    try:
+        found: list[Hole] = []
+        for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
+            archived = look_up(store, documents, chain, position)
+            at_position = standing_at(store, archived)
+            found += [*([at_position] if at_position else []), *archived.holes()]
+    finally:
+        store.close()
+    rows = [hole.row() for hole in found]
+    print_json(rows) if as_json else table(rows, GAP_COLUMNS)
+    if not as_json:
+        _show_ways_out(found)
+
+
+def _show_ways_out(found: list[Hole]) -> None:
+    """What to do about holes that nobody has accepted; giving up comes last."""
+    from common.segments.gaps import BEFORE_GIVING_UP, accept_command
+
+    for hole in found:
+        if hole.kind != "hole":
+            click.echo("\n".join(hole.ways_out()), err=True)
+    missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.left]
+    if missing:
+        click.echo(f"{BEFORE_GIVING_UP}", err=True)
+        click.echo("only when nobody has them any more, give them up for all targets:", err=True)
+    for chain, part in missing:
+        click.echo(accept_command(chain, part), err=True)
+
+
+def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Chain, int | None]:
+    """Each chain that flows into a target and where the target that is furthest behind stands; None: it has
+    not begun there.
+    """
+    found: dict[Chain, int | None] = {}
+    for target in settings.ingress.targets:
+        pairs = {pair for source in target.sources for pair in source.pairs()}
+        state = states.get(target.stream)
+        positions = state.checkpoint.positions if state else {}
+        for chain in chains:
+            if (chain.site, chain.feed) in pairs:
+                at = positions.get(chain)
+                before = found.get(chain, at)
+                found[chain] = None if at is None or before is None else min(at, before)
+    return found
+
+
+@gap.command("accept")
+@config_option
+@chain_options
+@click.option("--first", type=SequenceType(), required=True, help="The first sequence that is given up.")
+@click.option("--last", type=SequenceType(), required=True, help="The last one.")
+@click.option("--note", default="", help="Why; kept with the decision.")
+@dry_run_option
+@yes_option
+@json_option
+@run_command
+def gap_accept(
+    config: str,
+    site: str,
+    feed: str,
+    incarnation: int | None,
+    partition: int | None,
+    first: int,
+    last: int,
+    note: str,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Give up sequences that no segment covers: every target goes on behind them, within a poll.
+
+    The last resort: the source may still hold them. Egress at the site looks within six hours, and at once
+    when it is started again; what it archives fills the hole.
+
+    Segments that arrive before a target has passed the gap are carried all the same; what arrives later is
+    reported. Refused where a sound segment covers a part. Without --incarnation the newest is meant, unless
+    an older one has a hole there, too.
+
+    Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
+    """
+    from common.sequences import SequenceRange
+    from ingress.operator.holes import check, look_up, refuse_doubt
+
+    if first > last:
+        raise UsageError(f"--first {first} is greater than --last {last}")
+    named, wanted = Named(site, feed, incarnation, partition), SequenceRange(first, last)
+    decision = _decision(wanted, note)
+    settings = load_settings(config, quiet=True)
+    store, documents = open_store(settings), open_chains(settings)
+    try:
+        chain = named.chain(settings)
+        if incarnation is None:
+            refuse_doubt(store, documents, chain, wanted)
+        found = check(store, look_up(store, documents, chain, first), wanted)
+        for problem in found.damaged:
+            click.echo(f"damaged, and given up with the gap: {problem}", err=True)
+        if not dry_run:
+            confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+            decision = documents.accept_gap(chain, decision)
+    finally:
+        store.close()
+    _show_accepted(chain, decision, found.damaged, dry_run, as_json)
+
+
+def _decision(wanted: SequenceRange, note: str) -> AcceptedGap:
+    from common.segments.gaps import AcceptedGap
+
+    try:
+        return AcceptedGap(wanted, note, _somebody(), _now())
+    except ValueError as error:
+        raise UsageError(f"--note: {error}") from None
+
+
+def _show_accepted(
+    chain: Chain, kept: AcceptedGap, damaged: tuple[str, ...], dry_run: bool, as_json: bool
+) -> None:
+    if as_json:
+        shown = {"first": kept.range.first, "last": kept.range.last, "note": kept.note}
+        decided = {"by": kept.by, "at": kept.at, "damaged": list(damaged), "dry_run": dry_run}
+        print_json({**chain.log_context(), **shown, **decided})
+    elif dry_run:
+        click.echo(f"{chain} {kept.range} can be given up; nothing was changed")
+    else:
+        click.echo(f"{chain} {kept.range} is given up, by {kept.by} at {kept.at}")
+
+
+# Pauses
+
+
+@click.group()
+def chain() -> None:
+    """Pause single chains, and have them carried again."""
+
+
+@chain.command("pause")
+@config_option
+@target_option
+@chain_options
+@click.option("--note", default="", help="Why; shown by `floe chain ls`.")
+@json_option
+@run_command
+async def chain_pause(
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int | None,
+    partition: int | None,
+    note: str,
+    as_json: bool,
+) -> None:
+    """Carry nothing more of a chain into a target until it is resumed; others go on.
+
+    What is being stored now is stored. Holds through restarts and take-overs.
+
+    Example: floe chain pause -c central.yaml --target FLEET --site us-east --feed NODES --note "bad data"
+    """
+    from ingress.chains.pauses import Pause
+
+    if len(note) > 1000:
+        raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
+    named, pause = Named(site, feed, incarnation, partition), Pause(_now(), _somebody(), note)
+    pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause))
+    _show_pauses(target, pauses, as_json)
+
+
+@chain.command("resume")
+@config_option
+@target_option
+@any_chain_options
+@click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
+@json_option
+@run_command
+async def chain_resume(
+    config: str,
+    target: str,
+    site: str,
+    feed: str,
+    incarnation: int | None,
+    partition: int | None,
+    is_all: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Carry a paused chain again; or have a chain that stopped by itself looked at again at once.
+
+    --all has nothing paused, also where what was paused cannot be read any more (E-PAUSES).
+
+    \b
+    Example: floe chain resume -c central.yaml --target FLEET --site us-east --feed NODES
+             floe chain resume -c central.yaml --target FLEET --all
+    """
+    # Two resumptions within a millisecond are two.
+    at = f"{_now()} {secrets.token_hex(4)}"
+    if is_all is bool(site or feed) or bool(site) is not bool(feed):
+        raise UsageError("expected --site and --feed, or --all")
+    if is_all:
+        pauses = await _resume_all(config, target, at, yes)
+    else:
+        named = Named(site, feed, incarnation, partition)
+        pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
+        click.echo(f"{site}/{feed}: a running ingress looks at it within two seconds", err=True)
+    _show_pauses(target, pauses, as_json)
+
+
+async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
+    from ingress.decisions.opened import pause_stores
+
+    async with pause_stores(load_settings(config, quiet=True)) as stores:
+        store = _of(stores, target)
+        confirm(f"have nothing of {target} paused ({await _paused(store)})?", yes)
+        return await store.resume_all(at)
+
+
+async def _paused(store: PauseStore) -> str:
+    """What is paused now, in words."""
+    try:
+        return f"chains paused now: {len((await store.read()).paused)}"
+    except Stopped as error:
+        return error.message
+
+
+@chain.command("ls")
+@config_option
+@json_option
+@run_command
+async def chain_ls(config: str, as_json: bool) -> None:
+    """List the paused chains of every target.
+
+    Example: floe chain ls -c central.yaml --json
+    """
+    from ingress.decisions.opened import pause_stores
+
+    rows = []
+    async with pause_stores(load_settings(config, quiet=True)) as stores:
+        for target, store in stores.items():
+            rows += _rows(target, await store.read())
+    print_json(rows) if as_json else table(rows, PAUSE_COLUMNS)
+
+
+PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
+
+
+async def _decide(config: str, target: str, named: Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
+    from ingress.decisions.opened import pause_stores
+
+    settings = load_settings(config, quiet=True)
+    async with pause_stores(settings) as stores:
+        store = _of(stores, target)
+        paused, carried = (await store.read()).paused, await store.carried()
+        chain = await asyncio.to_thread(named.chain, settings, paused, carried)
+        return await store.change(lambda pauses: step(pauses, chain))
+
+
+def _of(stores: dict[str, PauseStore], target: str) -> PauseStore:
+    if target not in stores:
+        known = ", ".join(stores) or "none"
+        raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
+    return stores[target]
+
+
+def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
+    return [
+        {"target": target, **chain.log_context(), "since": pause.at, "by": pause.by, "note": pause.note}
+        for chain, pause in sorted(pauses.paused.items())
+    ]
+
+
+def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
+    """What is paused now; the service sees it within two seconds."""
+    rows = _rows(target, pauses)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        table(rows, PAUSE_COLUMNS)
+    else:
+        click.echo(f"no chain of {target} is paused")

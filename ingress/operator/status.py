@@ -1,0 +1,425 @@
+"""What `floe status` shows: where each chain of each target stands, by state, target and archive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import click
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue, state_key
+from common.open import open_chains, open_store
+from common.segments.alive import STANDBY, Sighting, newest
+from common.segments.behind import behind, carry
+from common.segments.documents import ChainStore
+from common.segments.foreign import Foreign, look_for_foreign
+from common.segments.listing import timestamp
+from common.segments.naming import suggestion
+from common.segments.store import SegmentStore
+from common.service.logs import get_logger
+from common.service.output import print_json, table
+from common.service.threads import Threads
+from common.settings.ingress import SourceSettings, TargetSettings
+from common.settings.root import Settings
+from ingress.chains.pauses import PauseStore
+from ingress.chains.plan import Phase
+from ingress.chains.search import Inside, look_into
+from ingress.checkpoint import TargetState
+from ingress.checkpoints.state import ROLE, StateStore
+from ingress.errors import check_targets
+from ingress.preflight import control_headers
+from ingress.publishers.choose import choose, offered
+from ingress.verdict.verdict import Finding, judge
+from ingress.verdicts.shared import judge_shared
+from ingress.verdicts.target import read
+
+log = get_logger("ingress.operator.status")
+
+SILENT = "silent"
+AT_WORK = ("reading", "closing", STANDBY)  # what egress does for as long as it likes
+
+KEYS_LOOKED_AT = 100_000  # for foreign ones: about 100 requests
+PARALLEL = 8  # chains that are asked for at the same time
+LOOKS = 3  # at a target that a running service moves on meanwhile
+
+STATUS_COLUMNS = (
+    "target", "publisher", "site", "feed", "incarnation", "partition", "phase",
+    "archived", "last_archived", "position", "lag_sequences", "lag_seconds",
+    "egress", "source_lag_sequences", "why",
+)  # fmt: skip
+
+
+# One target
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one target looks like. `state`: None where nothing is stored; `publisher`: how it is carried,
+    empty where it cannot be; `stopped`: why ingress would stop, empty where it would not.
+    """
+
+    state: TargetState | None = None
+    publisher: str = ""
+    stopped: str = ""
+    paused: frozenset[Chain] = field(default_factory=frozenset)
+
+
+async def read_sights(settings: Settings) -> dict[str, Sight]:
+    """What every target of the configuration looks like, by its name. Raises what connecting raises."""
+    check_targets(settings.ingress)
+    client = await connect(settings.nats_for("ingress"), name="floe status")
+    try:
+        bucket = KeyValue.optional(client, settings.ingress.state_bucket)
+        return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
+    finally:
+        await client.aclose()
+
+
+async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> Sight:
+    try:
+        state, why = await _judged(client, bucket, target)
+        name, against = await _publisher(client, target)
+        pauses = await PauseStore(bucket, target.stream).read()
+    except Stopped as error:  # a stored value that nobody can read
+        return Sight(stopped=f"{error.code}: {error.message}")
+    return Sight(state, name, why or against, frozenset(pauses.paused))
+
+
+async def _judged(
+    client: FloeClient, bucket: KeyValue, target: TargetSettings
+) -> tuple[TargetState | None, str]:
+    """The stored state, and what speaks against going on; the same state before and after the look."""
+    keeper = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
+    stored = await keeper.load()
+    for _ in range(LOOKS):
+        if stored.state is None:
+            return None, ""
+        reading = await read(client, target.stream)
+        verdict = (
+            judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
+        )
+        before, stored = stored, await keeper.load()
+        if stored.revision == before.revision:
+            return stored.state, "" if verdict.finding is Finding.STORED else _finding(verdict.finding)
+    return stored.state, ""
+
+
+def _finding(finding: Finding) -> str:
+    return f"target: {finding.value}"
+
+
+async def _publisher(client: FloeClient, target: TargetSettings) -> tuple[str, str]:
+    """The publisher, and why there is none."""
+    info = await stream_info(client, target.stream)
+    if info is None:
+        return "", "" if target.create else "target: no such stream"
+    headers = control_headers(target)
+    against = offered(client.server_version, info.config, headers, exclusive=target.exclusive)
+    try:
+        return choose(target.stream, target.publisher, against), ""
+    except ConfigError as error:
+        return "", error.message
+
+
+# One chain
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far one chain is. `archived`: the end of coverage by its tail, None where there is no tail.
+
+    `position`: None where the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
+    `paused`, `stopped`, `new` (not begun), `missing` (of its feed there is nothing). `lag_seconds`: since the
+    first segment that is not carried was stored; 0 where everything is carried. `why`: the hole, or what
+    stops it. `last_archived`: when the tail was last written, by the store's clock. `egress`: what the
+    process that has the chain last said, None where none said anything; it counts as silent after
+    `silent_after` seconds. `end`: where the incarnation ended, None while it has not.
+    """
+
+    target: str
+    publisher: str
+    chain: Chain
+    archived: int | None
+    position: int | None
+    phase: str = str(Phase.IDLE)
+    lag_seconds: float = 0.0
+    why: str = ""
+    last_archived: float | None = None
+    egress: Sighting | None = None
+    silent_after: float = float("inf")
+    end: int | None = None
+
+    @property
+    def lag_sequences(self) -> int:
+        """Archived sequences that are to be carried: at least as many as messages."""
+        archived = self.archived or 0
+        return max(0, (archived if self.end is None else min(archived, self.end)) - (self.position or 1) + 1)
+
+    @property
+    def source_lag_sequences(self) -> int | None:
+        """Sequences of the stream that are not carried, archived or not; None where nobody said."""
+        if self.egress is None:
+            return None
+        left = self.egress.sign.not_archived(self.chain.incarnation, self.archived or 0)
+        return None if left is None else self.lag_sequences + left
+
+    @property
+    def egress_state(self) -> str | None:
+        """What egress does with the chain; None where no process said anything of it."""
+        if self.egress is None:
+            return None
+        if self.egress.age > self.silent_after:
+            return SILENT
+        sign = self.egress.sign
+        return f"{sign.state} {sign.code}".strip()
+
+    @property
+    def alarm(self) -> bool:
+        """Whether somebody ought to look: it is stopped, or late or silent for longer than `silent_after`."""
+        if self.phase in ("stopped", Phase.LOST, Phase.DAMAGED):
+            return True
+        if self.phase == Phase.LATE and self.lag_seconds > self.silent_after:
+            return True
+        if self.egress is None:
+            return False
+        sign = self.egress.sign
+        lasts = sign.state not in AT_WORK and self.egress.lasts > self.silent_after
+        return self.egress_state == SILENT or sign.state == "stopped" or lasts
+
+    def row(self) -> dict[str, object]:
+        """It as one line of the table, or one object of the list."""
+        return {
+            "target": self.target,
+            "publisher": self.publisher,
+            **self.chain.log_context(),
+            "phase": self.phase,
+            "archived": self.archived,
+            "last_archived": _time(self.last_archived),
+            "position": self.position,
+            "lag_sequences": self.lag_sequences,
+            "lag_seconds": round(self.lag_seconds),
+            "egress": self.egress_state,
+            "egress_alive": self.egress and _time(self.egress.modified),
+            "source_sequence": self.egress and self.egress.sign.source_last,
+            "source_lag_sequences": self.source_lag_sequences,
+            "alarm": self.alarm,
+            "why": self.why or self._why_not_archived(),
+        }
+
+    def _why_not_archived(self) -> str:
+        if self.egress is None:
+            return ""
+        if self.egress_state == SILENT:
+            return f"no sign of life of egress since {_time(self.egress.modified)}"
+        return self.egress.sign.why and f"egress: {self.egress.sign.why}"
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else timestamp(int(seconds) * 1_000_000_000)
+
+
+def by_newest_incarnation(
+    chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]
+) -> dict[Chain, Sighting]:
+    """What egress says, by the chain that it is about: of each partition the newest incarnation that `chains`
+    or egress itself names. `sightings`: by partition, as `newest` gives them.
+    """
+    incarnations = {partition: each.sign.chain.incarnation for partition, each in sightings.items()}
+    for chain in chains:
+        partition = replace(chain, incarnation=0)
+        if partition in incarnations:
+            incarnations[partition] = max(incarnations[partition], chain.incarnation)
+    return {replace(p, incarnation=k): sightings[p] for p, k in incarnations.items()}
+
+
+def _pairs(target: TargetSettings) -> dict[tuple[str, str], SourceSettings]:
+    """The entry of `sources` for each site and feed that may flow into the target."""
+    return {pair: source for source in target.sources for pair in source.pairs()}
+
+
+def with_plan(standing: Standing, found: Inside, patience: float, now: float) -> Standing:
+    """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
+    plan = found.plan
+    since = plan.waiting_since
+    if plan.stretches:
+        since = plan.stretches[0].segment.modified
+    age = 0.0 if since is None else max(0.0, now - since)
+    phase = Phase.LOST if plan.phase is Phase.LATE and age > patience else plan.phase
+    why = f"{plan.hole} is missing" if plan.hole is not None else ""
+    if found.gone is not None:
+        why = f"{found.gone.missing} of {plan.hole} were gone when the hole there was filled"
+    elif plan.phase is Phase.DAMAGED:
+        why = f"{plan.hole} is damaged: {', '.join(found.damaged)}"
+    return replace(standing, phase=str(phase), lag_seconds=age, why=why)
+
+
+async def print_status(settings: Settings, as_json: bool) -> int:
+    """Print where every chain of every target stands; the exit code, 3 where somebody ought to look."""
+    standings = await read_standings(settings, SystemClock())
+    rows = [standing.row() for standing in standings]
+    print_json(rows) if as_json else table(rows, STATUS_COLUMNS)
+    for line in (await read_foreign(settings)).lines():
+        click.echo(line, err=True)
+    return DataError.exit_code if any(standing.alarm for standing in standings) else 0
+
+
+async def read_standings(settings: Settings, clock: Clock) -> list[Standing]:
+    """Where every chain of every target stands, by target and chain."""
+    sights = await read_sights(settings)
+    survey = Survey(open_store(settings), open_chains(settings), clock, settings.ingress.silent_after)
+    try:
+        return await survey.standings(settings.ingress.targets, sights)
+    finally:
+        survey.close()
+
+
+async def read_foreign(settings: Settings) -> Foreign:
+    """The keys in the store that are none of Floe's, of the first 100,000; none where it cannot be asked."""
+    store, threads = open_store(settings), Threads("status", 1)
+    try:
+        return await threads.run(look_for_foreign, store.objects, store.layout, (), KEYS_LOOKED_AT)
+    except FloeError:
+        return Foreign([])
+    finally:
+        threads.close()
+        store.close()
+
+
+class Survey:
+    """Looks at the archive for `floe status`."""
+
+    def __init__(
+        self, store: SegmentStore, documents: ChainStore, clock: Clock, silent_after: float = float("inf")
+    ) -> None:
+        self._store, self._documents, self._clock = store, documents, clock
+        self._silent_after = silent_after
+        self._threads = Threads("status", PARALLEL)
+
+    async def standings(
+        self, targets: tuple[TargetSettings, ...], sights: Mapping[str, Sight]
+    ) -> list[Standing]:
+        """One for each chain that has a tail or a position, or of which only egress says anything, by target
+        and chain; and one for each feed of `sources` of which there is nothing.
+        """
+        tails = await self._threads.run(self._documents.listed_tails)
+        sightings = await self._sightings({pair for target in targets for pair in _pairs(target)})
+        wanted: list[Coroutine[Any, Any, Standing | None]] = []
+        for target in targets:
+            sight = sights.get(target.stream, Sight())
+            sources = _pairs(target)
+            positions = sight.state.checkpoint.positions if sight.state else {}
+            chains = {chain for chain in tails if (chain.site, chain.feed) in sources} | {*positions}
+            egress = by_newest_incarnation(
+                chains, {c: s for c, s in sightings.items() if (c.site, c.feed) in sources}
+            )
+            named = {(chain.site, chain.feed) for chain in chains | egress.keys()}
+            wanted += [
+                self._missing(target.stream, sight, pair, tails) for pair in sorted({*sources} - named)
+            ]
+            for chain in sorted(chains | egress.keys()):
+                source, tail = sources.get((chain.site, chain.feed)), tails.get(chain)
+                shown = egress.get(chain), None if tail is None else tail.modified
+                wanted.append(self._standing(target.stream, sight, chain, source, *shown))
+        return [each for each in await asyncio.gather(*wanted) if each is not None]
+
+    async def _missing(
+        self, target: str, sight: Sight, pair: tuple[str, str], tails: Iterable[Chain]
+    ) -> Standing | None:
+        """A feed of `sources` of which there is nothing; None where it has begun."""
+        if await self._threads.run(self._documents.chains, *pair):
+            return None
+        there = suggestion("/".join(pair), {f"{chain.site}/{chain.feed}" for chain in tails})
+        why = f"nothing archived of this feed; {there}"
+        return Standing(target, sight.publisher, Chain(*pair), None, None, phase="missing", why=why)
+
+    async def _sightings(self, pairs: Collection[tuple[str, str]]) -> dict[Chain, Sighting]:
+        """What egress says of itself, by partition; nothing where that may not be read."""
+        sites, layout, now = {site for site, _ in pairs}, self._documents.layout, self._clock.now()
+        try:
+            listed = await self._threads.run(self._documents.listed_alive)
+            infos = [info for info in listed if (layout.parse_alive(info.key) or ("",))[0] in sites]
+            reads = (self._threads.run(self._documents.read_alive, info.key) for info in infos)
+            found = await asyncio.gather(*reads)
+        except Refused as error:
+            log.warning("signs of life not read", action="alive_unread", code=error.code, error=str(error))
+            return {}
+        return newest(
+            Sighting(sign, info.modified, max(0.0, now - info.modified), alive.time)
+            for info, alive in zip(infos, found, strict=True)
+            if alive is not None
+            for sign in alive.chains
+        )
+
+    async def _standing(
+        self,
+        target: str,
+        sight: Sight,
+        chain: Chain,
+        source: SourceSettings | None,
+        egress: Sighting | None,
+        last_archived: float | None,
+    ) -> Standing:
+        positions = sight.state.checkpoint.positions if sight.state else {}
+        archived = await self._threads.run(self._documents.read_tail, chain)
+        found = Standing(
+            target,
+            sight.publisher,
+            chain,
+            archived,
+            positions.get(chain),
+            last_archived=last_archived,
+            egress=egress,
+            silent_after=self._silent_after,
+        )
+        if archived is not None and archived >= (found.position or 1):
+            patience = source.lost_segment_timeout if source else float("inf")
+            with suppress(FloeError):  # the tail still tells how far it is
+                end = await self._threads.run(self._documents.read_end, chain)
+                inside = await self._threads.run(self._look_into, chain, found.position or 1, end)
+                found = with_plan(replace(found, end=end), inside, patience, self._clock.now())
+                if inside.plan.beyond and not found.why:
+                    found = replace(found, why=await self._threads.run(self._behind, chain, end or 0))
+        return _as_decided(found, sight, is_listed=source is not None)
+
+    def _look_into(self, chain: Chain, position: int, end: int | None) -> Inside:
+        accepted = [gap.range for gap in self._documents.gaps(chain, position=position)]
+        return look_into(self._store, chain, position, end, accepted)
+
+    def _behind(self, chain: Chain, end: int) -> str:
+        """What was put behind the end of the incarnation, and how it is carried; empty where it is given up.
+
+        Blocking.
+        """
+        coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
+        accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
+        found = behind(coverages, end, accepted)
+        if not found:
+            return ""
+        ranges = ", ".join(map(str, found))
+        return f"{ranges} behind the end {end} of the incarnation: {carry(chain, found[0])}"
+
+    def close(self) -> None:
+        """Let go of the threads and the spool folder."""
+        self._threads.close()
+        self._store.close()
+
+
+def _as_decided(standing: Standing, sight: Sight, *, is_listed: bool) -> Standing:
+    """What keeps the chain from being carried whatever the archive holds."""
+    if sight.stopped:
+        return replace(standing, phase="stopped", why=sight.stopped)
+    if standing.chain in sight.paused:
+        return replace(standing, phase="paused", why=standing.why or "paused by an operator")
+    if not is_listed:
+        return replace(standing, why="not among `sources` any more")
+    if standing.position is None and not standing.why:
+        return replace(standing, phase="new")
+    return standing

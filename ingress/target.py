@@ -1,0 +1,209 @@
+"""Carrying into one target under one lease: what it is made of, and how it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from typing import Any
+
+from common.chain import Chain
+from common.clock import first_of
+from common.errors import LeaseLost, Stopped, Unavailable
+from common.jetstream.api import StreamInfo, stream_info
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.lease import Lease
+from common.settings.ingress import TargetSettings
+from common.tasks import beside
+from ingress.chains.pauses import PauseStore
+from ingress.chains.prefetch import Supply
+from ingress.chains.roster import Roster
+from ingress.checkpoints.reporting import PositionsReport
+from ingress.checkpoints.state import ROLE, StateStore
+from ingress.delivery import Carrier
+from ingress.errors import leading
+from ingress.interfaces import StateKeeper
+from ingress.limits import ServerLimits
+from ingress.parked.keeper import ParkedKeeper
+from ingress.parked.source import ParkedSource
+from ingress.parked.store import ParkedStore
+from ingress.parts import Parts
+from ingress.preflight import control_headers, ensure_target, shape_of
+from ingress.publishers.choose import choose, make, offered
+from ingress.publishers.publisher import Replies
+from ingress.publishing.publisher import Publisher
+from ingress.redelivery import Retries
+from ingress.rows.prepare import Shape
+from ingress.rows.refusals import oversize_hint
+from ingress.telling import TargetReport
+from ingress.verdict.settle import Settler
+from ingress.verdict.verdict import Sending
+from ingress.verdicts.choices import Choices
+from ingress.verdicts.shared import SharedSettler
+from ingress.verdicts.target import Target
+
+
+class Carriage:
+    """Makes the components that carry into one target, and runs them; `run` may be called again."""
+
+    def __init__(self, parts: Parts, settings: TargetSettings, report: TargetReport) -> None:
+        self._parts, self._settings, self._report = parts, settings, report
+        self._target = settings.stream
+        self._sending: tuple[Lease | None, Sending] = (None, Sending())
+
+    async def check(self) -> None:
+        """Make the target where it may be made. Raises ConfigError where it is not of the right kind."""
+        with suppress(Stopped):  # carrying tells, under the lease
+            self._publisher_name(await self._info())
+
+    async def run(self, lease: Lease, stop: asyncio.Event) -> None:
+        """Carry until `stop` is set and no intent is open.
+
+        Raises what an operator has to deal with, LeaseLost, and what passes by itself.
+        """
+        info = await self._info()
+        parked = self._parked(info)
+        bucket = await self._bucket(int(info.config.get("num_replicas", 1)))
+        decisions = PauseStore(bucket, self._target)
+        supply, publisher = self._supply(info, parked, decisions), await self._publisher(info)
+        source = ParkedSource(supply, parked, self._parts.threads)
+        retries = self._retries(parked, source, supply.roster, decisions)
+        keeper = ParkedKeeper(self._keeper(bucket), parked)
+        carrier = self._carrier(keeper, source, publisher, lease, supply.roster)
+        self._parts.discovery.add(supply)
+        try:
+            await self._run_beside(carrier, supply, lease, stop, retries.run())
+        finally:
+            self._parts.discovery.remove(supply)
+            await publisher.aclose()
+
+    async def _run_beside(
+        self,
+        carrier: Carrier,
+        supply: Supply,
+        lease: Lease,
+        stop: asyncio.Event,
+        retries: Coroutine[Any, Any, None],
+    ) -> None:
+        """Carry to the end; the side tasks run as long, and one of them that fails ends everything."""
+        try:
+            watching = self._watch(carrier, supply, lease)
+            await beside(carrier.run(stop), supply.run(), retries, watching, self._says(carrier).run())
+        except BaseExceptionGroup as errors:
+            raise leading(errors) from None
+
+    async def _watch(self, carrier: Carrier, supply: Supply, lease: Lease) -> None:
+        """Report what goes on, and end everything when the lease is lost."""
+        while not lease.lost.is_set():
+            # A target that was stopped stays so until it is known to be mended.
+            if carrier.is_settled or carrier.trouble or not self._report.is_stopped:
+                self._report.carries(carrier, supply)
+            await first_of(lease.lost.wait(), seconds=self._parts.pace.watch)
+        raise LeaseLost(f"lease of target {self._target} is not ours any more")
+
+    def _says(self, carrier: Carrier) -> PositionsReport:
+        """What those read who delete."""
+        parts, sources = self._parts, self._settings.sources
+        pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
+
+        def positions() -> Mapping[Chain, int] | None:
+            return carrier.state.checkpoint.positions if carrier.is_settled else None
+
+        return PositionsReport(
+            self._target, tuple(sorted(pairs)), positions, parts.documents, parts.threads, parts.clock
+        )
+
+    # The target
+
+    async def _info(self) -> StreamInfo:
+        """The target as it is, made if it is missing and may be made.
+
+        One that was carried into is never made again by itself: it could not be restored under its name then.
+        Raises Stopped for that, else as `ensure_target`.
+        """
+        client, settings = self._parts.client, self._settings
+        create = settings.create
+        if create is not None and await stream_info(client, self._target) is None:
+            keeper = self._keeper(await self._bucket(create.replicas))
+            if (await keeper.load()).state is not None:
+                raise Choices(self._target).no_checkpoint(None)
+        return await ensure_target(client, settings)
+
+    # The components
+
+    def _parked(self, info: StreamInfo) -> ParkedStore:
+        documents = self._parts.documents
+        return ParkedStore(documents.objects, documents.layout, self._target, info.created)
+
+    def _retries(
+        self, parked: ParkedStore, source: ParkedSource, roster: Roster, decisions: PauseStore
+    ) -> Retries:
+        parts = self._parts
+
+        async def reshape() -> None:
+            roster.reshape(await self._shape())
+
+        return Retries(parked, source, parts.threads, parts.clock, reshape, decisions, parts.pace.parked)
+
+    async def _shape(self) -> Shape:
+        """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
+        info = await stream_info(self._parts.client, self._target)
+        if info is None:
+            raise Unavailable(f"target {self._target}: no such stream any more")
+        return shape_of(self._parts.client, info, self._settings)
+
+    def _supply(self, info: StreamInfo, parked: ParkedStore, decisions: PauseStore) -> Supply:
+        parts = self._parts
+        roster = Roster(self._settings, shape_of(parts.client, info, self._settings))
+        return Supply(
+            self._target,
+            roster,
+            parts.store,
+            parts.documents,
+            parts.threads,
+            parts.clock,
+            parts.memory_limit,
+            parked=parked,
+            shape=self._shape,
+            decisions=decisions,
+            look_at_stopped=parts.pace.look_at_stopped,
+        )
+
+    async def _publisher(self, info: StreamInfo) -> Publisher:
+        name = self._publisher_name(info)
+        client, exclusive = self._parts.client, self._settings.exclusive
+        return make(name, client, self._target, await Replies.open(client), exclusive=exclusive)
+
+    def _publisher_name(self, info: StreamInfo) -> str:
+        """The publisher for the target as it is. Raises ConfigError where the wanted one is not offered."""
+        version, headers = self._parts.client.server_version, control_headers(self._settings)
+        against = offered(version, info.config, headers, exclusive=self._settings.exclusive)
+        name = choose(self._target, self._settings.publisher, against)
+        self._report.publishes(name, against)
+        return name
+
+    async def _bucket(self, replicas: int) -> KeyValue:
+        """The state bucket, made with so many replicas where the configuration says nothing."""
+        settings = self._parts.settings
+        replicas = settings.kv_replicas or replicas
+        return await KeyValue.open(self._parts.client, settings.state_bucket, replicas=replicas)
+
+    def _keeper(self, bucket: KeyValue) -> StateStore:
+        return StateStore(bucket, state_key(ROLE, self._target), self._target)
+
+    def _carrier(
+        self, keeper: StateKeeper, source: ParkedSource, publisher: Publisher, lease: Lease, roster: Roster
+    ) -> Carrier:
+        settler = self._settler(keeper, lease)
+        client, clock, name = self._parts.client, self._parts.clock, self._target
+        limits = ServerLimits(client, roster, self._shape, source.reset, oversize_hint(name))
+        return Carrier(name, keeper, settler, publisher, source, clock, source.before_close, limits)
+
+    def _settler(self, keeper: StateKeeper, lease: Lease) -> Settler:
+        parts, choices = self._parts, Choices(self._target)
+        looker = Target(parts.client, self._target, parts.connect, control_headers(self._settings))
+        if self._sending[0] is not lease:
+            self._sending = (lease, Sending())
+        kind = Settler if self._settings.exclusive else SharedSettler
+        spacing, sending = parts.pace.look_spacing, self._sending[1]
+        return kind(choices, keeper, looker, lease, parts.clock, spacing, sending)
