@@ -87,7 +87,7 @@ def _load(target: str) -> Any:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from common.service.version import version
+        from common.service.metrics import version
 
         click.echo(f"floe {version()} (Python {sys.version.split()[0]})")
         ctx.exit()
@@ -111,7 +111,7 @@ def main() -> None:
     """The entry point of the command."""
     _refuse_foreign_common()
     from common.service.exits import end_with
-    from common.service.lean import without_pandas
+    from common.service.process import without_pandas
 
     if not _uses_spark(sys.argv[1:]):
         without_pandas()
@@ -146,7 +146,7 @@ def _refuse_foreign_common() -> None:
 
 def _leave(code: int) -> None:
     """Exit, also where a call to a server that never answers still holds a thread."""
-    threads = sys.modules.get("common.service.threads")
+    threads = sys.modules.get("common.service.process")
     if threads is not None and threads.busy_threads():
         from common.service import logs
 

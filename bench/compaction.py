@@ -13,7 +13,7 @@ from bench.harness import Bench, Result, paired
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.segments.keys import Layout
-from common.segments.parquet import SegmentWriter, record_batch
+from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

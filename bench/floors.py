@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from common.jetstream.api import create_consumer, create_stream, delete_consumer, stream_info
 from common.jetstream.client import FloeClient, connect, frame
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 
 MESSAGE_BYTES = 1000  # of payload
 PULL_BATCH = 10_000

@@ -23,7 +23,7 @@ from common.objects.port import ObjectInfo
 from common.segments.keys import Layout, SegmentName
 from common.segments.store import PAGE, SegmentStore
 from common.sequences import Covered, SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from egress.archive import Archive
 from ingress.chains.search import next_stretches
 

@@ -14,16 +14,15 @@ from common.clock import SystemClock
 from common.jetstream.api import create_stream, stream_info
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout, SegmentName
-from common.segments.parquet import SegmentWriter, record_batch
+from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.loader import parse
 from infra.local.nats import NatsServer
-from ingress.replay.options import Options
-from ingress.replay.progress import Teller
+from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
-from ingress.replay.request import Request
+from ingress.replay.request import Options, Request
 from tests.counting_store import CountingObjects
 
 CHAIN = Chain("bench", "BENCH")

@@ -18,7 +18,7 @@ from common.objects.open import open_objects
 from common.segments.columns import Columns
 from common.segments.keys import Layout
 from common.settings.egress import FeedSettings
-from common.settings.store import StoreSettings
+from common.settings.root import StoreSettings
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot

@@ -13,9 +13,8 @@ from common.errors import ConfigError, Refused, UsageError
 from common.service.cli import json_option, print_json, run_command
 
 if TYPE_CHECKING:
-    from common.migration.importing import Imported
-    from common.migration.write import File
-    from common.service.config_document import Document
+    from common.migration.write import File, Imported
+    from common.settings.loader import Document
 
 
 @click.group()
@@ -51,8 +50,7 @@ def check(file: str, strict: bool, as_json: bool) -> int:
 
 
 def _check(file: str) -> tuple[list[Document], list[ConfigError]]:
-    from common.service.config_unbuilt import refuse_unbuilt
-    from common.settings.loader import read_documents
+    from common.settings.loader import read_documents, refuse_unbuilt
 
     try:
         documents = read_documents(file)
@@ -68,7 +66,7 @@ def _check(file: str) -> tuple[list[Document], list[ConfigError]]:
 
 
 def _loops(document: Document) -> list[str]:
-    from common.service.config_unbuilt import refuse_loops
+    from common.settings.loader import refuse_loops
 
     try:
         refuse_loops(document)
@@ -153,7 +151,7 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
 
 
 def _imported(data: bytes, name: str) -> Imported:
-    from common.migration.importing import import_stream_replicator as imported
+    from common.migration.write import import_stream_replicator as imported
 
     return imported(data, name)
 

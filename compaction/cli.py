@@ -21,7 +21,7 @@ from common.service.cli import (
 )
 
 if TYPE_CHECKING:
-    from common.segments.foreign import Foreign
+    from common.segments.checks import Foreign
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
@@ -94,7 +94,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
     from common.segments.archive import select_chains
-    from common.segments.foreign import look_for_foreign
+    from common.segments.checks import look_for_foreign
     from common.segments.naming import configured
     from compaction import report
     from compaction.verify import verify_chain
@@ -148,11 +148,9 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 @contextmanager
 def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
     """The parts put together as configured; Spark starts when there is work for it."""
-    from compaction.job import SparkRunner
     from compaction.proof import SparkProver
-    from compaction.run import Compaction
-    from compaction.spark import Spark
-    from compaction.work import LocalRunner, ReadingProver
+    from compaction.run import Compaction, LocalRunner, ReadingProver
+    from compaction.spark import Spark, SparkRunner
 
     chosen = settings.compaction
     with Spark(chosen.spark.master, chosen.spark.conf) as spark:

@@ -17,16 +17,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
-from common.segments.parquet import SCHEMA
+from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure
-from compaction.rows import CONTENT_COLUMNS
+from compaction.run import unproved
 from compaction.spark import Spark, spark_error
 from compaction.supersede import Supersession
-from compaction.work import unproved
+from compaction.union import CONTENT_COLUMNS
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

@@ -16,8 +16,19 @@ from common.service.logs import get_logger
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+
+from common.open import open_store
+from common.segments.store import SegmentStore
+from common.service.metrics import version
+from common.settings.root import Settings
 
 log = get_logger("compaction.spark")
+
 
 # Not for a user or a cluster to change: each of them could lose rows, double work or open a port.
 FIXED = {
@@ -173,3 +184,73 @@ def spark_error(what: str, error: Exception) -> FloeError:
     log.debug("spark failed", action="spark_failed", what=what, error=text)
     line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
+
+
+I = TypeVar("I")  # noqa: E741
+R = TypeVar("R")
+Batches = Iterable[pa.RecordBatch]
+
+RESULT = "id long, result binary"
+_RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
+_RESULT = pa.schema(_RESULT_FIELDS)
+
+
+class SparkRunner:
+    """Spark as a place to work. `settings` travel to the executors, secrets included, and into no log."""
+
+    def __init__(self, spark: Spark, settings: Settings) -> None:
+        self._spark, self._settings = spark, settings
+
+    def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
+        """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
+        session = self._spark.session()
+        task = task_of(pickle.dumps((self._settings, work, list(items))), version())
+        try:
+            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
+        except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
+            raise spark_error(work.__name__, error) from error
+        log.info("items done", action="items_done", work=work.__name__, items=len(items))
+        # What our own executors answered, over Spark's own connection.
+        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
+
+
+def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
+    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get."""
+    marker = DISTRIBUTION_PROBLEM
+
+    def task(batches: Batches) -> Iterator[pa.RecordBatch]:
+        import importlib
+        import os.path
+
+        def root(name: str) -> str:
+            return os.path.dirname(os.path.dirname(str(importlib.import_module(name).__file__)))
+
+        try:
+            is_one = root("common") == root("compaction")
+            found = str(importlib.import_module("common.service.metrics").version())
+        except (ImportError, AttributeError) as error:
+            is_one, found = False, str(error)
+        if not is_one or found != expected:
+            raise RuntimeError(
+                f"{marker}: common in executors: expected that of floe-jetstream {expected}, found {found}"
+            )
+        yield from importlib.import_module("compaction.spark").run_items(payload, batches)
+
+    return task
+
+
+def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
+    """Do the items whose numbers the batches hold; in an executor."""
+    settings, work, items = pickle.loads(payload)  # noqa: S301 - from our own driver
+    store = open_store(settings)
+    try:
+        for batch in batches:
+            numbers: list[Any] = batch.column(0).to_pylist()
+            for number in numbers:
+                yield _answer(number, work(store, items[number]))
+    finally:
+        store.close()
+
+
+def _answer(number: int, result: Any) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pydict({"id": [number], "result": [pickle.dumps(result)]}, schema=_RESULT)

@@ -14,18 +14,26 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.chain import Chain
-from common.errors import DataError, OutcomeUnknown
+from common.errors import DataError, FloeError, OutcomeUnknown
+from common.failpoints import failpoint
 from common.objects.port import ObjectInfo, ObjectStore
+from common.segments.documents import SnapshotRef, list_snapshots, newest_first
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
+from common.service.logs import get_logger
+from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
+
+log = get_logger("compaction.tombstones")
+
 
 FORMAT_VERSION = 1
 MAX_BYTES = 16 << 20
@@ -309,3 +317,60 @@ def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
     if segment is None:
         raise ValueError(f"expected the name of a segment, found {name!r:.80}")
     return SegmentRef(segment, key, size, 0.0)
+
+
+KEPT = 3
+
+
+def outdated(refs: Sequence[SnapshotRef], now: float, grace: float) -> list[SnapshotRef]:
+    """Which of one chain's snapshots may go, the oldest position first.
+
+    `now`: seconds since 1970 by the store's clock. `grace`: seconds.
+    """
+    last_stored = max((ref.modified for ref in refs), default=0.0)
+    behind = sorted(refs, key=newest_first)[KEPT:]
+    return [ref for ref in reversed(behind) if ref.modified < min(last_stored, now - grace)]
+
+
+@dataclass(slots=True)
+class Pruned:
+    """What was done in one chain, or is to be: `refs` went, or are to go."""
+
+    refs: list[SnapshotRef] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+
+class Pruning:
+    """Clears away the snapshots of single chains. `grace`: seconds."""
+
+    def __init__(self, store: SegmentStore, grace: float) -> None:
+        self._store, self._grace = store, grace
+
+    def due(self, chain: Chain, now: float) -> Pruned:
+        """What may go; a listing that fails is a failure of this chain alone."""
+        try:
+            refs = list_snapshots(self._store.objects, self._store.layout, chain)
+        except FloeError as error:
+            return Pruned(failures=[Failure.of(f"snapshots of {chain}", error)])
+        return Pruned(outdated(refs, now or max((ref.modified for ref in refs), default=0.0), self._grace))
+
+    def prune(self, chain: Chain, now: float) -> Pruned:
+        """Delete what may go."""
+        due = self.due(chain, now)
+        done = Pruned(failures=due.failures)
+        for ref in due.refs:
+            failpoint("compaction.delete_snapshot")
+            try:
+                self._store.objects.delete(ref.key)
+                done.refs.append(ref)
+            except FloeError as error:
+                done.failures.append(Failure.of(f"delete of {ref.key}", error))
+                break
+        if done.refs:
+            log.info(
+                "snapshots pruned",
+                action="snapshots_pruned",
+                **chain.log_context(),
+                snapshots=len(done.refs),
+            )
+        return done

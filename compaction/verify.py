@@ -20,10 +20,9 @@ from typing import TypeVar
 from common.chain import Chain
 from common.errors import DataError
 from common.objects.port import HiddenObject, Versioned
-from common.segments.behind import behind, ways_on
-from common.segments.documents import ChainStore
-from common.segments.faults import Forked
-from common.segments.gaps import carry_late, way_out, way_out_filled
+from common.segments.archive import behind, ways_on
+from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
+from common.segments.parquet_guard import Forked
 from common.segments.quarantine import quarantine_command
 from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore

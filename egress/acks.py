@@ -18,10 +18,25 @@ from common.clock import Clock
 from common.errors import OutcomeUnknown
 from common.jetstream.api import ConsumerInfo, consumer_info
 from common.jetstream.client import FloeClient
+from common.jetstream.protocol import places
 from common.sequences import SequenceRange, holes
-from egress.doubt import DoubtError
-from egress.frames import places
 from egress.memory import Account
+
+REASONS = (
+    "closed", "consumer_gone", "consumer_taken", "gap", "identity", "malformed", "reconnect", "redelivered",
+    "silent", "stalled", "stream_changed", "unreachable",
+)  # fmt: skip
+
+
+class DoubtError(Exception):
+    """The consumer or the stream behind it may not be what it was; `reason` is one of REASONS, for
+    metrics.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
 
 ENTRY = 8  # bytes kept for a message
 AT_ONCE = 2000  # acknowledgements in one frame
@@ -30,7 +45,7 @@ PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two questions; the last
 
 
 class Place(Protocol):
-    """Where a session reads, as `egress.position` finds it."""
+    """Where a session reads, as `egress.partition` finds it."""
 
     @property
     def first(self) -> int: ...

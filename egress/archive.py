@@ -5,9 +5,11 @@ The listing says what is archived; the mark is there to catch a listing that sho
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from common.chain import Chain
@@ -15,21 +17,129 @@ from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.documents import ChainStore
-from common.segments.faults import SegmentGone
+from common.segments.keys import MAX_LEVEL
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
-from common.sequences import SequenceRange, extends
+from common.sequences import Covered, SequenceRange, extends
 from common.service.logs import get_logger
-from common.service.threads import Threads
+from common.service.process import Threads
 from egress.hints import believe_listing
-from egress.listing import FIRST_PAGE, View, at, newest, reaching, uncovered, whole
 
 if TYPE_CHECKING:
     from egress.deps import Parts
     from egress.incarnations import Incarnation
+import asyncio
+import threading
+
+from common.clock import Clock, first_of
+from common.errors import FloeError
+from egress.deps import Pace
 
 log = get_logger("egress.archive")
+
+
+KEPT = 1000  # segments of a view, those that reach furthest
+FIRST_PAGE = 100  # segments that are listed where a handful are wanted
+WIDER = 4  # times as far back, where a look back has not found enough
+
+
+class View:
+    """What was listed. `covered`: by all of it; `newest`: the segments that reach furthest, at most KEPT."""
+
+    def __init__(self, damaged: AbstractSet[str] = frozenset()) -> None:
+        self.covered = Covered()
+        self._damaged = damaged
+        self._heap: list[tuple[int, str, SegmentRef]] = []
+
+    @property
+    def newest(self) -> list[SegmentRef]:
+        """The one that reaches furthest first."""
+        refs = (ref for _last, _key, ref in self._heap)
+        return sorted(refs, key=lambda ref: (ref.coverage.last, ref.coverage.first), reverse=True)
+
+    def add(self, page: Iterable[SegmentRef]) -> None:
+        """Take more of the listing; none of it twice."""
+        for ref in page:
+            if ref.key in self._damaged:
+                continue
+            self.covered.add(ref.coverage)
+            entry = (ref.coverage.last, ref.key, ref)
+            if len(self._heap) < KEPT:
+                heapq.heappush(self._heap, entry)
+            elif entry[:2] > self._heap[0][:2]:
+                heapq.heapreplace(self._heap, entry)
+
+
+def whole(store: SegmentStore, chain: Chain, damaged: AbstractSet[str]) -> View:
+    """All there is."""
+    view = View(damaged)
+    for page in store.walk(chain):
+        view.add(page)
+    return view
+
+
+def reaching(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[str]) -> View:
+    """What reaches `position`: of level 0, and of the others where that does not contain it.
+
+    The segment that reaches the end of a chain stays in level 0 until there is a newer one.
+    """
+    view = View(damaged)
+    for level in range(MAX_LEVEL + 1):
+        for page in store.pages(chain, level, position=position):
+            view.add(page)
+        if position in view.covered and not level:
+            break
+    return view
+
+
+def newest(
+    store: SegmentStore,
+    chain: Chain,
+    within: SequenceRange,
+    width: int,
+    damaged: AbstractSet[str],
+    count: int = FIRST_PAGE,
+) -> list[SegmentRef]:
+    """The `count` segments that reach furthest, or all that reach `within` where these are fewer, the newest
+    first. `width`: how many sequences they may cover together, to begin with.
+    """
+    while True:
+        position = max(within.first, within.last + 1 - width)
+        found = reaching(store, chain, position, damaged).newest
+        if len(found) >= count or position <= within.first:
+            return found[:count]
+        width *= WIDER
+
+
+def at(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[str]) -> Sequence[SegmentRef]:
+    """Segments that reach `position` and are nearest to it, with one that contains it if there is any."""
+    found: list[SegmentRef] = []
+    for level in range(MAX_LEVEL + 1):
+        page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
+        found += [ref for ref in page if ref.key not in damaged]
+        if any(extends(ref.coverage, position) for ref in found):
+            break
+    return found
+
+
+def uncovered(
+    store: SegmentStore, chain: Chain, within: SequenceRange, damaged: AbstractSet[str]
+) -> list[SequenceRange]:
+    """The parts of `within` that no segment covers, level by level from the bottom, as far as it takes."""
+    covered = Covered()
+    for level in range(MAX_LEVEL + 1):
+        for page in store.pages(chain, level, position=within.first):
+            for ref in page:
+                if ref.key not in damaged:
+                    covered.add(ref.coverage)
+            if page[-1].coverage.last >= within.last:
+                break
+        if not covered.holes(within):
+            break
+    return covered.holes(within)
+
 
 NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
 
@@ -302,3 +412,93 @@ class Archive:
         """Raise the high-water mark to where coverage ends."""
         await self._marks.raise_to(self.chain, self.end)
         failpoint("egress.after_mark")
+
+
+class _Progress:
+    """One walk, as far as it has come."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.end = archive.end
+        self.covered = Covered()
+        self._pages = archive.pages()
+        self._lock = threading.Lock()  # a call that nobody awaits any more may still be under way
+
+    def step(self) -> bool:
+        """Take the next page; False where there is none. Blocking."""
+        with self._lock:
+            page = next(self._pages, None)
+            for ref in page or ():
+                self.covered.add(ref.coverage)
+            return page is not None
+
+
+class Walk:
+    """The walks of one partition. `news`: set when one has ended, for whoever reads; `holes`: what it found,
+    ascending, looked at twice.
+    """
+
+    def __init__(self, threads: Threads, clock: Clock, pace: Pace) -> None:
+        self._threads, self._clock, self._pace = threads, clock, pace
+        self._archive: Archive | None = None
+        self._progress: _Progress | None = None
+        self._turned = asyncio.Event()
+        self._due = 0.0  # by the monotonic clock
+        self.news = asyncio.Event()
+        self.holes: tuple[SequenceRange, ...] = ()
+
+    def follow(self, archive: Archive) -> None:
+        """Walk this archive from now on; tell it what is known."""
+        if self._archive is None or self._archive.chain != archive.chain:
+            self.holes, self._progress, self._due = (), None, 0.0
+            self._turned.set()
+        self._archive = archive
+        self.tell(archive)
+
+    def tell(self, archive: Archive) -> None:
+        """Let the archive know the holes that the last walk found."""
+        known = Covered()
+        for hole in (*archive.holes, *self.holes):
+            known.add(hole)
+        archive.holes = tuple(known.stretches())
+
+    async def run(self) -> None:
+        """Until cancelled; called again, it goes on where it was. What cannot be listed is put off."""
+        while True:
+            self._turned.clear()
+            left = self._due - self._clock.monotonic()
+            if self._archive is None or left > 0:
+                await first_of(self._turned.wait(), seconds=max(left, self._pace.check))
+                continue
+            chain = self._archive.chain
+            try:
+                await self._walk(self._archive)
+                pause = self._pace.walk
+            except FloeError as error:
+                log.info("walk put off", action="walk_put_off", error=str(error))
+                pause = self._pace.walk_again
+            except Exception:
+                self._progress = None  # its listing has ended
+                raise
+            if self._archive.chain == chain:
+                self._progress = None
+                self._due = self._clock.monotonic() + pause
+
+    async def _walk(self, archive: Archive) -> None:
+        progress = self._progress = self._progress or _Progress(archive)
+        while await self._threads.run(progress.step):
+            await self._clock.sleep(self._pace.page)
+        await archive.begin_at_floor()
+        found: list[SequenceRange] = []
+        for hole in _holes(progress, archive.first):
+            # Again, because a listing in pages is none of one moment.
+            found += await archive.uncovered(hole)
+        if self._archive is not None and self._archive.chain == archive.chain:
+            self.holes = tuple(found)
+            self.news.set()
+
+
+def _holes(progress: _Progress, first: int) -> list[SequenceRange]:
+    """Those from `first` on that the walk passed."""
+    if progress.end < first:
+        return []
+    return progress.covered.holes(SequenceRange(first, progress.end))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from common.service.cli import config_option, load_settings, run_command
-from common.service.lean import slim
+from common.service.process import slim
 from egress.init import init
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve
@@ -40,7 +40,7 @@ async def run(config: str, workers: int | None, worker: str) -> int:
     settings = load_settings(config)
     count = workers or settings.egress.workers
     if count > 1 and place is None:
-        from egress.workers.parent import run_workers
+        from egress.workers.supervisor import run_workers
 
         return await run_workers(config, settings, count)
     from egress.service import serve

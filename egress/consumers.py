@@ -18,9 +18,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from common.clock import NS_PER_S
+from common.clock import NS_PER_S, Clock
 from common.errors import Stopped
 from common.jetstream.api import (
     ConsumerInfo,
@@ -33,11 +34,56 @@ from common.jetstream.api import (
 )
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
-from common.settings.overlap import overlaps
-from common.settings.start import StartSettings
-from egress.doubt import DoubtError
+from common.sequences import MAX_SEQUENCE
+from common.settings.service import StartSettings
+from common.subjects import overlaps
+from egress.acks import DoubtError
 from egress.partition import Slice, slices
-from egress.start import is_set
+
+
+def is_set(start: StartSettings) -> bool:
+    """Whether any of the start keys says something."""
+    return bool(start.start_sequence or start.start_time or start.start_delta or start.start_at_end)
+
+
+async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
+    """The sequence at which a new feed of the stream begins; without start keys, the first it holds.
+
+    A start before the first message held begins there: what was gone before the feed existed is not missed.
+    """
+    held = max(1, info.first_sequence)
+    if start.start_at_end:
+        return min(info.last_sequence + 1, MAX_SEQUENCE)
+    if start.start_sequence:
+        return max(held, start.start_sequence)
+    moment = _moment(start, clock)
+    return held if moment is None else max(held, await _at(client, info.name, moment))
+
+
+def _moment(start: StartSettings, clock: Clock) -> str | None:
+    if start.start_time:
+        return start.start_time
+    if not start.start_delta:
+        return None
+    then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
+    return then.isoformat().replace("+00:00", "Z")
+
+
+async def _at(client: FloeClient, stream: str, moment: str) -> int:
+    """The first sequence stored at or after `moment`: where the server places a consumer that begins then."""
+    config = {
+        "name": f"floe-start-{secrets.token_hex(8)}",
+        "deliver_policy": "by_start_time",
+        "opt_start_time": moment,
+        "ack_policy": "none",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": 10_000_000_000,
+    }
+    consumer = await create_consumer(client, stream, config)
+    await delete_consumer(client, stream, consumer.name)
+    return consumer.stream_sequence + 1
+
 
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
 # Seconds. What is delivered again while it is still read puts the reader in doubt, so this exceeds the

@@ -15,9 +15,9 @@ from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
 from common.objects.open import open_objects
 from common.open import open_chains, open_store
+from common.service.metrics import version
 from common.service.monitor import Health
-from common.service.threads import Threads
-from common.service.version import version
+from common.service.process import Threads
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
 from egress.deps import Parts, Pools, Tuning

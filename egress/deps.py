@@ -13,7 +13,7 @@ from common.jetstream.kv import KeyValue
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
-from common.service.threads import Threads
+from common.service.process import Threads
 from egress.memory import Budget
 
 T = TypeVar("T")

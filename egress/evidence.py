@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError, Unavailable
+from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.api import StreamInfo, get_message, next_message, parse_time, stream_info
 from common.jetstream.client import FloeClient
-from common.segments.parquet import messages
+from common.segments.reader import messages
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
-from common.sequences import SequenceRange, Stretch, choose, preference
+from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from common.service.logs import get_logger
-from common.service.threads import Threads
-from egress.deps import Confirming
-from egress.identity import Evidence, Held, Source, Witness
-from egress.listing import at, reaching
+from common.service.process import Threads
+from egress.archive import Archive, at, reaching
+from egress.consumers import LIMITS, WORK_QUEUE
+from egress.deps import Confirming, Parts
+from egress.identity import Acceptance, Evidence, Held, Kind, Source, Verdict, Witness, judge_with
+from egress.incarnations import Incarnation, older
+from egress.partition import Position, Slice, position
+
+log = get_logger("egress.evidence")
+
 
 T = TypeVar("T")
 
-log = get_logger("egress.evidence")
 
 NONE: frozenset[str] = frozenset()
 TIPS_KEPT = 10_000
@@ -400,3 +407,259 @@ async def confirm(
         "or something makes the stream again and again",
         code="E-UNSURE",
     )
+
+
+ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the archive has no row of
+
+
+async def first_unlike(
+    client: FloeClient,
+    examiner: Examiner,
+    store: SegmentStore,
+    threads: Threads,
+    refs: Sequence[SegmentRef],
+    source: Source,
+    end: int,
+) -> int:
+    """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
+
+    The stream's first where nothing agrees.
+
+    Raises what the stream and the store raise, DataError for a damaged segment.
+    """
+    end = min(source.last, end)
+    for stretch in reversed(cover(refs, source.first, end)) if end >= source.first else []:
+        sequences = await threads.run(_sequences, store, stretch)
+        equal = await _last_equal(client, examiner, threads, stretch.segment, sequences, source)
+        if equal is not None:
+            return equal + 1
+    return source.first
+
+
+def _sequences(store: SegmentStore, stretch: Stretch[SegmentRef]) -> list[int]:
+    """The sequences of the messages that the stretch holds."""
+    with open_stretch(store, stretch) as reader:
+        columns: list[Any] = [b.column("sequence") for b in reader.batches(stretch.rows, ["sequence"])]
+        return [sequence for column in columns for sequence in column.to_pylist()]
+
+
+async def _last_equal(
+    client: FloeClient,
+    examiner: Examiner,
+    threads: Threads,
+    ref: SegmentRef,
+    sequences: Sequence[int],
+    source: Source,
+) -> int | None:
+    """The last of `sequences` whose message the stream holds as it was archived; None if it holds none so."""
+    low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
+    equal = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        place = await _next_held(client, examiner, sequences, middle, high)
+        if place is None:
+            high = middle
+            continue
+        tip = await threads.run(examiner.row, ref, sequences[place])
+        held = Held.ABSENT if tip is None else (await examiner.compare(client, tip, source)).held
+        if held is Held.DIFFERENT:
+            high = middle
+        else:
+            low = place
+            equal = sequences[place] if held is Held.EQUAL else equal
+    return equal
+
+
+async def _next_held(
+    client: FloeClient, examiner: Examiner, sequences: Sequence[int], first: int, end: int
+) -> int | None:
+    """The first place in first..end-1 of `sequences` whose message the stream holds; None if there is none.
+
+    The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
+    many messages that were archived without a row, as a sample leaves them out, it is given up.
+    """
+    place = first
+    for _ in range(ABSENT_ROWS):
+        found = await examiner.next(client, sequences[place]) if place < end else None
+        place = end if found is None else bisect_left(sequences, found.sequence, place, end)
+        if found is None or place == end:
+            return None
+        if sequences[place] == found.sequence:
+            return place
+    return None
+
+
+Answer = tuple[Evidence, Verdict]
+
+
+class Inquiry:
+    """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
+
+    def __init__(self, part: Slice, parts: Parts, threads: Threads) -> None:
+        self._stream, self._filter, self._parts = part.stream, part.filter_subject, parts
+        self._examiner = Examiner(parts.store, part.stream, part.filter_subject, threads)
+        self._lost: tuple[SequenceRange, ...] = ()
+        self._threads = threads
+        self.acceptance: Acceptance | None = None
+
+    async def info(self) -> StreamInfo | None:
+        """The stream, None if there is none."""
+        return await stream_info(self._parts.client, self._stream)
+
+    async def look(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
+        """The verdict on one look at the stream, over the shared connection."""
+        return await self._examine(self._parts.client, current, archive, received)
+
+    async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
+        """The verdict, confirmed where it has consequences."""
+        answer = await self.look(current, archive, received)
+        if answer[1].is_same:
+            return answer
+        log.warning("confirming", action="confirming", why=answer[1].why, **current.chain.log_context())
+        return await confirm(
+            lambda: self._parts.freshly(lambda c: self._examine(c, current, archive, received)),
+            self._parts.clock,
+            self._parts.tuning.confirming,
+            harmless=lambda found: found[1].is_same,
+            outline=lambda found: (found[1].kind, found[0].source and found[0].source.created),
+        )
+
+    async def _examine(
+        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
+    ) -> Answer:
+        known = Known(
+            current.stream.created,
+            archive,
+            older(current.chain),
+            received,
+            archive.first,
+            current.continued,
+            current.siblings,
+        )
+        evidence = await self._examiner.examine(client, known)
+        source = evidence.source
+        is_theirs = source is not None and source.created != evidence.created and evidence.older is None
+        if source is not None and is_theirs and not any(tip.held is Held.EQUAL for tip in evidence.tips):
+            # Of a work queue, and of a stream that forgets, no message is left to tell.
+            number = await self._threads.run(self._made_for, current, source.created)
+            evidence = replace(evidence, older=number)
+        return evidence, judge_with(evidence, self.acceptance)
+
+    def _made_for(self, current: Incarnation, created: str) -> int | None:
+        """The newest older incarnation that was made for the stream created at `created`. Blocking."""
+        for chain in older(current.chain):
+            try:
+                document = self._parts.chains.read_stream(chain)
+            except DataError as error:
+                log.warning("not read", action="history_unread", error=str(error), **chain.log_context())
+                continue
+            if document is not None and document.created == created:
+                return chain.incarnation
+        return None
+
+    async def proposal(
+        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: Verdict
+    ) -> int | None:
+        """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
+
+        None where there is no stream or it cannot be told.
+        """
+        source = evidence.source
+        if source is None or verdict.kind not in (Kind.ROLLED_BACK, Kind.FORKED, Kind.UNKNOWN):
+            return None if source is None else source.first
+        ask = self._parts.client, self._examiner, self._parts.store, self._threads
+        try:
+            known = await self._threads.run(self._known_of, current, archive, source, evidence.older)
+            return max([await first_unlike(*ask, refs, source, end) for refs, end in known])
+        except FloeError as error:
+            log.warning("no proposal", action="no_proposal", error=str(error), **archive.chain.log_context())
+            return None
+
+    def _known_of(
+        self, current: Incarnation, archive: Archive, source: Source, older: int | None
+    ) -> list[tuple[list[SegmentRef], int]]:
+        """The segments of the history that the stream belongs to, and where each chain of it ended."""
+        if older is None and (archive.end or not current.continued):
+            return [(archive.refs(source.first), archive.end)]
+        number = current.chain.incarnation - 1 if older is None else older
+        following = self._parts.chains.read_stream(replace(current.chain, incarnation=number + 1))
+        ends = (following and following.previous) or {}
+        chains = [replace(current.chain, incarnation=number, partition=part) for part in ends]
+        listed = partial(self._parts.store.list, position=source.first)
+        return [(listed(each), ends[each.partition]) for each in chains] or [([], 0)]
+
+    async def place(self, archive: Archive, source: Source) -> Position:
+        """Where to read. Raises Stopped where an empty listing may hide an archive.
+
+        Where acknowledged messages leave the stream, its first sequence says nothing of what it holds behind:
+        a hole was archived once and acknowledged, so none of it is held. What comes before the first sequence
+        may have been another partition's.
+        """
+        is_kept, source_first = source.retention == LIMITS, source.first
+        if source.retention == WORK_QUEUE:
+            archive.holes = await self._waiting_holes(archive, source_first)
+
+        def found(first: int) -> Position:
+            behind = first if is_kept else max(first, archive.end + 1)
+            return position(archive.first, archive.end, archive.holes, behind)
+
+        def is_hollow(first: int) -> bool:
+            return (is_kept or not self._filter) and archive.is_hollow(first)
+
+        def is_harmless(first: int) -> bool:
+            return not is_hollow(first) and found(first).lost in ((), self._lost)
+
+        if not is_harmless(source_first):
+            source_first = await confirm(
+                lambda: self._parts.freshly(self._first),
+                self._parts.clock,
+                self._parts.tuning.confirming,
+                harmless=is_harmless,
+                outline=lambda _: None,
+            )
+        if is_hollow(source_first):
+            raise archive.hollow(source_first)
+        place = found(source_first)
+        while place.fills_hole and not await self._is_hole(archive, place):
+            place = found(source_first)
+        if place.lost and place.lost != self._lost:
+            ranges = ", ".join(map(str, place.lost))
+            log.error(
+                "holes that the source lost",
+                action="holes_lost",
+                ranges=ranges,
+                **archive.chain.log_context(),
+            )
+        self._lost = place.lost
+        return place
+
+    async def _is_hole(self, archive: Archive, place: Position) -> bool:
+        """Whether the hole is there still; where not, the archive knows it no more."""
+        hole = next(hole for hole in archive.holes if place.first in hole)
+        left = await archive.uncovered(hole)
+        if left == [hole]:
+            return True
+        archive.holes = tuple(sorted([*left, *(each for each in archive.holes if each != hole)]))
+        return False
+
+    async def _waiting_holes(self, archive: Archive, first: int) -> tuple[SequenceRange, ...]:
+        """The holes that are known, and those among what was delivered and never acknowledged: what lies in
+        one of them must not be, it is nowhere else.
+        """
+        client, end = self._parts.client, archive.end
+        held = await next_message(client, self._stream, first, self._filter) if first <= end else None
+        begin = max(held.sequence, archive.first) if held is not None else end + 1
+        if begin > end:
+            return archive.holes
+        below = [SequenceRange(h.first, min(h.last, begin - 1)) for h in archive.holes if h.first < begin]
+        return (*below, *await archive.uncovered(SequenceRange(begin, end)))
+
+    async def first(self) -> int:
+        """The stream's first sequence. Raises Unavailable where there is no stream."""
+        return await self._first(self._parts.client)
+
+    async def _first(self, client: FloeClient) -> int:
+        info = await stream_info(client, self._stream)
+        if info is None:
+            raise Unavailable(f"stream {self._stream} does not exist any more")
+        return source_of(info).first

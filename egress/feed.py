@@ -2,7 +2,7 @@
 
 A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
 what is unreachable is tried again, an instance without the lease stands by, and an error that nobody foresaw
-ends the session, which begins again after a pause that grows (`common/tasks.py`).
+ends the session, which begins again after a pause that grows (`common/clock.py`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.chain import Chain
-from common.clock import Clock, first_of, wait_for
+from common.clock import GOOD_WHILE, Backoff, Clock, end, first_of, orphaned, wait_for, watched
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
 from common.leasing.balancer import Sharing
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from common.service.threads import Threads
-from common.tasks import GOOD_WHILE, end, orphaned, watched
+from common.service.process import Threads
 from egress import metrics
-from egress.backoff import Backoff
 from egress.deps import Parts, Pools
 from egress.partition import Slice
 from egress.report import FeedReport

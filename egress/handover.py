@@ -13,10 +13,8 @@ from common.service.logs import get_logger
 from egress.archive import Archive
 from egress.deps import Parts
 from egress.identity import Evidence, Held, Kind, Verdict
-from egress.incarnations import History, Incarnation
+from egress.incarnations import Closing, Closings, Decision, End, History, Incarnation, NextStream
 from egress.partition import Slice
-from egress.partitions.closing import Closing, Decision, End, NextStream
-from egress.partitions.closings import Closings
 from egress.report import FeedReport
 
 log = get_logger("egress.succession")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from common.chain import Chain
-from common.service.pasting import command
+from common.service.exits import command
 from egress.partition import Slice
 
 

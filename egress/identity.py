@@ -20,10 +20,20 @@ consequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+import msgspec
+
+from common.chain import Chain
+from common.errors import DataError, Stopped
+from common.jetstream.kv import KeyValue, state_key
 from common.segments.segment import Tip
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.service.exits import command
+from egress.hints import believe_listing, bring_back, resolve
+from egress.partition import Slice
 
 
 class Held(StrEnum):
@@ -186,3 +196,258 @@ def _created(evidence: Evidence, source: Source) -> str:
     if source.created == evidence.created:
         return f"created is unchanged ({source.created})"
     return f"created was {evidence.created} and is {source.created}"
+
+
+FORMAT_VERSION = 1
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format_version: int
+    created: str
+    end: int
+
+
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_DECODER = msgspec.json.Decoder(_Wire)
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The stream created at `created` is taken for the one that was archived up to `end`, whatever differs
+    up to there.
+    """
+
+    created: str
+    end: int
+
+    def to_json(self) -> bytes:
+        return _ENCODER.encode(_Wire(FORMAT_VERSION, self.created, self.end))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Acceptance:
+        """What `to_json` wrote. Raises ValueError."""
+        try:
+            wire = _DECODER.decode(raw)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        if wire.format_version != FORMAT_VERSION or not 0 <= wire.end <= MAX_SEQUENCE:
+            raise ValueError(f"expected version {FORMAT_VERSION} and an end, found {wire!r:.80}")
+        return cls(wire.created, wire.end)
+
+
+def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> Verdict:
+    """The verdict, where an acceptance stands for all that was archived up to its end.
+
+    It says nothing of another stream, nor where the stream ends before what it accepted, nor of what was
+    archived since: that is judged as ever.
+    """
+    source = evidence.source
+    if acceptance is None or source is None or source.created != acceptance.created:
+        return judge(evidence)
+    if source.last < acceptance.end or evidence.end < acceptance.end:
+        return judge(evidence)
+    newer = tuple(witness for witness in evidence.tips if witness.tip.sequence > acceptance.end)
+    if not newer and evidence.end == acceptance.end:
+        return Verdict(Kind.SAME, f"accepted by an operator up to {acceptance.end}")
+    return judge(replace(evidence, created=acceptance.created, tips=newer, older=None))
+
+
+class Acceptances:
+    """The acceptances of an operator. Methods raise what the bucket raises."""
+
+    def __init__(self, state: KeyValue) -> None:
+        self._state = state
+
+    @staticmethod
+    def key(chain: Chain) -> str:
+        """Where the acceptance of a chain stands."""
+        return state_key(
+            "egress", "same", chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition)
+        )
+
+    async def get(self, chain: Chain) -> Acceptance | None:
+        """The acceptance; None if there is none. Raises DataError (E-STATE-KV) for a value that is none."""
+        entry = await self._state.get(self.key(chain))
+        if entry is None:
+            return None
+        try:
+            return Acceptance.from_json(entry.value)
+        except ValueError as error:
+            raise DataError(
+                f"acceptance of {chain}: {error} (begins {entry.value[:40]!r})",
+                hint=f"without it the evidence counts: {believe_listing(chain)}",
+                code="E-STATE-KV",
+            ) from error
+
+    async def put(self, chain: Chain, acceptance: Acceptance) -> None:
+        """Have this acceptance, whatever there was before."""
+        await self._state.put(self.key(chain), acceptance.to_json())
+
+
+CODES = {
+    Kind.GONE: "E-SOURCE-GONE",
+    Kind.RECREATED: "E-RECREATED",
+    Kind.ROLLED_BACK: "E-ROLLED-BACK",
+    Kind.FORKED: "E-FORKED",
+    Kind.UNKNOWN: "E-IDENTITY",
+}
+CLOSABLE = (Kind.RECREATED, Kind.ROLLED_BACK, Kind.FORKED, Kind.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way on: the options of `floe egress resolve`, and what they mean."""
+
+    options: str
+    meaning: str
+
+
+def bounds(source: Source) -> SequenceRange:
+    """Where the next incarnation of the stream may begin."""
+    last = min(max(source.last + 1, source.first), MAX_SEQUENCE)
+    return SequenceRange(min(source.first, last), last)
+
+
+def can_be_same(evidence: Evidence, verdict: Verdict) -> bool:
+    """Whether the stream may be declared the same: no archived message is known to differ, and nothing that
+    is archived lies behind its end.
+    """
+    source = evidence.source
+    is_long = source is not None and source.last >= evidence.end
+    return verdict.kind is Kind.UNKNOWN and is_long and not _differs(evidence)
+
+
+def _differs(evidence: Evidence) -> bool:
+    return any(witness.held is Held.DIFFERENT for witness in evidence.tips)
+
+
+def choices(
+    evidence: Evidence, verdict: Verdict, proposal: int | None, *, is_cut: bool = False
+) -> list[Choice]:
+    """The ways on by command, that which loses nothing first; none where there is no stream, or where nothing
+    is wrong. `proposal`: the first sequence that is not as archived, None where that cannot be told.
+    `is_cut`: into partitions, each of which has a beginning of its own: one `--from` would not do for all.
+    """
+    source, found = evidence.source, list[Choice]()
+    if source is not None and verdict.kind in CLOSABLE:
+        sequence = proposal or source.first
+        meaning = _anew(evidence, source, verdict, proposal)
+        options = "--new-incarnation" if is_cut else f"--new-incarnation --from {sequence}"
+        found.append(Choice(options, meaning))
+    if source is not None and can_be_same(evidence, verdict):
+        both = _both(source, evidence.end)
+        what = (
+            f"of the {both} sequences that it holds up to there nothing is archived again: lost if they are "
+            "others than those that were archived"
+            if both
+            else "it holds nothing up to there, so nothing is repeated or lost"
+        )
+        found.append(Choice("--same", f"it is the same stream, and goes on behind {evidence.end}: {what}"))
+    return found
+
+
+def _anew(evidence: Evidence, source: Source, verdict: Verdict, proposal: int | None) -> str:
+    """What beginning the next incarnation at the proposal repeats and loses."""
+    sequence, end = proposal or source.first, evidence.end
+    text = f"freeze what it is now, from {sequence} on, as the next incarnation: "
+    both = _both(source, end)
+    if proposal is None and both:
+        return (
+            f"{text}nothing is lost; {both} sequences, up to {end}, that could not be compared may come twice"
+        )
+    if sequence > source.first:
+        return f"{text}up to {sequence - 1} it is as archived, so nothing is repeated or lost"
+    if not both or verdict.kind is not Kind.UNKNOWN or _differs(evidence):
+        return f"{text}nothing that it holds is archived, so nothing is repeated or lost"
+    return f"{text}nothing is lost; {both} sequences, up to {end}, come twice if it is the same stream"
+
+
+def _both(source: Source, end: int) -> int:
+    """How many sequences, at most, the stream holds that the archive covers too."""
+    return max(0, min(end, source.last) - source.first + 1)
+
+
+def never_begun(part: Slice) -> Stopped:
+    """Why a feed that nothing was archived of cannot begin."""
+    return Stopped(
+        f"{part.chain}: stream {part.stream} does not exist",
+        hint="create it: the feed then begins by itself",
+        code=CODES[Kind.GONE],
+    )
+
+
+def gone_advice(part: Slice, chain: Chain, *, continues: bool = False) -> str:
+    """The ways on where the stream of a feed that has begun does not exist any more.
+
+    `continues`: the incarnation goes on with the history of the one before, so one alone is not the stream.
+    """
+    again = "create it again: then its next incarnation begins by itself"
+    if part.settings.on_recreated == "halt":
+        again = "create it again and look again with the last command: `on_recreated` is halt"
+    lines = [f"restore the stream as it was: the feed goes on; or {again}"]
+    if not part.settings.sampling_key:
+        lines[0] += (
+            "; what the archive holds of it is brought back by the replay below (look with --dry-run first; "
+            "publishers wait meanwhile, and the centre gets these messages once more, as new ones)"
+        )
+        lines.append(bring_back(part, chain, continues=continues))
+    if part.settings.on_recreated == "halt":
+        lines.append(resolve(part.settings.name))
+    return "\n".join(lines)
+
+
+def stopped_error(
+    part: Slice,
+    chain: Chain,
+    evidence: Evidence,
+    verdict: Verdict,
+    proposal: int | None,
+    *,
+    continues: bool = False,
+) -> Stopped:
+    """Why the chain stops on a verdict, with the choices that there are; `continues` as in `gone_advice`."""
+    where = f"{chain}: stream {part.stream}"
+    text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
+    if evidence.source is None:
+        hint = gone_advice(part, chain, continues=continues)
+    else:
+        hint = _hint(part, chain, evidence, evidence.source, verdict, proposal)
+    return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))
+
+
+def parting(evidence: Evidence, proposal: int | None) -> str:
+    """The first sequence that is not as archived, in words; empty where it is not known."""
+    source = evidence.source
+    if proposal is None or source is None or not _differs(evidence):
+        return ""
+    return f"; the first sequence that is not as archived is {proposal}"
+
+
+def _hint(
+    part: Slice, chain: Chain, evidence: Evidence, source: Source, verdict: Verdict, proposal: int | None
+) -> str:
+    """The ways on: each command on a line of its own, what it means before it."""
+    first = {
+        Kind.RECREATED: "set `on_recreated: continue`; or begin its next incarnation yourself",
+        Kind.ROLLED_BACK: "restore the stream to where it was; or choose",
+        Kind.FORKED: "two sources under one name? give one of the sites another `site`; or bring back the "
+        "stream that was archived last; or choose",
+    }.get(verdict.kind, "compare it with the archive, then choose one")
+    lines = [f"{first} (a new incarnation may begin within {bounds(source)})"]
+    if verdict.kind is Kind.UNKNOWN:
+        lines += ["what is archived:", command("segments ls", shlex.quote(str(chain)))]
+    is_cut = len(part.settings.filters()) > 1
+    for choice in choices(evidence, verdict, proposal, is_cut=is_cut):
+        number = part.partition if is_cut and choice.options == "--same" else None
+        lines += [f"{choice.meaning}:", resolve(chain.feed, choice.options, number)]
+    if verdict.kind is Kind.UNKNOWN and not can_be_same(evidence, verdict):
+        lines[0] += f"; it cannot be the same: {_why_not_same(evidence, source)}"
+    return "\n".join(lines)
+
+
+def _why_not_same(evidence: Evidence, source: Source) -> str:
+    if source.last < evidence.end:
+        return f"the archive ends at {evidence.end}, the stream at {source.last}"
+    differing = min(w.tip.sequence for w in evidence.tips if w.held is Held.DIFFERENT)
+    return f"sequence {differing} is not as archived"

@@ -2,9 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
 import click
 
+from common.clock import SystemClock
+from common.errors import FloeError, Stopped
+from common.jetstream.api import StreamInfo, consumer_names, stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
 from common.service.cli import config_option, json_option, load_settings, print_json, run_command, table
+from common.settings.root import Settings
+from egress.acks import DoubtError
+from egress.advisories.advisory import loop_of
+from egress.consumers import INTEREST, LIMITS, Wanted, create, ours
+from egress.partition import Slice, all_slices, is_of_site
+
+MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One thing that egress needs: `result` is `made`, `there`, `not needed` or `refused`."""
+
+    what: str
+    name: str
+    result: str
+    stream: str = ""
+    note: str = ""
+
+
+@asynccontextmanager
+async def connected(settings: Settings) -> AsyncIterator[FloeClient]:
+    """A connection of egress, closed at the end."""
+    name = f"floe egress {settings.site} init"
+    client = await connect(settings.nats_for("egress"), name=name, clock=SystemClock())
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
+    """What is there now, and what could not be made."""
+    parts = all_slices(settings.site, settings.egress.feeds)
+    streams = {name: await stream_info(client, name) for name in dict.fromkeys(part.stream for part in parts)}
+    done = await _buckets(client, settings, [info for info in streams.values() if info])
+    problems: list[FloeError] = [_missing(name) for name, info in streams.items() if info is None]
+    for part in parts:
+        if (info := streams[part.stream]) is not None:
+            try:
+                done.append(await _durable(client, part, info))
+            except FloeError as error:
+                done.append(Done("durable", part.durable, REFUSED, part.stream, error.code))
+                problems.append(error)
+            if (loop := loop_of(part, part.chain, info)) is not None:
+                done.append(
+                    Done("advisories", part.settings.advisory.subject, REFUSED, part.stream, loop.code)
+                )
+                problems.append(loop)
+    for name, info in streams.items():
+        if info is not None:
+            done += await _stale(client, settings.site, name, [each for each in parts if each.stream == name])
+    return done, problems
+
+
+def _missing(stream: str) -> Stopped:
+    return Stopped(
+        f"stream {stream} does not exist", hint="create it, then run this again", code="E-SOURCE-GONE"
+    )
+
+
+async def _buckets(client: FloeClient, settings: Settings, streams: Sequence[StreamInfo]) -> list[Done]:
+    egress = settings.egress
+    found = max((int(info.config.get("num_replicas", 1)) for info in streams), default=1)
+    done = []
+    for bucket, ttl in ((egress.lease_bucket, egress.lease_ttl), (egress.state_bucket, None)):
+        was_there = await stream_info(client, f"KV_{bucket}") is not None
+        await KeyValue.open(client, bucket, ttl=ttl, replicas=egress.kv_replicas or found)
+        done.append(Done("bucket", bucket, THERE if was_there else MADE))
+    return done
+
+
+async def _durable(client: FloeClient, part: Slice, info: StreamInfo) -> Done:
+    wanted = Wanted(part, str(info.config.get("retention", LIMITS)))
+    if not wanted.is_durable:
+        return Done("durable", part.durable, UNNEEDED, info.name, "limits retention")
+    if found := await ours(client, wanted):
+        return Done("durable", found[0], THERE, info.name)
+    try:
+        consumer = await create(client, wanted)
+    except DoubtError:  # a running egress replaced it just now
+        return Done("durable", part.durable, THERE, info.name)
+    return Done("durable", consumer.name, MADE, info.name, dropped(info))
+
+
+def dropped(info: StreamInfo) -> str:
+    """What an interest stream shows of messages that it did not keep; empty where it shows none."""
+    if info.config.get("retention") != INTEREST or not info.last_sequence:
+        return ""
+    if info.messages and info.first_sequence <= 1:
+        return ""
+    gone = info.last_sequence if not info.messages else info.first_sequence - 1
+    return f"messages 1..{gone} were dropped before, as nobody wanted them any more"
+
+
+async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Slice]) -> list[Done]:
+    """Durables of this site that no configured slice reads: an interest stream keeps messages for them."""
+    names = [name for name in await consumer_names(client, stream) if is_of_site(name, site)]
+    return [
+        Done("durable", name, THERE, stream, f"of no configured slice: nats consumer rm {stream} {name}")
+        for name in names
+        if not any(part.partition_of(name) == part.partition for part in parts)
+    ]
+
 
 COLUMNS = ("what", "name", "stream", "result", "note")
 
@@ -18,7 +131,6 @@ async def init(config: str, as_json: bool) -> int:
 
     Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
     """
-    from egress.initialise import UNNEEDED, connected, initialise
     from egress.partition import require_feeds
 
     settings = load_settings(config, quiet=True)

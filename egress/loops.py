@@ -27,11 +27,10 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
 from common.service.logs import get_logger
-from common.service.threads import Threads
-from egress.batch import chosen, raw_size
+from common.service.process import Threads
+from egress.batch import LOOPED, chosen, raw_size
 from egress.builder import Piece
 from egress.report import FeedReport
-from egress.sifted import LOOPED
 
 log = get_logger("egress.loops")
 

@@ -19,20 +19,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, end, told, watched
 from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import FloeClient, RawSubscription, frame
+from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from common.tasks import end, told, watched
 from egress import batch as lists
-from egress.acks import Acknowledging
+from egress.acks import Acknowledging, DoubtError
 from egress.consumers import INTEREST, Taken, Wanted, drop_strays, take
 from egress.deps import Pulling
-from egress.doubt import DoubtError
-from egress.frames import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from egress.memory import Account
 from egress.partition import Slice
 

@@ -13,37 +13,78 @@ behind it what the next run, or the next start of egress, completes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from common.chain import Chain
+from common.clock import either, end, orphaned, watched
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
 from common.jetstream.lease import Lease, owner_text
-from common.segments.documents import ChainDocument
+from common.segments.documents import ChainDocument, StreamDocument
 from common.service.logs import get_logger
-from common.settings.egress import FeedSettings
-from common.tasks import either, end, orphaned, watched
+from common.settings.egress import FeedSettings, PartitionSettings
 from egress.archive import Archive, Marks
 from egress.consumers import INTEREST, WORK_QUEUE, Wanted, create
 from egress.context import Opened
+from egress.evidence import Inquiry
 from egress.feed import lease_key
 from egress.handover import Succession
-from egress.identity import Source, Verdict
+from egress.identity import Acceptances, Source, Verdict, stopped_error
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
-from egress.inquiry import Inquiry
-from egress.partition import Slice, slices
-from egress.partitions.left import LeftOut
-from egress.partitions.recut import Reach, common_end, next_document, settings_of
-from egress.partitions.unmatched import look
-from egress.position import Position
-from egress.reading import Reading, Stand
-from egress.resolve.choices import stopped_error
-from egress.resolve.decisions import Acceptances
+from egress.partition import Position, Slice, slices
+from egress.report import LeftOut, look
+from egress.worker import Reading, Stand
 
 log = get_logger("egress.repartition")
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far an old partition is: where its chain begins, and where its coverage ends (0: there is none)."""
+
+    first: int
+    end: int
+
+    @property
+    def through(self) -> int:
+        """The last sequence that needs no reading any more."""
+        return max(self.end, self.first - 1)
+
+
+def common_end(reaches: Sequence[Reach]) -> int:
+    """Where all partitions are to end: the furthest that one of them is."""
+    return max(reach.through for reach in reaches)
+
+
+def next_document(
+    config: Mapping[str, object],
+    created: str,
+    ends: Mapping[int, int],
+    cut: Sequence[ChainDocument],
+    end: int,
+) -> StreamDocument:
+    """The `stream.json` of the incarnation that goes on behind `end`, cut as `cut` says.
+
+    `ends`: where the coverage of each old partition ends.
+    """
+    chains = tuple(replace(each, first=end + 1) for each in cut)
+    return StreamDocument(config, created, ends, chains, continues=True)
+
+
+def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
+    """The settings of a feed as they were when it was cut like that."""
+    filters = tuple(each.filters[0] if each.filters else "" for each in cut)
+    as_list = len(filters) > 1
+    return settings.model_copy(
+        update={
+            "partitions": filters if as_list else PartitionSettings(),
+            "filter_subject": "" if as_list else filters[0],
+            "relay": cut[0].relay,
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ import click
 
 from common.errors import UsageError
 from common.service.cli import config_option, json_option, load_settings, print_json, run_command
-from common.service.text import escaped
+from common.service.logs import escaped
 
 if TYPE_CHECKING:
     from common.chain import Chain
     from egress.partition import Slice
-    from egress.partitions.left import LeftOut
     from egress.repartition import Plan, Result
+    from egress.report import LeftOut
 
 
 @click.command()

@@ -5,27 +5,114 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock, SystemClock
-from common.errors import FloeError
-from common.jetstream.api import StreamInfo
+from common.clock import NS_PER_S, Clock, SystemClock, told
+from common.errors import DataError, FloeError
+from common.jetstream.api import StreamInfo, ask
+from common.jetstream.client import FloeClient
 from common.jetstream.lease import owner_text
 from common.segments.alive import STANDBY, ChainSign
-from common.segments.parquet import SpooledSegment
+from common.segments.documents import SnapshotRef
+from common.segments.reader import SpooledSegment
 from common.segments.segment import UNREAD, Reason
+from common.service.exits import command
 from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health
-from common.service.pasting import command
-from common.tasks import told
+from common.service.process import Threads
+from common.subjects import matches
 from egress import metrics
 from egress.builder import Close
 from egress.identity import Evidence, Kind, Verdict
-from egress.partitions.left import Unmatched
+from egress.partition import Slice
+from egress.sampling.sampler import Choices
 
 log = get_logger("egress.feed")
+
+
+class SamplingReport:
+    """The report of one chain's sampling."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._labels = chain.site, chain.feed, str(chain.partition)
+        self._chain = chain
+        begin("egress_", "sampled", site=chain.site, feed=chain.feed, partition=str(chain.partition))
+
+    def chose(self, choices: Choices) -> None:
+        """A batch was sampled."""
+        metrics.sample_keys_missing.labels(*self._labels).inc(choices.missing)
+        metrics.forced_copies.labels(*self._labels).inc(choices.forced)
+
+    def tracks(self, values: int) -> None:
+        """So many values are known."""
+        metrics.tracked_values.labels(*self._labels).set(values)
+
+    def written(self, ref: SnapshotRef, seconds: float) -> None:
+        """A snapshot was encoded, put and read back."""
+        metrics.snapshots.labels(*self._labels, "written").inc()
+        metrics.snapshot_seconds.labels(*self._labels).observe(seconds)
+        log.info("snapshot written", action="snapshot_written", **ref.log_context())
+
+    def failed(self, position: int, error: FloeError | OSError) -> None:
+        """A snapshot could not be written; the next one that is due is tried."""
+        metrics.snapshots.labels(*self._labels, "failed").inc()
+        log.warning(
+            "snapshot not written",
+            action="snapshot_failed",
+            position=position,
+            code=error.code if isinstance(error, FloeError) else "E-SPOOL",
+            error=str(error),
+            **self._chain.log_context(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """Messages that no filter takes. `example`: one of their subjects, empty where there are none.
+
+    `is_complete`: all subjects of the stream were looked at.
+    """
+
+    messages: int = 0
+    subjects: int = 0
+    example: str = ""
+    is_complete: bool = True
+
+    def __str__(self) -> str:
+        """For people: how many messages, on which subjects."""
+        least = "" if self.is_complete else "at least "
+        such = "" if self.subjects == 1 else "such as "
+        count = f"{least}{_counted(self.messages, 'message')} on {_counted(self.subjects, 'subject')}"
+        return f"{count}, {such}{self.example},"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What the old filter `filter_subject` took (empty: all), and no new one does."""
+
+    filter_subject: str
+    found: Unmatched
+
+    def __str__(self) -> str:
+        verb = "belongs" if self.found.messages == 1 else "belong"
+        return f"{self.filter_subject or '>'}: {self.found} {verb} to no partition any more"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
+    """What of `subjects`, with the number of messages of each, no filter takes."""
+    left = {
+        subject: count
+        for subject, count in subjects.items()
+        if not any(matches(each, subject) for each in filters)
+    }
+    return Unmatched(sum(left.values()), len(left), min(left, default=""))
 
 
 class FeedReport:
@@ -309,3 +396,61 @@ class FeedReport:
             metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NS_PER_S)
         self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)
         self._health.set_status(self._part, self._status)
+
+
+LOOK_EVERY = 600.0  # seconds
+MAX_SUBJECTS = 1_000_000  # looked at; what lies behind is not counted
+
+
+async def look(
+    client: FloeClient,
+    stream: str,
+    filters: Sequence[str],
+    threads: Threads,
+    most: int = MAX_SUBJECTS,
+    within: str = ">",
+) -> Unmatched:
+    """What no filter takes of the first `most` subjects of the stream that `within` takes.
+
+    Raises Unavailable, DataError.
+    """
+    found, offset = Unmatched(), 0
+    while offset < most:
+        page = await _page(client, stream, offset, within)
+        if not page:
+            return found
+        found = _sum(found, await threads.run(unmatched, page, filters))
+        offset += len(page)
+    return Unmatched(found.messages, found.subjects, found.example, is_complete=False)
+
+
+async def _page(client: FloeClient, stream: str, offset: int, within: str) -> dict[str, int]:
+    request = {"subjects_filter": within, "offset": offset}
+    answer = await ask(client, f"STREAM.INFO.{stream}", request, timeout=30.0)
+    subjects = (answer.get("state") or {}).get("subjects") or {}
+    if not isinstance(subjects, dict):
+        raise DataError(f"STREAM.INFO of {stream}: expected subjects, found {subjects!r:.40}")
+    return subjects
+
+
+def _sum(one: Unmatched, other: Unmatched) -> Unmatched:
+    example = one.example or other.example
+    return Unmatched(one.messages + other.messages, one.subjects + other.subjects, example)
+
+
+async def watch(part: Slice, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock) -> None:
+    """Look now and every ten minutes, and tell `report`; until cancelled.
+
+    Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.
+    """
+    if part.partition or not part.settings.is_partitioned:
+        return
+    try:
+        while True:
+            try:
+                report.unmatched(await look(client, part.stream, part.settings.filters(), threads))
+            except FloeError as error:
+                log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
+            await clock.sleep(LOOK_EVERY)
+    finally:
+        report.unmatched(Unmatched())  # whoever looks next tells

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
     from egress.context import Opened
     from egress.deps import Tuning
-    from egress.resolve.look import Case
+    from egress.resolve import Case
 
 STOPPED = 3  # exit code: looked at, and something is to be decided
 
@@ -93,7 +93,7 @@ async def run(settings: Settings, wish: Wish, tuning: Tuning) -> int:
     """Show or decide; the exit code. Raises UsageError for a decision that cannot be made."""
     from egress.context import feed_named, opened
     from egress.partition import slices
-    from egress.resolve.look import look
+    from egress.resolve import look
 
     parts = slices(settings.site, feed_named(settings, wish.feed))
     if wish.partition is not None and wish.partition >= len(parts):
@@ -111,7 +111,7 @@ async def run(settings: Settings, wish: Wish, tuning: Tuning) -> int:
 
 
 async def _new_incarnation(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
-    from egress.resolve.decide import new_incarnation, plan_incarnation, warnings
+    from egress.resolve import new_incarnation, plan_incarnation, warnings
 
     decision = plan_incarnation(cases, wish.sequence)
     told = [warnings(cases[number], first) for number, first in decision.first.items()]
@@ -125,7 +125,7 @@ async def _new_incarnation(opened: Opened, cases: Sequence[Case], wish: Wish) ->
 
 
 async def _same(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
-    from egress.resolve.decide import check_same, same
+    from egress.resolve import check_same, same
 
     stopped = [case for case in cases if case.code] or cases
     accepted = {str(case.chain): check_same(case).end for case in stopped}
@@ -140,8 +140,7 @@ async def _same(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
 
 
 async def _believe(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
-    from egress.resolve.decide import believe_listing
-    from egress.resolve.look import OF_LISTING
+    from egress.resolve import OF_LISTING, believe_listing
 
     stopped = [case for case in cases if case.code in OF_LISTING] or cases[:1]
     for case in stopped:
@@ -169,16 +168,16 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
 
 def _told(cases: Sequence[Case]) -> Sequence[Case]:
     """One for each partition; one alone where what is wrong is the feed's."""
-    from egress.resolve.look import OF_FEED
+    from egress.resolve import OF_FEED
 
     first = next((case for case in cases if case.code in OF_FEED), None)
     return cases if first is None else [first]
 
 
 def _lines(case: Case) -> list[str]:
-    from common.service.text import escaped
+    from common.service.logs import escaped
     from egress.hints import resolve as command
-    from egress.resolve.look import OF_FEED
+    from egress.resolve import OF_FEED
 
     found, chain = case.as_json(), str(case.chain)
     named = chain.rpartition("/")[0] if case.code in OF_FEED else chain

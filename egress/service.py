@@ -6,44 +6,81 @@ import asyncio
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
-from common.clock import Clock, SystemClock, wait_for
+from common.clock import Backoff, Clock, SystemClock, end, orphaned, wait_for, watched
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import most_replicas
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
+from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
-from common.leasing.balancer import Sharing
-from common.objects.answering import AnsweringStore
+from common.leasing.balancer import Scope, Sharing
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
+from common.objects.s3_errors import AnsweringStore
 from common.open import open_chains, open_store
 from common.segments.alive import process_name
 from common.segments.documents import ChainStore
 from common.service.logs import flush, get_logger
+from common.service.metrics import begin, version
 from common.service.monitor import Health, Monitor
-from common.service.process import stop_on_signals
-from common.service.threads import Threads, busy_threads
-from common.service.version import version
+from common.service.process import Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings
-from common.tasks import end, orphaned, watched
-from egress.alive import Reach, SignOfLife
-from egress.backoff import Backoff
+from egress import metrics
 from egress.deps import Parts, Tuning
 from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
-from egress.heartbeats import Heartbeats
+from egress.heartbeats import Heartbeats, Reach, SignOfLife
 from egress.memory import Budget
 from egress.partition import Slice, all_slices, require_feeds
 from egress.report import FeedReport
-from egress.sharing import share_site
 from egress.workers.link import Place
+
+log = get_logger("egress.service")
+
+
+class SiteCounts:
+    """The metrics of one site's sharing (`common.leasing.balancer.Counts`)."""
+
+    def __init__(self, site: str) -> None:
+        self._site = site
+        begin("egress_", site=site)
+
+    def shown(self, members: int, share: int, held: int) -> None:
+        metrics.members.labels(self._site).set(members)
+        metrics.share.labels(self._site).set(share)
+        metrics.leases_held.labels(self._site).set(held)
+
+    def handed_over(self, reason: str) -> None:
+        metrics.hand_overs.labels(self._site, reason).inc()
+
+    def taken_over(self) -> None:
+        metrics.take_overs.labels(self._site).inc()
+
+
+def scope_of(site: str) -> Scope:
+    """The leases of a site: `egress.{site}.{feed}.{partition}`."""
+    members = state_key("egress", "member", site) + "."
+    return Scope(state_key("egress", site) + ".*.*", members, "egress sharing")
+
+
+def share_site(
+    leases: Leases,
+    client: FloeClient,
+    site: str,
+    keys: Iterable[str],
+    clock: Clock,
+    rng: random.Random,
+    health: Health,
+    siblings: int = 1,
+) -> Sharing:
+    """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
+    return Sharing(leases, client, scope_of(site), keys, clock, rng, health, SiteCounts(site), siblings)
+
 
 T = TypeVar("T")
 
-log = get_logger("egress.service")
 
 NOT_DRAINED = 75  # exit code: try again, what was read and not stored is read again
 

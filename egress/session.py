@@ -11,40 +11,87 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from common.clock import first_of, wait_for
+from common.chain import Chain
+from common.clock import NS_PER_S, Backoff, Clock, end, first_of, guarded, told, wait_for
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.api import absent, next_message
 from common.jetstream.lease import Lease
-from common.segments.parquet import SpooledSegment
+from common.segments.reader import SpooledSegment
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from common.tasks import end, guarded, told
 from egress.acks import archived
 from egress.archive import Archive
-from egress.backoff import Backoff
-from egress.builder import Close, Piece
+from egress.builder import Builder, Close, Closing, Emitted, Piece
 from egress.deps import Parts, Pools
-from egress.encoder import Encoder
+from egress.encoder import Draft, Encoder
+from egress.evidence import Inquiry
 from egress.identity import Source
 from egress.incarnations import Incarnation
-from egress.inquiry import Inquiry
 from egress.loops import Loops
-from egress.partition import Slice
-from egress.position import Position
-from egress.reader import DoubtError, Reader
+from egress.memory import Account
+from egress.partition import Position, Slice
+from egress.reader import DoubtError, Reader, Target
 from egress.report import FeedReport
+from egress.sampling.filters import Sieve, Sifting
 from egress.sampling.resume import Resumed
+from egress.sampling.settings import Sampling
 from egress.sampling.snapshot_store import Snapshots
 from egress.sampling.stage import Sampled
-from egress.stages import make_builder, make_draft, make_target
 from egress.uploader import Putter, RetakeError, closed
 from egress.watchdog import Liveness, Standing
 
 log = get_logger("egress.session")
+
+
+def make_draft(parts: Parts, part: Slice, chain: Chain) -> Draft:
+    """The next segment of `chain`."""
+    return Draft(
+        chain,
+        parts.store.new_spool,
+        writer=parts.writer,
+        compression_level=part.settings.segment.compression_level,
+        filtered=bool(part.filter_subject),
+        sampling=Sampling.of(part.settings),
+        subject_statistics=parts.store.subject_statistics,
+    )
+
+
+def make_builder(
+    part: Slice,
+    clock: Clock,
+    account: Account,
+    emit: Callable[[Emitted], None],
+    place: Position,
+    hurry: float | None,
+) -> Builder:
+    """What builds segments from `place` on."""
+    segment = part.settings.segment
+    return Builder(
+        Closing(segment.max_messages, segment.max_size, segment.max_age),
+        clock,
+        account,
+        emit,
+        first=place.first,
+        until=place.until,
+        sampled=bool(part.settings.sampling_key),
+        hurry=hurry,
+    )
+
+
+def make_target(part: Slice, source: Source, builder: Builder, sampled: Sampled | None) -> Target:
+    """Where received messages go: to the builder, through a sieve where some may be left out."""
+    feed = part.settings
+    if sampled is not None:
+        return sampled.target
+    if not (feed.max_age or feed.relay):
+        return builder
+    keep_ns = round(feed.max_age * NS_PER_S)
+    newest_ns = source.last_timestamp_ns or 0
+    return Sifting(builder, Sieve(part.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns))
 
 
 class Session:

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.clock import Clock, wait_for
+from common.clock import Backoff, Clock, wait_for
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.lease import Lease
-from common.segments.parquet import SpooledSegment
+from common.segments.reader import SpooledSegment
 from common.segments.segment import SegmentRef
 from common.service.logs import get_logger
+from egress.acks import DoubtError
 from egress.archive import Archive
-from egress.backoff import Backoff
-from egress.doubt import DoubtError
 from egress.reader import Reader
 from egress.report import FeedReport
 

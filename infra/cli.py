@@ -15,7 +15,7 @@ from common.errors import UsageError
 from common.service.cli import Duration, Size, json_option, print_json, run_command
 
 if TYPE_CHECKING:
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
 
         return load_settings(config, quiet=True).nats_for("egress")
     from common.service.logs import configure
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
     configure()
     try:

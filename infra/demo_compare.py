@@ -113,9 +113,7 @@ def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: 
 
 async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[str]]:
     """Count the archive's rows with a Spark query; a sentence about it, and what differs from our reading."""
-    out = await run_command(
-        world.folder, "spark query", "compaction.summary", "-c", str(world.central_config)
-    )
+    out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
     try:
         rows = {Chain.parse(row["chain"]): row for row in json.loads(out)}
     except (ValueError, KeyError, TypeError) as error:

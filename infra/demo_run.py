@@ -12,7 +12,7 @@ from common.clock import Clock
 from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.demo_compare import Archived, read_archive
 from infra.demo_publish import Load, SitePublisher
 from infra.demo_services import Service, run_command

@@ -10,7 +10,7 @@ from common.clock import Clock, SystemClock, wait_for
 from common.jetstream.client import connect
 from common.service.logs import get_logger
 from common.service.process import stop_on_signals
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.emulator import Emulator, Pace, check_stored, open_stream
 from infra.facts import read_facts
 from infra.fleet import Fleet, Sizes, describe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from common.chain import Chain
-from common.segments.parquet import messages
+from common.segments.reader import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from common.service.cli import config_option, json_option, run_command
-from common.service.lean import slim
-from ingress.checkpoints.releasing import checkpoint_release
-from ingress.operator.checkpoint_cli import checkpoint_set
+from common.service.process import slim
+from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
 
 @click.group()
@@ -62,7 +61,7 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
     Example: floe checkpoint ls -c central.yaml --json
     """
     from common.open import load_settings
-    from ingress.reports import print_checkpoints
+    from ingress.operator.status import print_checkpoints
 
     await print_checkpoints(load_settings(config, quiet=True), as_json)
 

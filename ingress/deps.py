@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from common.clock import Clock
 from common.jetstream.api import most_replicas, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.kv import KeyValue
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.lease import Leases
+from common.leasing.balancer import Scope, Sharing
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.service.metrics import begin
+from common.service.monitor import Health
+from common.service.process import Threads
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings, TargetSettings
 from common.settings.service import ServiceSettings
+from ingress import metrics
+from ingress.chains.chain_state import LOOK_AT_STOPPED
+from ingress.checkpoint_store import ROLE
+from ingress.discovery.discovery import Discovery
+from ingress.redelivery import SPACING as RETRY_SPACING
+from ingress.verdict.settle import LOOK_SPACING
 
 
 async def kv_replicas(client: FloeClient, settings: IngressSettings) -> int:
@@ -52,3 +70,79 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
     if info is not None:
         return int(info.config.get("num_replicas", 1))
     return 1 if target.create is None else target.create.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: between the three looks that confirm a verdict, until a stopped target is looked at again,
+    between two reports of what goes on, between two looks for parked messages that are asked for, until a
+    chain that stopped is looked at again.
+    """
+
+    look_spacing: float = LOOK_SPACING
+    reexamine: float = 10.0
+    watch: float = 1.0
+    parked: float = RETRY_SPACING
+    look_at_stopped: float = LOOK_AT_STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The components. `connect` opens a fresh connection to the targets' server."""
+
+    settings: IngressSettings
+    client: FloeClient
+    connect: Callable[[], Awaitable[FloeClient]]
+    store: SegmentStore
+    documents: ChainStore
+    threads: Threads
+    discovery: Discovery
+    sharing: Sharing
+    health: Health
+    clock: Clock
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes for one target. Split over all targets: whoever is left alone holds every one of them."""
+        return self.settings.memory_limit // len(self.settings.targets)
+
+
+# A target's lease is `ingress.{target}`, of two tokens; a member's key has four.
+SCOPE = Scope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
+
+
+class TargetCounts:
+    """The metrics of the sharing (`common.leasing.balancer.Counts`)."""
+
+    def __init__(self) -> None:
+        begin("ingress_")
+
+    def shown(self, members: int, share: int, held: int) -> None:
+        metrics.members.set(members)
+        metrics.share.set(share)
+        metrics.leases_held.set(held)
+
+    def handed_over(self, reason: str) -> None:
+        metrics.hand_overs.labels(reason).inc()
+
+    def taken_over(self) -> None:
+        metrics.take_overs.inc()
+
+
+def lease_key(target: str) -> str:
+    """The lease of a target."""
+    return state_key(ROLE, target)
+
+
+def share_targets(
+    leases: Leases,
+    client: FloeClient,
+    targets: Iterable[str],
+    clock: Clock,
+    rng: random.Random,
+    health: Health,
+) -> Sharing:
+    """This process as one of all that have the same targets."""
+    keys = map(lease_key, targets)
+    return Sharing(leases, client, SCOPE, keys, clock, rng, health, TargetCounts())

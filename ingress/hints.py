@@ -6,11 +6,16 @@ import shlex
 from collections.abc import Sequence
 
 from common.chain import Chain
-from common.segments.gaps import accept_command, of_chain, way_out, way_out_filled
+from common.segments.documents import accept_command, of_chain, way_out, way_out_filled
 from common.segments.quarantine import quarantine_command
 from common.sequences import SequenceRange
-from common.service.pasting import command
-from ingress.checkpoints.commands import set_command
+from common.service.exits import command
+
+
+def set_command(target: str, *options: str) -> str:
+    """`floe checkpoint set -c FILE --target STREAM …`, to paste; on a terminal it shows, and asks."""
+    return command("checkpoint set", f"--target {shlex.quote(target)}", *options)
+
 
 __all__ = ["accept_command", "of_chain", "resume", "set_position", "way_out", "way_out_filled", "way_out_of"]
 

@@ -8,20 +8,20 @@ from typing import Protocol
 
 from common.chain import Chain
 from ingress.checkpoint import Intent, TargetState
-from ingress.checkpoints.state import Stored
+from ingress.checkpoint_store import Stored
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import Origin, Reading, Sending, Settled, Unread
 
 
 class StateKeeper(Protocol):
-    """Where the state is kept (`ingress.checkpoints.state.StateStore`)."""
+    """Where the state is kept (`ingress.checkpoint_store.StateStore`)."""
 
     async def load(self) -> Stored: ...
     async def save(self, state: TargetState, revision: int) -> Stored | None: ...
 
 
 class Looker(Protocol):
-    """Who looks at the target (`ingress.verdicts.target.Target`)."""
+    """Who looks at the target (`ingress.verdict.verdict.Target`)."""
 
     async def read(self) -> Reading | None: ...
     async def read_fresh(self) -> Reading | None: ...
@@ -31,7 +31,7 @@ class Looker(Protocol):
 
 class Settling(Protocol):
     """Who settles what is unclear: `ingress.verdict.settle.Settler` for exclusive targets,
-    `ingress.verdicts.shared.SharedSettler` for others.
+    `ingress.verdict.settle.SharedSettler` for others.
     """
 
     @property

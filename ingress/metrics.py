@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from common.leasing.balancer import HAND_OVERS
 from common.service.metrics import counter, gauge, histogram
-from common.sharing.scope import HAND_OVERS
 from ingress.checkpoint import Intent
 
 # The refusals that are known to come; another number begins when it comes for the first time: a wrong last

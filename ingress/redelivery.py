@@ -2,22 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol, TypeVar
 
+from common.chain import Chain
 from common.clock import Clock
 from common.errors import ConfigError, DataError, FloeError
+from common.failpoints import failpoint
 from common.service.logs import get_logger
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress import metrics
 from ingress.chains.pauses import Pauses
-from ingress.parked.names import Entry, ParkedName, State, waiting
-from ingress.parked.side_by_side import in_threads
-from ingress.parked.source import ParkedSource
-from ingress.parked.store import ParkedStore
-from ingress.rows.refusals import RowRefused
+from ingress.chains.prefetch import Supply
+from ingress.chains.recall import Recall
+from ingress.checkpoint import Intent, Piece, TargetState
+from ingress.checkpoint_store import Stored
+from ingress.interfaces import StateKeeper
+from ingress.parked import Entry, ParkedName, ParkedStore, State, waiting
+from ingress.rows.prepare import RowRefused
+from ingress.rows.rows import Block, Rows
 
 log = get_logger("ingress.redelivery")
+
+
+class ParkedKeeper:
+    """The stored state of a target (`ingress.interfaces.StateKeeper`).
+
+    A state that is loaded and is another one is adopted at once, and everything that was made ready before is
+    dropped: so no mark is put under a former name.
+    """
+
+    def __init__(self, keeper: StateKeeper, parked: ParkedStore) -> None:
+        self._keeper, self._parked = keeper, parked
+
+    async def load(self) -> Stored:
+        """As the keeper; the parked messages are then those of what it found."""
+        stored = await self._keeper.load()
+        if stored.state is not None:
+            self._parked.kept_as = stored.state.checkpoint.parked_as
+        return stored
+
+    async def save(self, state: TargetState, revision: int) -> Stored | None:
+        """As the keeper."""
+        self._parked.kept_as = state.checkpoint.parked_as
+        return await self._keeper.save(state, revision)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+PARALLEL = 16
+
+
+async def in_threads(threads: Threads, call: Callable[[T], R], each: Iterable[T]) -> list[R]:
+    """What `call` returns for each, in order, PARALLEL of them at a time. Raises what one of them raises."""
+    wanted, done = list(each), list[R]()
+    for start in range(0, len(wanted), PARALLEL):
+        group = wanted[start : start + PARALLEL]
+        done += await asyncio.gather(*(threads.run(call, one) for one in group))
+    return done
+
+
+class ParkedSource:
+    """The rows of a supply, with parked messages that are tried again among them."""
+
+    def __init__(self, supply: Supply, parked: ParkedStore, threads: Threads) -> None:
+        self._supply, self._parked, self._threads = supply, parked, threads
+        self._offered: dict[ParkedName, int] = {}
+
+    @property
+    def recall(self) -> Recall:
+        """Who finds the rows of an open intent again."""
+        return self._supply.recall
+
+    def is_offered(self, name: ParkedName) -> bool:
+        """Whether the message is on its way, as far as this instance knows."""
+        return name in self._offered
+
+    @property
+    def offered_bytes(self) -> int:
+        """Bytes in memory of parked messages that are on their way."""
+        return sum(self._offered.values())
+
+    def offer(self, block: Block) -> None:
+        """Publish a parked message among what is ready."""
+        self._offered[self._name(block.piece)] = block.size
+        self._supply.offer(block)
+
+    async def take(self, stop: asyncio.Event) -> Rows | None:
+        """As the supply; of parked messages only what may be delivered, each once."""
+        while (rows := await self._supply.take(stop)) is not None:
+            if not any(block.piece.out_of_turn for block in rows.blocks):
+                return rows
+            kept = await self._kept(rows)
+            if kept.blocks:
+                return kept
+        return None
+
+    async def _kept(self, rows: Rows) -> Rows:
+        kept: list[Block] = []
+        try:
+            refused = await self._refused(rows, kept)
+        except BaseException:
+            self._supply.release(rows)
+            raise
+        self._supply.release(Rows(refused))
+        return Rows(kept)
+
+    async def _refused(self, rows: Rows, kept: list[Block]) -> list[Block]:
+        """The blocks that may not be published; all others go to `kept`."""
+        left = await self._deliverable(rows)
+        refused: list[Block] = []
+        for block in rows.blocks:
+            if not block.piece.out_of_turn:
+                kept.append(block)
+            elif (name := self._name(block.piece)) in left:
+                left.discard(name)  # each once
+                kept.append(block)
+            else:
+                refused.append(block)
+                self._offered.pop(name, None)
+        return refused
+
+    async def _deliverable(self, rows: Rows) -> set[ParkedName]:
+        """Which parked messages among `rows` may be delivered."""
+        names = list({self._name(block.piece): None for block in rows.blocks if block.piece.out_of_turn})
+        may = await in_threads(self._threads, self._parked.may_be_delivered, names)
+        return {name for name, each in zip(names, may, strict=True) if each}
+
+    def release(self, rows: Rows) -> None:
+        """Rows are done with: their memory may be used again."""
+        self._supply.release(rows)
+
+    def closed(self, positions: Mapping[Chain, int]) -> None:
+        """Everything below `positions` is stored."""
+        self._supply.closed(positions)
+
+    def reset(self, positions: Mapping[Chain, int]) -> None:
+        """Drop what was decoded and offered, and begin again at `positions`."""
+        self._offered.clear()
+        self._supply.reset(positions)
+
+    async def before_close(self, intent: Intent) -> None:
+        """Mark what the intent delivered out of turn and what it left out, before the state moves on."""
+        left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
+        names = [self._parked.name(*each) for each in left_out]
+        await in_threads(self._threads, self._parked.mark_left_out, names)
+        delivered = [self._name(piece) for piece in intent.pieces if piece.out_of_turn]
+        if delivered:
+            failpoint("ingress.before_delivered")
+            await in_threads(self._threads, self._parked.mark_delivered, delivered)
+        for name in delivered:
+            self._offered.pop(name, None)
+        # The listing that corrects it comes only now and then.
+        metrics.parked_waiting.labels(self._parked.target).inc(len(names) - len(delivered))
+
+    def _name(self, piece: Piece) -> ParkedName:
+        return self._parked.name(piece.chain, piece.rows.first)
+
 
 SPACING = 15.0  # seconds between two looks: one HEAD, and one short listing for each open request
 EVERYTHING = 600.0  # seconds until all that is parked is listed, whether or not something was asked for

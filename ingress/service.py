@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.clock import Clock, first_of, wait_for
+from common.clock import Clock, again, end, first_of, wait_for
 from common.errors import FloeError
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
@@ -16,18 +16,15 @@ from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.root import Settings
-from common.tasks import again, end
 from ingress import metrics
-from ingress.deps import kv_replicas
+from ingress.deps import Pace, Parts, kv_replicas, share_targets
 from ingress.discovery.discovery import Discovery
-from ingress.discovery.events import follow
+from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Sites
 from ingress.errors import check_targets, passes_by_itself
-from ingress.parts import Pace, Parts
-from ingress.runner import Runner
-from ingress.sharing import share_targets
+from ingress.target import Runner
 
 T = TypeVar("T")
 

@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.chain import Chain
-from common.clock import Clock, SystemClock
+from common.clock import Clock, SystemClock, end
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import header
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
-from common.settings.nats import NatsSettings
-from common.tasks import end
-from egress.advisories.advising import Advisories
-from egress.advisories.advisory import Document, parse
-from egress.advisories.event import Advisory, Event
+from common.settings.service import NatsSettings
+from egress.advisories.advisory import Advisory, Document, Event, parse
+from egress.advisories.senders import Advisories
 from egress.partition import Slice
 from infra.oracle_streams import read_stream
 from tests.support import unique

@@ -13,7 +13,7 @@ from common.clock import ManualClock
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.segments.keys import Layout
-from common.segments.parquet import SegmentWriter, record_batch
+from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover

@@ -9,8 +9,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from common import failpoints
-from compaction.run import Compaction, Report, Selection
-from compaction.work import LocalRunner, ReadingProver
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from tests.compaction_archive import Archive
 from tests.compaction_refs import TestPolicy
 from tests.support import PATIENCE, eventually

@@ -24,8 +24,7 @@ from common.segments.segment import Footer, Ledger, Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, is_gapless
 from common.service.monitor import Health
-from common.settings.root import Settings
-from common.settings.store import StoreSettings
+from common.settings.root import Settings, StoreSettings
 from egress.archive import Marks
 from egress.deps import Confirming, Pace, Pulling, Tuning
 from egress.service import Service
@@ -43,7 +42,7 @@ QUICK = Tuning(
 
 
 async def connected(url: str) -> FloeClient:
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
     return await connect(NatsSettings(url=url), name="test")
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from common.chain import Chain
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
-from common.segments.parquet import SegmentWriter, record_batch
+from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

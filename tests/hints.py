@@ -9,7 +9,7 @@ import click
 
 from floe import cli
 
-# What `common.service.pasting` makes: it names a configuration. A command named in words does not.
+# What `common.service.exits` makes: it names a configuration. A command named in words does not.
 _COMMAND = re.compile(r"\bfloe (?=[a-z][^\n]*? -c )[^\n]*")
 
 

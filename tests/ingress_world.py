@@ -27,10 +27,10 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.loader import load
-from common.settings.nats import NatsSettings
 from common.settings.root import Settings
-from ingress.checkpoints.state import StateStore
-from ingress.parts import Pace
+from common.settings.service import NatsSettings
+from ingress.checkpoint_store import StateStore
+from ingress.deps import Pace
 from ingress.service import Controller
 from tests.segment_files import message, write_segment
 from tests.support import PATIENCE, soon, unique

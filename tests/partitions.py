@@ -13,7 +13,7 @@ from common.jetstream.kv import KeyValue
 from common.segments.segment import Message
 from common.sequences import cover, is_gapless
 from egress.feed import lease_key
-from egress.partitions.closings import Closings
+from egress.incarnations import Closings
 from infra.oracle import Trace, compare
 from infra.oracle_archive import archived
 from infra.oracle_streams import read_stream

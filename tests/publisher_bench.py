@@ -15,8 +15,7 @@ from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import Piece
 from ingress.publishers.choose import make
-from ingress.publishers.publisher import Replies
-from ingress.publishing.publisher import Publisher
+from ingress.publishers.publisher import Publisher, Replies
 from ingress.rows.prepare import Preparer, Shape
 from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting, SubjectRule

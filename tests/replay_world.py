@@ -14,11 +14,10 @@ from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from ingress.replay.options import Options, Result
 from ingress.replay.outlook import Outlook
-from ingress.replay.progress import Teller
+from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
-from ingress.replay.request import Request
+from ingress.replay.request import Options, Request, Result
 from tests.ingress_world import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support import unique
 

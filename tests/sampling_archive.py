@@ -10,21 +10,19 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
-from common.segments.columns import Columns, record_batch
+from common.segments.columns import Columns, raw_size, record_batch
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.keys import Layout
-from common.segments.schema import raw_size
 from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.egress import FeedSettings
-from egress.advisories.event import Advisory
+from egress.advisories.advisory import Advisory
 from egress.archive import Archive
 from egress.identity import Source
-from egress.partition import Slice
-from egress.position import Position
+from egress.partition import Position, Slice
 from egress.sampling.resume import Resumed, resume
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling

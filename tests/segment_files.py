@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from common.chain import Chain
 from common.segments.keys import SegmentName
-from common.segments.parquet import (
+from common.segments.reader import (
     SCHEMA,
     SegmentReader,
     SegmentWriter,

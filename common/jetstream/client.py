@@ -24,25 +24,27 @@ from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
-from common.clock import Clock, SystemClock, wait_for, within
+from common.clock import Clock, SystemClock, Tell, guarded, orphaned, wait_for, within
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.context import with_context
 from common.jetstream.credentials import (
     Credential,
     credential,
+    explain,
+    host,
     is_loopback,
+    is_refusal,
     plaintext,
+    reason,
     tls_context,
     wants_tls,
+    with_context,
 )
-from common.jetstream.explain import explain, host, is_refusal, reason
 from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import ApiError, Asking, Requests
 from common.service.logs import get_logger
-from common.tasks import Tell, guarded, orphaned
 
 if TYPE_CHECKING:
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
 __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "frame"]
 

@@ -23,12 +23,18 @@ from pydantic import SecretStr
 from common.clock import Clock
 from common.errors import ConfigError, Refused
 from common.service.logs import get_logger
-from common.settings.secret_file import FileSecret
+from common.settings.types import FileSecret
 
 if TYPE_CHECKING:
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from common.errors import FloeError, Unavailable
 
 log = get_logger("jetstream.auth")
+
 
 _JWT = re.compile(rb"-----BEGIN NATS USER JWT-----\s+(\S+)")
 _SEED = re.compile(rb"-----BEGIN USER NKEY SEED-----\s+(\S+)")
@@ -207,3 +213,121 @@ def tls_context(settings: NatsSettings) -> ssl.SSLContext:
 def _tls_error(key: str, path: str, error: OSError) -> ConfigError:
     reason = getattr(error, "reason", None) or error.strerror or "not readable"
     return ConfigError(f"nats.tls.{key} {path}: {str(reason).replace('_', ' ').lower()}", code="E-NATS-TLS")
+
+
+# Key of a context file, and of `nats:`
+_NAMES = {
+    "creds": "credentials_file",
+    "nkey": "nkey_seed_file",
+    "token": "token",
+    "user": "user",
+    "password": "password",
+    "jetstream_domain": "jetstream_domain",
+    "inbox_prefix": "inbox_prefix",
+}
+_TLS_NAMES = {"ca": "ca", "cert": "cert", "key": "key", "tls_first": "handshake_first"}
+_UNSUPPORTED = ("nsc", "jetstream_api_prefix", "user_jwt", "user_seed", "socks_proxy")
+
+
+def with_context(settings: NatsSettings) -> NatsSettings:
+    """`settings`, where a key that is not set there comes from the context they name.
+
+    Raises ConfigError where the context cannot be read or holds what Floe does not support.
+    """
+    if not settings.context:
+        return settings
+    path = context_path(settings.context)
+    found = _translate(_read(path), path)
+    tls = {**found.pop("tls"), **settings.tls.model_dump(exclude_unset=True)}
+    own = settings.model_dump(exclude_unset=True, exclude={"tls", "context"})
+    try:
+        return type(settings).model_validate({**found, **own, "tls": tls})
+    except ValueError as error:
+        raise ConfigError(f"nats.context {path}: {_first_problem(error)}") from None
+
+
+def context_path(name: str) -> Path:
+    """Where the `nats` command keeps the context `name`."""
+    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(home) / "nats" / "context" / f"{name}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"nats.context {path}: {(error.strerror or 'cannot be read').lower()}") from None
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        raise ConfigError(f"nats.context {path}: expected a JSON object")
+    return document
+
+
+def _translate(document: dict[str, Any], path: Path) -> dict[str, Any]:
+    for key in _UNSUPPORTED:
+        if document.get(key):
+            raise ConfigError(
+                f"nats.context {path}: {key} is not supported", hint="set the keys of nats: instead"
+            )
+    found = {ours: document[theirs] for theirs, ours in _NAMES.items() if document.get(theirs)}
+    found["tls"] = {ours: document[theirs] for theirs, ours in _TLS_NAMES.items() if document.get(theirs)}
+    if url := document.get("url"):
+        found["url"] = tuple(part.strip() for part in str(url).split(","))
+    return found
+
+
+def _first_problem(error: ValueError) -> str:
+    """What is wrong with which key; pydantic's own text would show the values, secrets among them."""
+    problems: list[dict[str, Any]] = getattr(error, "errors", list)()
+    first = problems[0] if problems else {}
+    return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(
+        ": "
+    )
+
+
+_REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)
+_TLS = re.compile(r"certificate|ssl|tls", re.I)
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of the NATS client says, without its decoration."""
+    text = str(error) or type(error).__name__
+    return text.removeprefix("nats: ").strip(" '")
+
+
+def host(url: str) -> str:
+    """`HOST:PORT` of a server's URL, never a credential that stands in it."""
+    return urlsplit(url if "://" in url else f"nats://{url}").netloc.rpartition("@")[2]
+
+
+def is_refusal(text: str) -> bool:
+    """Whether a server says so that it does not take the credential."""
+    return _REFUSED.search(text) is not None
+
+
+def explain(error: BaseException, server: str, auth: Credential, settings: NatsSettings) -> BaseException:
+    """What failed at the first connect; an error of Floe and what is no error stay as they are."""
+    if isinstance(error, FloeError) or not isinstance(error, Exception):
+        return error
+    where, text = f"nats server {host(server)}", reason(error)
+    if isinstance(error, ssl.SSLError):
+        return _explain_tls(error, where, settings)
+    if is_refusal(text):
+        return Refused(f"{where} refused {auth.label}: {text.lower()}", code="E-NATS-AUTH")
+    if isinstance(error, TimeoutError):
+        text = f"no answer within {settings.connect_timeout:g} s"
+    return Unavailable(f"{where} cannot be reached: {text.lower()}", code="E-NATS")
+
+
+def _explain_tls(error: ssl.SSLError, where: str, settings: NatsSettings) -> FloeError:
+    said = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error.args[-1])
+    said = said.replace("_", " ").lower()
+    if "alert" in said:
+        hint = f"the server refused nats.tls.cert {settings.tls.cert or '(none given)'}"
+        return Refused(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
+    if said in ("the server offers no tls", "wrong version number"):
+        hint = "nats.url: nats:// and no nats.tls; or TLS on the server, with handshake_first as there"
+        return ConfigError(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")
+    hint = f"checked with nats.tls.ca {settings.tls.ca or '(empty: the certificates of this system)'}"
+    return ConfigError(f"{where}: tls failed: {said}", hint=hint, code="E-NATS-TLS")

@@ -13,12 +13,11 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from common.clock import Clock
+from common.clock import Clock, Tell, orphaned, told
 from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
 from common.jetstream.kv import BucketGone, KeyValue
 from common.service.logs import get_logger
-from common.tasks import Tell, orphaned, told
 
 log = get_logger("jetstream.lease")
 

@@ -8,24 +8,142 @@ has.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
-from common.clock import Clock, first_of
+from common.clock import Clock, again, end, first_of, orphaned, watched
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError
-from common.leasing.members import Members
+from common.leasing.members import Bell, Members
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from common.sharing.bell import Bell
-from common.sharing.scope import Counts, Scope
-from common.sharing.seat import Seat, Told
-from common.sharing.shares import circle_of, fair_share, surplus
-from common.tasks import again, end, orphaned, watched
 
 log = get_logger("sharing")
+
+
+def fair_share(chains: int, members: int) -> int:
+    """The most leases that one of `members` holds of `chains`: as many as are needed for all to be held.
+
+    Fewer than one member counts as one: whoever asks is one.
+    """
+    return -(-chains // max(1, members))
+
+
+def surplus(held: Collection[str], share: int) -> list[str]:
+    """The keys of `held` above `share`: the same ones whenever the same keys are held."""
+    return sorted(held)[share:]
+
+
+def circle_of(keys: Iterable[str]) -> str:
+    """A name for a set of leases, in whatever order: members with the same set share it among themselves.
+
+    A member with another configuration is in another circle. Counted together, a chain that only one of them
+    knows could be above its share, and nobody's.
+    """
+    text = "\n".join(sorted(set(keys)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class Told(Protocol):
+    """Whom a seat tells why it has no lease."""
+
+    def standby(self, holder: str | None) -> None: ...
+
+    def waits(self, error: FloeError) -> None: ...
+
+
+class Seat:
+    """The place of the lease `key`. `told` hears who holds it instead.
+
+    `lease`: what this member holds, from the moment it is acquired until `vacate`. `is_told`: whether `told`
+    has heard anything since then. `rests_until`: given back, and not taken again before (monotonic seconds).
+    """
+
+    def __init__(self, key: str, told: Told, vacated: Callable[[Seat, bool], None]) -> None:
+        self.key, self._told, self._vacated = key, told, vacated
+        self.lease: Lease | None = None
+        self.rests_until = 0.0
+        self.is_told = False
+        self.holder: str | None = None
+        self._offered = asyncio.Event()
+
+    async def occupy(self, stop: asyncio.Event) -> Lease | None:
+        """The lease, as soon as this member holds it; None if `stop` is set first."""
+        if not stop.is_set():
+            await first_of(self._offered.wait(), stop.wait())
+        self._offered.clear()
+        return self.lease
+
+    def vacate(self, *, lost: bool) -> None:
+        """The lease that `occupy` gave is released, or was lost."""
+        self._vacated(self, lost)
+
+    # The sharing's side
+
+    def offer(self, lease: Lease) -> None:
+        """This member has acquired the lease."""
+        self.lease, self.holder = lease, None
+        self._offered.set()
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether a lease was offered that nobody has come for."""
+        return self._offered.is_set()
+
+    def clear(self) -> Lease | None:
+        """Hold nothing any more; the lease that was held."""
+        self._offered.clear()
+        lease, self.lease, self.is_told = self.lease, None, False
+        return lease
+
+    def taken(self, holder: str | None) -> None:
+        """Another member holds it, or nobody: then this one must not, for now."""
+        self.is_told, self.holder = True, holder
+        self._told.standby(holder)
+
+    def fails(self, error: FloeError) -> None:
+        """Nobody can say who holds it."""
+        self.is_told = True
+        self._told.waits(error)
+
+
+HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A kind of work that is shared out by leases.
+
+    `leases`: the pattern that their keys have in the bucket, such as `egress.us-east.*.*`. `members`: what
+    the keys of members begin with; the name of their circle and the owner follow, so that it must not match
+    `leases`. `part`: the name of it all in /status.
+    """
+
+    leases: str
+    members: str
+    part: str
+
+
+class Counts(Protocol):
+    """Whose metrics tell of the sharing."""
+
+    def shown(self, members: int, share: int, held: int) -> None:
+        """There are so many members; this one holds `held` leases, at most `share`."""
+        ...
+
+    def handed_over(self, reason: str) -> None:
+        """A lease was given up: `drained`, `surplus` to the fair share, or `lost`."""
+        ...
+
+    def taken_over(self) -> None:
+        """A lease was taken that another member was seen to hold."""
+        ...
+
 
 JITTER = 0.02  # seconds, so that members who hear of one release do not all ask at once
 AT_ONCE = 16  # leases that are asked for side by side

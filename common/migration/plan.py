@@ -7,15 +7,16 @@ partitions of one stream become partitions of one feed.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.migration.entries import Entries, Entry
-from common.migration.notes import Note
-from common.migration.read import Connection
-from common.migration.shape import Given
-from common.settings.overlap import first_overlap
+from common.migration.entries import Entries, Entry, Variable
+from common.migration.read import Connection, Given, Note, convert, read_url
+from common.settings.yaml import Problems
+from common.subjects import first_overlap
 
 
 @dataclass(slots=True)
@@ -188,3 +189,204 @@ def _text(entries: Sequence[Entry]) -> str:
         _text(entry.value) if isinstance(entry.value, Entries) else repr(entry.value) for entry in entries
     ]
     return repr([(entry.key, value) for entry, value in zip(entries, values, strict=True)])
+
+
+#: Keys of an entry without a counterpart, and why.
+LEFT_OUT = {
+    "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",
+    "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
+    "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
+}
+
+_STARTS = ("start_at_end", "start_sequence", "start_delta", "start_time")  # the first that is set counts
+_MODES = ("inspect_field", "inspect_header", "inspect_subject_token")
+_ZERO_TIME = "0001-01-01T00:00:00Z"
+
+
+def feed_of(stream: Given, problems: Problems) -> tuple[Entries, list[Note]]:
+    """The keys of the feed but for its name and filter, and what differs; problems are noted."""
+    return _Feed(stream, problems).read()
+
+
+class _Feed:
+    def __init__(self, stream: Given, problems: Problems) -> None:
+        self._stream, self._problems = stream, problems
+        self._entries = Entries()
+        self._notes: list[Note] = []
+
+    def read(self) -> tuple[Entries, list[Note]]:
+        self._entries.append(Entry("stream", self._stream.text("stream"), self._stream.at("stream")))
+        self._leave_out()
+        self._start()
+        self._duration("max_age")
+        if mode := self._mode():
+            self._sampling(mode)
+        else:
+            self._unsampled()
+        return self._entries, self._notes
+
+    def _note(self, key: str, text: str) -> None:
+        self._notes.append(Note(self._stream.place(key), self._stream.at(key), text))
+
+    def _problem(self, key: str, text: str) -> None:
+        self._problems.add(self._stream.at(key), (self._stream.place(key),), text)
+
+    def _put(self, key: str, value: object) -> None:
+        self._entries.append(Entry(key, value, self._stream.at(key)))
+
+    def _duration(self, key: str) -> None:
+        text = self._stream.text(key)
+        try:
+            value = convert(text)
+        except ValueError as error:
+            self._problem(key, str(error))
+            return
+        if value != "0s":
+            self._put(key, value)
+
+    def _leave_out(self) -> None:
+        for key, why in LEFT_OUT.items():
+            if self._stream.has(key):
+                self._note(key, why)
+
+    # Where it begins
+
+    def _start(self) -> None:
+        found = [key for key in _STARTS if self._is_set(key)]
+        for key in found[1:]:
+            self._note(key, f"stream-replicator goes by {found[0]} where both are set, and so does this file")
+        if found and found[0] == "start_delta":
+            self._duration("start_delta")
+        elif found:
+            self._put(found[0], self._stream.get(found[0]))
+
+    def _is_set(self, key: str) -> bool:
+        return bool(self._stream.get(key)) and self._stream.get(key) != _ZERO_TIME
+
+    # Sampling
+
+    def _mode(self) -> str:
+        """The key to sample by; empty where nothing is sampled."""
+        found = [key for key in _MODES if self._stream.get(key)]
+        if len(found) > 1:
+            self._problem(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
+        if found and not self._has_period():
+            self._note(
+                found[0], "without inspect_duration stream-replicator copies every message; so does this feed"
+            )
+            return ""
+        return found[0] if found else ""
+
+    def _has_period(self) -> bool:
+        try:
+            return convert(self._stream.text("inspect_duration")) != "0s"
+        except ValueError:
+            return True  # the problem is noted where the key is read
+
+    def _sampling(self, mode: str) -> None:
+        if mode != "inspect_field":
+            self._note(
+                mode,
+                "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples",
+            )
+        self._put(mode, self._stream.get(mode))
+        self._force()
+        self._duration("inspect_duration")
+        self._duration("warn_duration")
+        if size := math.ceil(self._stream.get("size_trigger", 0)):
+            self._put("size_trigger", str(size))
+        self._advisory()
+
+    def _force(self) -> None:
+        if field := self._stream.text("inspect_force_field"):
+            why = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
+            self._note("inspect_force_field", why)
+            self._put("inspect_force_field", field)
+
+    def _advisory(self) -> None:
+        given: Given | None = self._stream.get("advisory")
+        if given is None or not given.text("subject"):
+            return
+        entries = Entries([Entry("subject", given.text("subject"), given.at("subject"))])
+        if given.has("reliable"):
+            entries.append(Entry("reliable", given.get("reliable"), given.at("reliable")))
+        self._put("advisory", entries)
+
+    def _unsampled(self) -> None:
+        without = ("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger", "advisory")
+        for key in self._given(without):
+            self._note(key, "without sampling it has no effect, in stream-replicator as in Floe")
+
+    def _given(self, keys: tuple[str, ...]) -> Iterator[str]:
+        return (key for key in keys if self._stream.get(key))
+
+
+#: Who publishes them (None: no site does), the section `heartbeats`, and what differs.
+Beats = tuple[Site | None, Entries, list[Note]]
+
+_SECRET = re.compile(r"auth|token|secret|passw|credential|cookie|api-?key", re.IGNORECASE)
+_LEFT_OUT = {
+    "leader_election": "one of all instances publishes them, without a key",
+    "choria": "Choria's login is not carried over; heartbeats go through the connection of egress",
+    "tls": "heartbeats go through the connection of egress",
+}
+
+
+def heartbeats(given: Given | None, sites: Sequence[Site], problems: Problems) -> Beats:
+    """The heartbeats of the section `given`; nothing where there is none."""
+    if given is None:
+        return None, Entries(), []
+    notes = [Note(given.place(key), given.at(key), why) for key, why in _LEFT_OUT.items() if given.has(key)]
+    subjects: tuple[Given, ...] = given.get("subjects", ())
+    if not sites or not subjects:
+        what = "subjects" if sites else "streams"
+        return None, Entries(), [*notes, Note(given.path, given.mark, f"left out: there are no {what}")]
+    site = _site(given, sites, problems, notes)
+    entries = Entries(_interval(given, problems))
+    if headers := _headers(given, subjects, notes):
+        entries.append(Entry("headers", headers, given.at("headers")))
+    items = [Entries([_subject(subject), *_interval(subject, problems)]) for subject in subjects]
+    entries.append(Entry("subjects", items, given.at("subjects")))
+    return site, entries, notes
+
+
+def _site(given: Given, sites: Sequence[Site], problems: Problems, notes: list[Note]) -> Site:
+    place, mark = given.place("url"), given.at("url")
+    found = read_url(given.text("url"), {}, lambda text: problems.add(mark, (place,), text))
+    servers = set(found[0].servers) if found else set()
+    for site in sites:
+        if servers & set(site.connection.servers):
+            return site
+    notes.append(Note(place, mark, f"heartbeats go where egress reads, here {sites[0].connection.host}"))
+    return sites[0]
+
+
+def _subject(given: Given) -> Entry:
+    return Entry("subject", given.text("subject"), given.at("subject"))
+
+
+def _interval(given: Given, problems: Problems) -> list[Entry]:
+    try:
+        interval = convert(given.text("interval"))
+    except ValueError as error:
+        problems.add(given.at("interval"), (given.place("interval"),), str(error))
+        return []
+    return [] if interval == "0s" else [Entry("interval", interval, given.at("interval"))]
+
+
+def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
+    """The headers of every message: those of all subjects together, where they are the same for each."""
+    common: Mapping[str, str] = given.get("headers", {})
+    wanted = [{**common, **subject.get("headers", {})} for subject in subjects]
+    if all(headers == wanted[0] for headers in wanted):
+        common = wanted[0]
+    else:
+        why = "headers are the same for all subjects in Floe; those of this one are left out"
+        notes += [Note(s.place("headers"), s.at("headers"), why) for s in subjects if s.has("headers")]
+    return Entries(Entry(name, _hidden(name, text), given.at("headers")) for name, text in common.items())
+
+
+def _hidden(name: str, text: str) -> str:
+    if not _SECRET.search(name):
+        return text
+    return Variable(f"${{FLOE_HEARTBEAT_{re.sub('[^A-Z0-9]', '_', name.upper())}}}")

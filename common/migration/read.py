@@ -3,16 +3,252 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from enum import StrEnum
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from common.migration.durations import convert
 from common.migration.entries import Entries, Entry, Variable
-from common.migration.notes import Note
-from common.migration.shape import Given
-from common.settings.yaml import Mark, Problems
+from common.settings.types import MAX_DURATION, format_duration
+from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar
+
+
+class Kind(StrEnum):
+    """What a key holds; the value is how a message calls it."""
+
+    TEXT = "text"
+    WHOLE = "a whole number from 0"
+    ANY_WHOLE = "a whole number"
+    NUMBER = "a number from 0"
+    FLAG = "true or false"
+    HEADERS = "a mapping of text"
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """A list of sections."""
+
+    of: Shape
+
+
+Shape = Mapping[str, "Kind | Many | Shape"]
+
+TLS: Shape = dict.fromkeys(("ca", "cert", "key"), Kind.TEXT)
+CHORIA: Shape = dict.fromkeys(("seed_file", "jwt_file", "collective"), Kind.TEXT)
+ADVISORY: Shape = {"subject": Kind.TEXT, "reliable": Kind.FLAG}
+HEARTBEAT_SUBJECT: Shape = {"subject": Kind.TEXT, "interval": Kind.TEXT, "headers": Kind.HEADERS}
+HEARTBEATS: Shape = {
+    "leader_election": Kind.FLAG,
+    "interval": Kind.TEXT,
+    "headers": Kind.HEADERS,
+    "subjects": Many(HEARTBEAT_SUBJECT),
+    "tls": TLS,
+    "choria": CHORIA,
+    "url": Kind.TEXT,
+}
+STREAM: Shape = {
+    **dict.fromkeys(("name", "stream", "filter_subject", "target_stream"), Kind.TEXT),
+    **dict.fromkeys(("target_subject_prefix", "target_subject_remove"), Kind.TEXT),
+    **dict.fromkeys(("source_url", "target_url"), Kind.TEXT),
+    **dict.fromkeys(("no_target_create", "ephemeral", "target_initiated"), Kind.FLAG),
+    "start_sequence": Kind.WHOLE,
+    **dict.fromkeys(("start_time", "start_delta"), Kind.TEXT),
+    "start_at_end": Kind.FLAG,
+    **dict.fromkeys(("tls", "source_tls", "target_tls"), TLS),
+    **dict.fromkeys(("choria", "source_choria", "target_choria"), CHORIA),
+    **dict.fromkeys(("max_age", "inspect_field", "inspect_force_field", "inspect_header"), Kind.TEXT),
+    "inspect_subject_token": Kind.ANY_WHOLE,
+    **dict.fromkeys(("inspect_duration", "warn_duration"), Kind.TEXT),
+    "size_trigger": Kind.NUMBER,
+    "leader_election_name": Kind.TEXT,
+    "advisory": ADVISORY,
+}
+FILE: Shape = {
+    "name": Kind.TEXT,
+    "streams": Many(STREAM),
+    "state_store": Kind.TEXT,
+    "tls": TLS,
+    "choria": CHORIA,
+    "monitor_port": Kind.WHOLE,
+    "profiling": Kind.FLAG,
+    "logfile": Kind.TEXT,
+    "loglevel": Kind.TEXT,
+    "heartbeats": HEARTBEATS,
+}
+
+
+def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
+    """Every key by its path, such as `streams.advisory.subject`; sections too."""
+    for key, kind in shape.items():
+        yield prefix + key
+        below = kind.of if isinstance(kind, Many) else kind
+        if not isinstance(below, Kind):
+            yield from every_key(below, f"{prefix}{key}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A section of the file. A key that is null counts as not given, as it does for stream-replicator."""
+
+    mark: Mark
+    path: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives the key, be it an empty value."""
+        return key in self.values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Its value: text, int, float, bool, a mapping of headers, a section, or a tuple of sections."""
+        return self.values.get(key, default)
+
+    def text(self, key: str) -> str:
+        """Its text; empty where it is not given."""
+        return str(self.values.get(key, ""))
+
+    def place(self, key: str) -> str:
+        """The key's path in the file, such as `streams.0.stream`."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def at(self, key: str) -> Mark:
+        """Where its value stands; the section's place where it is not given."""
+        return self.marks.get(key, self.mark)
+
+
+def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") -> Given:
+    """The section `node`; unknown keys and values of another kind are noted and left out."""
+    given: dict[str, Any] = {}
+    for key, below in node.entries.items():
+        where = f"{path}.{key}" if path else key
+        if key not in shape:
+            problems.add(node.marks[key], (where,), _unknown(key, shape))
+        elif not _is_null(below):
+            value = _value(below, shape[key], problems, where)
+            given |= {} if value is None else {key: value}
+    marks = {key: node.entries[key].mark for key in given}
+    return Given(node.mark, path, given, marks)
+
+
+def _is_null(node: Node) -> bool:
+    return isinstance(node, Scalar) and node.value() is None
+
+
+def _unknown(key: str, shape: Shape) -> str:
+    close = difflib.get_close_matches(key, shape, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"expected one of {' '.join(shape)}"
+    return f"unknown key of stream-replicator; {hint}"
+
+
+def _value(node: Node, kind: Kind | Many | Shape, problems: Problems, path: str) -> Any:
+    if isinstance(kind, Many):
+        return _many(node, kind, problems, path)
+    if kind is Kind.HEADERS:
+        return _headers(node, problems, path)
+    if isinstance(kind, Kind):
+        return _scalar(node, kind, problems, path)
+    if not isinstance(node, Keys):
+        problems.add(node.mark, (path,), "expected a mapping, found something else")
+        return None
+    return read(node, problems, kind, path)
+
+
+def _many(node: Node, kind: Many, problems: Problems, path: str) -> tuple[Given, ...] | None:
+    if not isinstance(node, Items):
+        problems.add(node.mark, (path,), "expected a list, found something else")
+        return None
+    found = [_value(item, kind.of, problems, f"{path}.{n}") for n, item in enumerate(node.items)]
+    return tuple(each for each in found if each is not None)
+
+
+def _headers(node: Node, problems: Problems, path: str) -> dict[str, str] | None:
+    if not isinstance(node, Keys):
+        problems.add(node.mark, (path,), "expected a mapping of text, found something else")
+        return None
+    found = {
+        name: _scalar(item, Kind.TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
+    }
+    return {name: text for name, text in found.items() if text is not None}
+
+
+def _scalar(node: Node, kind: Kind, problems: Problems, path: str) -> Any:
+    value = node.value() if isinstance(node, Scalar) else None
+    if _fits(value, kind):
+        return value
+    quote = "; quote it" if kind is Kind.TEXT and isinstance(value, bool | int | float) else ""
+    # Never what was found: a password may stand where none belongs.
+    problems.add(node.mark, (path,), f"expected {kind}{quote}, found something else")
+    return None
+
+
+def _fits(value: Any, kind: Kind) -> bool:
+    if kind is Kind.FLAG or isinstance(value, bool):
+        return isinstance(value, bool) and kind is Kind.FLAG
+    if kind is Kind.TEXT:
+        return isinstance(value, str)
+    if kind is Kind.NUMBER:
+        return isinstance(value, int | float) and value >= 0
+    return isinstance(value, int) and (kind is Kind.ANY_WHOLE or value >= 0)
+
+
+FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
+
+_DAYS = {"w": 7, "W": 7, "d": 1, "D": 1, "M": 30, "Y": 365, "y": 365}
+_LONG = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})([wWdDMYy])")
+_GO_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|μs|ms|s|m|h)")
+_GO = re.compile(rf"(?:{_GO_PART.pattern})+")
+_SECONDS = {
+    "ns": Decimal("1e-9"),
+    "us": Decimal("1e-6"),
+    "µs": Decimal("1e-6"),
+    "μs": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "m": Decimal(60),
+    "h": Decimal(3600),
+}
+
+
+def convert(text: str) -> str:
+    """The duration as Floe writes it; `0s` for an empty text. Raises ValueError with what was expected.
+
+    A month is 30 days and a year 365, and parts of an hour of such a number are dropped, as there.
+    """
+    text = text.strip()
+    if not text or text == "0":
+        return "0s"
+    seconds = _seconds(text)
+    if seconds > MAX_DURATION:
+        raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found more")
+    if 0 < seconds < Decimal("0.001"):
+        raise ValueError("expected at least 1ms, which is the smallest duration of Floe, found less")
+    return format_duration(float(seconds))
+
+
+def _seconds(text: str) -> Decimal:
+    if match := _LONG.fullmatch(text):
+        hours = Decimal(match[1]) * _DAYS[match[2]] * 24
+        return Decimal(math.floor(hours)) * 3600
+    if not _GO.fullmatch(text):
+        raise ValueError(f"expected {FORM}, found {text!r:.60}")
+    return sum((Decimal(number) * _SECONDS[unit] for number, unit in _GO_PART.findall(text)), Decimal(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A key that has no counterpart, or one that works otherwise; `text` says why and what to do."""
+
+    path: str
+    mark: Mark
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (line {self.mark.line}): {self.text}"
+
 
 Side = Literal["source", "target"]
 

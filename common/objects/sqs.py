@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.objects.aws import Account, BotoCoreError, ClientError, make_client
+from common.objects.s3 import Account, BotoCoreError, ClientError, make_client
 from common.objects.s3_errors import without_paths
 
 BATCH = 10  # messages of one receive or delete; Amazon's limit

@@ -9,37 +9,179 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown, SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
-from common.objects.checksums import ChecksumMismatch
-from common.objects.port import ObjectInfo, ObjectStore
-from common.objects.probe import is_verifying
-from common.segments.faults import SegmentGone
-from common.segments.fetching import Fetcher
+from common.objects.open import is_verifying
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
 from common.segments.keys import MAX_LEVEL, Layout
-from common.segments.reader import SegmentReader
+from common.segments.parquet_guard import MIB, SegmentGone
+from common.segments.reader import SegmentReader, open_file
 from common.segments.segment import Footer, SegmentRef, Tip
-from common.segments.spool import Spool
 from common.segments.table import SegmentTable
-from common.segments.writer import SpooledSegment
+from common.segments.writer import Spool, SpooledSegment, hash_file, spool_error
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.metrics import counter
 
+log = get_logger("segments.store")
+
+
+BLOCK_BYTES = 32 * 1024  # the footer of most segments fits
+_MAX_GET_BYTES = 32 * MIB
+
+
+class SparseCopy:
+    """The file `path` of `size` bytes, into which blocks of the object `key` are copied when wanted.
+
+    Blocks are counted from the end, so that the last bytes, which are read first, come with the footer.
+    """
+
+    def __init__(self, objects: ObjectStore, key: str, size: int, path: Path) -> None:
+        self._objects = objects
+        self._key = key
+        self._size = size
+        self._shift = -size % BLOCK_BYTES
+        self._present: set[int] = set()
+        self._folder = path.parent
+        self._file = path.open("r+b", buffering=0)
+        self._file.truncate(size)
+
+    def fetch(self, first: int, length: int) -> None:
+        """Make `length` bytes from offset `first` readable, as far as the object reaches.
+
+        Raises SegmentGone, SegmentCorrupt where the object is shorter than listed, Unavailable (E-SPOOL too).
+        """
+        last = min(first + length, self._size) - 1
+        if first < 0 or last < first:
+            return
+        wanted = range((first + self._shift) // BLOCK_BYTES, (last + self._shift) // BLOCK_BYTES + 1)
+        for run in _runs([block for block in wanted if block not in self._present]):
+            self._copy(run)
+
+    def _copy(self, run: range) -> None:
+        begin = max(0, run.start * BLOCK_BYTES - self._shift)
+        length = run.stop * BLOCK_BYTES - self._shift - begin
+        data = self._objects.get(self._key, first=begin, length=length)
+        if data is None:
+            raise SegmentGone(f"segment {self._key}: not in the store any more")
+        if len(data) != length:
+            raise SegmentCorrupt(f"expected {length} bytes at {begin}, found {len(data)}")
+        self._write(begin, data)
+        self._present.update(run)
+
+    def _write(self, begin: int, data: bytes) -> None:
+        try:
+            self._file.seek(begin)
+            self._file.write(data)
+        except OSError as error:
+            raise spool_error(self._folder, error) from error
+
+    def close(self) -> None:
+        """Close the file; it is not removed here."""
+        self._file.close()
+
+
+def _runs(blocks: list[int]) -> list[range]:
+    """Adjacent blocks together, as far as one request should carry."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block and len(runs[-1]) * BLOCK_BYTES < _MAX_GET_BYTES:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs
+
+
+# Up to this size a segment is fetched whole, which lets its name prove its bytes; beyond it, by ranges.
+WHOLE_BYTES = 256 * MIB
+FETCH_PAUSES = (0.1, 0.5)  # seconds before what arrived damaged is fetched again
+
+
+class WrongBytes(SegmentCorrupt):
+    """What was fetched is not what the name promises."""
+
+
+class Fetcher:
+    """Opens segments of one object store.
+
+    A file is unlinked as soon as it is open, so that a killed process leaves none.
+    """
+
+    def __init__(self, objects: ObjectStore, spool: Spool, clock: Clock) -> None:
+        self._objects = objects
+        self._spool = spool
+        self._clock = clock
+
+    def open(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
+        """As `SegmentStore.open` says."""
+        if ref.size > WHOLE_BYTES:
+            return self.open_ranged(ref, rows)
+        for pause in FETCH_PAUSES:
+            try:
+                return self._open_whole(ref, rows)
+            except WrongBytes as error:
+                # The line may have damaged what the store keeps well.
+                log.warning(
+                    "segment read damaged", action="read_damaged", error=str(error), **ref.log_context()
+                )
+                self._clock.pause(pause)
+        return self._open_whole(ref, rows)
+
+    def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
+        with self._downloaded(ref) as path:
+            if path is None:
+                raise SegmentGone(f"segment {ref.key}: not in the store any more")
+            size, sha256 = hash_file(path)
+            if size != ref.size or not sha256.startswith(ref.segment.digest):
+                raise WrongBytes(
+                    f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
+                    f"found {size} with {sha256[:16]}…"
+                )
+            return open_file(path, ref.segment, key=ref.key, rows=rows)
+
+    def open_ranged(self, ref: SegmentRef, rows: SequenceRange | None = None) -> SegmentReader:
+        """Open the segment with no more of it fetched than what is read."""
+        path = self._spool.new_file()
+        try:
+            copy = SparseCopy(self._objects, ref.key, ref.size, path)
+            return open_file(path, ref.segment, key=ref.key, rows=rows, fetch=copy.fetch, on_close=copy.close)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def stored_sha256(self, ref: SegmentRef) -> str | None:
+        """64 hex digits over the bytes that the store gives out; None if there is no such object."""
+        with self._downloaded(ref) as path:
+            return hash_file(path)[1] if path else None
+
+    @contextmanager
+    def _downloaded(self, ref: SegmentRef) -> Iterator[Path | None]:
+        path = self._spool.new_file()
+        try:
+            yield path if self._download(ref, path) else None
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _download(self, ref: SegmentRef, path: Path) -> bool:
+        try:
+            return self._objects.download(ref.key, path)
+        except OSError as error:
+            raise spool_error(path.parent, error) from error
+
+
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
 
-log = get_logger("segments.store")
 _bad_read_backs = counter(
     "segment_read_back_failures", "Puts whose object did not read back as it was sent.", ("site", "feed")
 )
 
 PAGE = 1000  # segments that are listed at a time
 TABLE_PAGE = 5000  # the same where all are wanted: a folder is read anew for each page
-PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
+PUT_PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
 class SegmentStore:
@@ -169,7 +311,7 @@ class SegmentStore:
         """
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
-        for number, pause in enumerate((*PAUSES, 0.0)):
+        for number, pause in enumerate((*PUT_PAUSES, 0.0)):
             self._write(ref, spooled, repair=number > 0)
             failpoint("segments.read_back")
             info = self._read_back(ref, spooled.sha256)
@@ -179,7 +321,7 @@ class SegmentStore:
             log.warning("segment did not read back", action="read_back_failed", **ref.log_context())
             self._clock.pause(pause)
         raise Unavailable(
-            f"segment {ref.key}: put {len(PAUSES) + 1} times and never read back as it was sent",
+            f"segment {ref.key}: put {len(PUT_PAUSES) + 1} times and never read back as it was sent",
             hint="look at the store: it accepts what it does not keep",
             code="E-READ-BACK",
         )

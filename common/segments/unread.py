@@ -20,10 +20,9 @@ from typing import Any
 import pyarrow as pa
 
 from common.errors import SegmentCorrupt
-from common.segments.columns import CONTENT_COLUMNS, first_difference
-from common.segments.faults import SegmentGone, fork
+from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
+from common.segments.parquet_guard import SegmentGone, fork
 from common.segments.reader import SegmentReader
-from common.segments.schema import SCHEMA
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, preference

@@ -9,14 +9,36 @@ from __future__ import annotations
 
 import itertools
 import platform
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from common.service.version import version
+DISTRIBUTION = "floe-jetstream"
+
+
+@cache
+def version() -> str:
+    """The version of the installed distribution, or of the checkout that runs; else `unknown`."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return _of_checkout(Path(__file__).parents[2] / "pyproject.toml")
+
+
+def _of_checkout(project: Path) -> str:
+    try:
+        found = tomllib.loads(project.read_text())["project"]
+    except (OSError, tomllib.TOMLDecodeError, KeyError):
+        return "unknown"
+    return str(found["version"]) if found.get("name") == DISTRIBUTION else "unknown"
+
 
 PREFIX = "floe_"
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, model_validator
 
 from common.settings.base import Section, merged, needed, option
-from common.settings.service import ServiceSettings
-from common.settings.start import StartSettings
+from common.settings.service import ServiceSettings, StartSettings
 from common.settings.types import (
     Duration,
     Flag,

@@ -8,24 +8,107 @@ what it found, and never a secret.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, SecretStr, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from common.chain import FEED_PATTERN, SITE_PATTERN
-from common.settings.units import (
-    DURATION_FORM,
-    LISTEN_FORM,
-    SIZE_FORM,
-    TIME_FORM,
-    parse_duration,
-    parse_listen,
-    parse_size,
-    parse_time,
-)
+from common.service.logs import get_logger
+
+log = get_logger("settings.secret_file")
+
+
+DURATION_FORM = "a duration such as 500ms 5s 5m 1h30m 7d 1w"
+SIZE_FORM = "a size such as 64K 100M 4G (binary, as NATS writes them)"
+TIME_FORM = "a time with its zone such as 2026-01-02T03:04:05Z"
+LISTEN_FORM = "an address such as 127.0.0.1:9464 or [::1]:9464"
+
+MAX_DURATION = 100 * 365 * 86400.0  # seconds
+MAX_SIZE = 2**63 - 1  # bytes
+
+_MILLISECONDS = {"w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
+_BYTES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+
+_NUMBER = r"\d{1,19}(?:\.\d{1,9})?"
+_DURATION = re.compile(rf"(?:{_NUMBER}(?:ms|[smhdw]))+", re.ASCII)
+_DURATION_PART = re.compile(rf"({_NUMBER})(ms|[smhdw])", re.ASCII)
+_SIZE = re.compile(rf"({_NUMBER})([KMGTP]?)(?:(?<=[KMGTP])i?B|(?<![KMGTP])B)?", re.ASCII)
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|z|[+-]\d\d:\d\d)", re.ASCII)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, from one or more numbers each with its unit (ms s m h d w)."""
+    if not _DURATION.fullmatch(text):
+        raise ValueError(f"expected {DURATION_FORM}, found {text!r:.60}")
+    parts = _DURATION_PART.findall(text)
+    seconds = sum(Decimal(number) * _MILLISECONDS[unit] for number, unit in parts) / 1000
+    if seconds > MAX_DURATION:
+        raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found {text!r:.60}")
+    return float(seconds)
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest text that `parse_duration` reads as `seconds`, to the millisecond; `0s` for nothing."""
+    left, text = round(seconds * 1000), ""
+    for unit, length in _MILLISECONDS.items():
+        count, left = divmod(left, length)
+        text += f"{count}{unit}" if count else ""
+    return text or "0s"
+
+
+def parse_size(text: str) -> int:
+    """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary."""
+    match = _SIZE.fullmatch(text)
+    size = int(Decimal(match[1]) * _BYTES[match[2]]) if match else -1
+    if not match or size > MAX_SIZE:
+        raise ValueError(f"expected {SIZE_FORM}, found {text!r:.60}")
+    return size
+
+
+def format_size(size: int) -> str:
+    """The text that `parse_size` reads as `size`, in the largest unit that divides it."""
+    unit = next((u for u, n in reversed(_BYTES.items()) if size and size % n == 0), "")
+    return f"{size // _BYTES[unit]}{unit}"
+
+
+def parse_time(text: str) -> int:
+    """Nanoseconds since 1970 UTC, from RFC 3339 with a zone and up to nine digits of a second."""
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}")
+    try:
+        at = datetime.fromisoformat(f"{match[1].upper()}{match[3].upper().replace('Z', '+00:00')}")
+    except ValueError as error:
+        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}: {error}") from error
+    seconds = (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(seconds=1)
+    return seconds * 10**9 + int((match[2] or "").ljust(9, "0"))
+
+
+def parse_listen(text: str) -> tuple[str, int] | None:
+    """Host and port (0: any free one) to listen on; `:9464`: everywhere; None for an empty text: nowhere."""
+    if not text:
+        return None
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""  # an IPv6 address without brackets
+    if (
+        not colon
+        or not re.fullmatch(r"[0-9]{1,5}", port)
+        or int(port) > 65535
+        or not re.fullmatch(r"[\w.:%-]*", host)
+    ):
+        raise ValueError(f"expected {LISTEN_FORM}, found {text!r:.60}")
+    return host or "0.0.0.0", int(port)  # noqa: S104  (asked for by leaving the host out)
+
 
 #: The validation context of values that come from a file.
 FROM_FILE = {"source": "file"}
@@ -222,3 +305,115 @@ def required(value: Any) -> Any:
 
 
 Required = AfterValidator(required)
+
+
+_HOST_URL = re.compile(
+    r"(?P<scheme>[a-z0-9]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>[0-9]{1,5}))?"
+)
+_S3_BUCKET = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
+_IP = re.compile(r"[0-9]+(\.[0-9]+){3}")
+
+
+def check_host_url(text: str, schemes: Sequence[str], credentials: str) -> str:
+    """`text`, if it is `scheme://host[:port]` and no more; `credentials`: where user and password belong."""
+    form = f"{' or '.join(f'{scheme}://HOST:PORT' for scheme in schemes)}"
+    match = _HOST_URL.fullmatch(text)
+    if "@" in text:
+        raise refuse(f"{form} without user and password (they belong into {credentials})")
+    if text.endswith("/"):
+        raise refuse(f"{form} without a slash at its end")
+    if not match or match["scheme"] not in schemes:
+        raise refuse(f"{form} (an IPv6 address in brackets; no path)")
+    if match["port"] and not 1 <= int(match["port"]) <= 65535:
+        raise refuse(f"{form} with a port from 1 to 65535")
+    return text
+
+
+def check_store_url(text: str) -> str:
+    """`text`, if it is `s3://BUCKET` or `file:///FOLDER`."""
+    if "@" in text and not text.startswith("file://"):
+        raise refuse(
+            "s3://BUCKET without credentials (they belong into access_key_id and secret_access_key_file)"
+        )
+    if text.startswith("file://"):
+        return _check_folder(text)
+    scheme, _, bucket = text.partition("://")
+    if scheme != "s3":
+        raise refuse("s3://BUCKET or file:///FOLDER")
+    if "/" in bucket:
+        raise refuse("s3://BUCKET with nothing behind the bucket (a path belongs into prefix)")
+    if not _S3_BUCKET.fullmatch(bucket) or ".." in bucket or _IP.fullmatch(bucket):
+        raise refuse(
+            "s3://BUCKET, the bucket 3 to 63 of a-z 0-9 . -, beginning and ending with a letter or digit"
+        )
+    return text
+
+
+def _check_folder(text: str) -> str:
+    folder = unquote(text.removeprefix("file://"))
+    if not folder.startswith("/") or folder.strip("/") == "" or ".." in folder.split("/") or "\0" in folder:
+        raise refuse("file:///FOLDER with an absolute folder below /")
+    return text
+
+
+EVENT, VALUE = "%s", "%v"
+MAX_VALUE = 512  # bytes that a value may take in a subject
+MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, and a reply subject stands in them too
+
+_UNKNOWN = re.compile("%(?![sv%])")
+
+
+def _check(template: str) -> str:
+    if not template:
+        return template
+    if not is_subject(template.replace(EVENT, "s").replace(VALUE, "v")):
+        raise refuse("a subject without wildcards and empty tokens, %s and %v allowed")
+    if _UNKNOWN.search(template):
+        raise refuse("%s for the event, %v for the value, and % before no other letter")
+    first = template.partition(".")[0]
+    if VALUE in first or first.startswith("$"):
+        # A value is what a publisher wrote: it must not choose whose subject this is, such as $JS.API.
+        raise refuse("a first token of its own: without %v, and not beginning with $")
+    if len(template.replace(VALUE, "v" * MAX_VALUE).encode()) > MAX_SUBJECT:
+        raise refuse(f"at most {MAX_SUBJECT} bytes, counting {MAX_VALUE} for each %v")
+    return template
+
+
+AdvisorySubject = Annotated[Text, AfterValidator(_check), Kind("subject")]
+
+
+_KNOWN: list[weakref.ref[FileSecret]] = []
+
+
+class FileSecret(SecretStr):
+    """What `read` found in the file `path`. It stays until somebody has it read again: when it was refused,
+    or on SIGHUP. A file that is ahead of its server so does no harm.
+
+    `read` raises ValueError for what is no secret, never with the content.
+    """
+
+    def __init__(self, value: str, path: str, read: Callable[[str], str]) -> None:
+        super().__init__(value)
+        self.path, self._read = path, read
+        _KNOWN[:] = [each for each in _KNOWN if each() is not None]
+        _KNOWN.append(weakref.ref(self))
+
+    def read_again(self) -> bool:
+        """Read the file again; whether the secret is another one now. From any thread."""
+        try:
+            found = self._read(self.path)
+        except ValueError as error:
+            log.warning("secret not read again", action="secret_unread", error=str(error))
+            return False
+        if found == self._secret_value:
+            return False
+        self._secret_value = found
+        log.info("secret read again", action="secret_read", file=self.path)
+        return True
+
+
+def read_all_again() -> None:
+    """Read the files of all secrets of this process again."""
+    for known in _KNOWN:
+        if (secret := known()) is not None:
+            secret.read_again()

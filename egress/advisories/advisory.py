@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
 from common.chain import Chain
 from common.clock import NS_PER_S
+from common.errors import Stopped
+from common.jetstream.api import StreamInfo, stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import build_block
+from common.jetstream.protocol import frame
 from common.settings.egress import FeedSettings
-from egress.advisories.event import Advisory
+from common.settings.types import EVENT, MAX_VALUE, VALUE
+from common.subjects import overlaps
+from egress.partition import Slice
+
+
+class Event(StrEnum):
+    """What became of a value; the words of stream-replicator."""
+
+    NEW = "new"
+    TIMEOUT = "timeout"
+    RECOVER = "recover"
+    EXPIRE = "expire"
+
+
+@dataclass(frozen=True, slots=True)
+class Advisory:
+    """One event of one value. All of it follows from the log, so that it is the same whoever finds it.
+
+    `seen_ns`: when the value was last seen, by message time: for NEW the message itself, for the others the
+    message before the silence. `moment_ns`: when the event was: of NEW and RECOVER the message's time, of
+    TIMEOUT `seen_ns` and `warn_duration`, of EXPIRE `seen_ns` and `inspect_duration`. Nanoseconds since 1970.
+    """
+
+    event: Event
+    value: str
+    seen_ns: int
+    moment_ns: int
+
 
 PROTOCOL = "io.choria.sr.v2.age_advisory"
 KSUID_EPOCH = 1_400_000_000  # seconds since 1970, as its authors chose
@@ -123,3 +158,127 @@ def ksuid(seconds: int, payload: bytes) -> str:
 
 def _as_utf8(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
+
+
+HASH_DIGITS = 32  # what a value that was cut to MAX_VALUE ends in, after a ~
+
+# Spaces of all kinds, control characters, wildcards, half surrogates; dots that would make an empty token.
+_UNSAFE = re.compile(r"[\s\x00-\x20\x7f-\x9f*>%\ud800-\udfff]|^\.|\.$|(?<=\.)\.")
+_PLACES = re.compile("%[sv]")
+_WHOLE_ESCAPES = re.compile(rb"(?:%[0-9A-F]{2}|[^%])*")
+
+
+def safe(value: str) -> str:
+    """`value` as tokens of a subject: never empty, no dot at either end, at most `MAX_VALUE` bytes."""
+    text = _UNSAFE.sub(_escape, value) or "%"
+    raw = text.encode()
+    if len(raw) <= MAX_VALUE:
+        return text
+    digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_DIGITS]
+    room = raw[: MAX_VALUE - HASH_DIGITS - 1]
+    whole = _WHOLE_ESCAPES.match(room)
+    assert whole is not None
+    return f"{whole[0].decode('utf-8', 'ignore')}~{digest}"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
+
+
+def subject_of(template: str, advisory: Advisory) -> str:
+    """Where `advisory` is published; a subject that can be published to, where the template is valid."""
+    words = {EVENT: advisory.event.value, VALUE: safe(advisory.value)}
+    # Both in one go: what a value brings in is not looked at again.
+    return _PLACES.sub(lambda match: words[match[0]], template)
+
+
+def filter_of(template: str) -> str:
+    """The narrowest filter that takes every subject of the template."""
+    tokens: list[str] = []
+    for token in template.split("."):
+        if VALUE in token:
+            return ".".join([*tokens, ">"])
+        tokens.append("*" if EVENT in token else token)
+    return ".".join(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message on the wire; `headers` carry its id, by which the stream knows it again."""
+
+    subject: bytes
+    payload: bytes
+    headers: bytes
+
+    def checked(self, max_payload: int) -> Message:
+        """Itself. Raises ValueError where the server would not take it, and end the connection."""
+        size = len(self.headers) + len(self.payload)
+        if size > max_payload:
+            raise ValueError(f"expected at most {max_payload} bytes, found {size}")
+        return self
+
+    def frame(self) -> bytes:
+        """The bytes that publish it without an answer. Raises ValueError for what the wire cannot carry."""
+        return frame(self.subject, self.payload, self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class Letters:
+    """Makes messages for the subjects of `template`."""
+
+    template: str
+    writer: Writer
+
+    def message(self, advisory: Advisory) -> Message:
+        """The same for the same advisory."""
+        document = self.writer.document(advisory)
+        block = build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
+        return Message(subject_of(self.template, advisory).encode(), document.to_json(), block)
+
+
+CODE = "E-ADVISORY-LOOP"
+
+
+def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
+    """Advisories and subjects of a stream that can be the same, as filters; None where none can. Pure.
+
+    `subjects`: what the stream takes. `filter_subject`: what is read of it, empty: all.
+    """
+    told = [filter_of(template.replace(EVENT, event.value)) for event in Event]
+    # Filters of which every two overlap have a subject in common.
+    read = [subject for subject in subjects if overlaps(subject, filter_subject)]
+    for each in dict.fromkeys(told):
+        for subject in read:
+            if overlaps(each, subject) and overlaps(each, filter_subject):
+                return each, subject
+    return None
+
+
+def loop_of(part: Slice, chain: Chain, info: StreamInfo) -> Stopped | None:
+    """Why `part` cannot be read: the advisories of `chain` would come back with its messages."""
+    template = part.settings.advisory.subject
+    found = fed_back(template, info.config.get("subjects") or (), part.filter_subject) if template else None
+    if found is None:
+        return None
+    told, subject = found
+    read = f"{subject}, of which {part.filter_subject} is read" if part.filter_subject else subject
+    return Stopped(
+        f"{chain}: advisories on {told} would be messages of stream {info.name} itself ({read}), "
+        "and each would lead to others",
+        hint="set another advisory.subject, which that stream does not take, or a filter_subject that leaves "
+        f"{filter_of(template)} out",
+        code=CODE,
+    )
+
+
+def refuse_loop(part: Slice, chain: Chain, info: StreamInfo) -> None:
+    """Raises Stopped where there is a loop."""
+    if (loop := loop_of(part, chain, info)) is not None:
+        raise loop
+
+
+async def look_for_loop(part: Slice, chain: Chain, client: FloeClient) -> None:
+    """As `refuse_loop`, of the stream as it is now. Asks only where there are advisories."""
+    info = await stream_info(client, part.stream) if part.settings.advisory.subject else None
+    if info is not None:
+        refuse_loop(part, chain, info)

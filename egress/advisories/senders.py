@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import deque
 from collections.abc import Callable, Sequence
 
-from common.clock import Clock, wait_for
-from common.errors import FloeError, OutcomeUnknown, Refused
+from common.chain import Chain
+from common.clock import NS_PER_S, Backoff, Clock, wait_for
+from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
-from egress.advisories.acks import judge_ack
-from egress.advisories.advisory import event_id
-from egress.advisories.event import Advisory
-from egress.advisories.lateness import Lateness
-from egress.advisories.message import Letters
-from egress.advisories.outbox import WAVE, Outbox
-from egress.advisories.stored import ids_stored
-from egress.advisories.subject import filter_of
-from egress.advisories.tally import Result, Tally
-from egress.backoff import Backoff
+from egress.advisories.advisory import Advisory, Letters, Writer, event_id, filter_of, inspect_field
+from egress.advisories.outbox import LIMIT, WAVE, Lateness, Outbox, Result, Tally, ids_stored, judge_ack
+from egress.partition import Slice
 
 ACK_TIMEOUT = 5.0  # seconds
 TICK = 0.5  # seconds between looks at what nobody wakes us for
@@ -206,3 +202,154 @@ class ReliableSender:
     def _forget(self, advisory: Advisory) -> None:
         self._outbox.remove(advisory)
         self._failed.discard(advisory)
+
+
+class PlainSender:
+    """Sends what it takes as soon as it can; drops it, and counts it, where the connection is down."""
+
+    def __init__(
+        self,
+        client: FloeClient,
+        letters: Letters,
+        tally: Tally,
+        lateness: Lateness,
+        clock: Clock,
+        may_send: Callable[[], bool],
+    ) -> None:
+        self._client, self._letters, self._tally = client, letters, tally
+        self._lateness, self._clock, self._may_send = lateness, clock, may_send
+        self._queue: deque[Advisory] = deque()
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+
+    def take(self, advisories: Sequence[Advisory], *, doubtful: bool) -> None:
+        """Send these too, unless they may have been sent already."""
+        if doubtful:
+            return
+        room = LIMIT - len(self._queue)
+        self._queue.extend(advisories[:room])
+        for advisory in advisories[room:]:
+            self._tally.count(advisory, Result.DROPPED)
+        if self._queue:
+            self._idle.clear()
+        self._wake.set()
+
+    def settle(self) -> None:
+        """Nothing waits for it."""
+
+    @property
+    def has_room(self) -> bool:
+        """Always: what does not fit is dropped."""
+        return True
+
+    def pending(self) -> tuple[Advisory, ...]:
+        """Nothing is owed to anybody."""
+        return ()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._wake.clear()
+            while self._queue and self._may_send():
+                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
+            if not self._queue:
+                self._idle.set()
+            await wait_for(self._wake, TICK)
+
+    async def drain(self, timeout: float) -> None:
+        """Return when nothing waits, or after `timeout` seconds."""
+        await wait_for(self._idle, timeout)
+
+    async def _send(self, wave: list[Advisory]) -> None:
+        late = await self._late(wave)
+        frames = {each: frame for each in wave if each not in late and (frame := self._frame(each))}
+        try:
+            self._client.send(b"".join(frames.values()))
+            await self._client.flush_writes()
+            result = Result.PUBLISHED
+        except Unavailable:
+            result = Result.DROPPED
+        for advisory in frames:
+            self._tally.count(advisory, result)
+        for advisory in late:
+            self._tally.count(advisory, Result.STALE)
+
+    def _frame(self, advisory: Advisory) -> bytes:
+        """Empty for what can never be sent."""
+        try:
+            return self._letters.message(advisory).checked(self._client.max_payload).frame()
+        except ValueError as error:
+            self._tally.refused(advisory, error)
+            return b""
+
+    async def _late(self, wave: list[Advisory]) -> set[Advisory]:
+        try:
+            return await self._lateness.late(wave)
+        except FloeError:
+            return set()
+
+
+class Advisories:
+    """Publishes the advisories of `chain`. Made only where `part.settings.advisory.subject` is set.
+
+    `outbox`: what a snapshot says is not stored yet; `doubtful`: whether some of it may have been sent since.
+    `may_send`: asked before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
+    """
+
+    def __init__(
+        self,
+        part: Slice,
+        chain: Chain,
+        client: FloeClient,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        outbox: Sequence[Advisory] = (),
+        doubtful: bool = True,
+        may_send: Callable[[], bool] = lambda: True,
+        ack_timeout: float = ACK_TIMEOUT,
+    ) -> None:
+        feed = part.settings
+        letters = Letters(feed.advisory.subject, Writer(chain, inspect_field(feed)))
+        tally = Tally(chain, feed.advisory.subject)
+        lateness = Lateness(client, feed.stream, round(feed.inspect_duration * NS_PER_S), clock)
+        self._sender: ReliableSender | PlainSender
+        if feed.advisory.reliable:
+            self._sender = ReliableSender(
+                client, letters, tally, lateness, clock, Backoff(rng), may_send, ack_timeout
+            )
+        else:
+            self._sender = PlainSender(client, letters, tally, lateness, clock, may_send)
+        self._sender.take(outbox, doubtful=doubtful)
+
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
+
+        `again`: found while reading again what was read before, so that they may have been sent.
+        """
+        if advisories:
+            self._sender.take(advisories, doubtful=again)
+
+    def settle(self) -> None:
+        """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
+        self._sender.settle()
+
+    @property
+    def has_room(self) -> bool:
+        """False while so many wait to be stored that the reader must ask for no more (stop, don't skip).
+
+        To be asked again at each tick: room comes back by itself.
+        """
+        return self._sender.has_room
+
+    def pending(self) -> tuple[Advisory, ...]:
+        """Not known to be stored, those on their way included: goes into snapshots. Empty if not reliable."""
+        return self._sender.pending()
+
+    async def run(self) -> None:
+        """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
+        await self._sender.run()
+
+    async def drain(self, timeout: float) -> None:
+        """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
+        await self._sender.drain(timeout)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
 
 from common.clock import NS_PER_S
+from common.segments.cli import timestamp
 from common.service.cli import (
     Duration,
     config_option,
@@ -19,18 +23,120 @@ from common.service.cli import (
     open_store,
     run_command,
 )
+from common.service.logs import escaped
+from egress.sampling.key_table import Known, Notice, SamplerState
 
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.errors import FloeError
-    from common.segments.documents import ChainStore
-    from common.segments.snapshots import SnapshotRef
+    from common.segments.documents import ChainStore, SnapshotRef
     from common.segments.store import SegmentStore
     from common.settings.egress import FeedSettings
     from common.settings.root import Settings
-    from egress.sampling.listing import Selection
+    from egress.sampling.key_table import Known
     from egress.sampling.snapshot import Snapshot
-    from egress.sampling.state import Known
+
+
+_TIME_WIDTH = len("2026-11-20T10:00:00.000000000Z")
+_HEADER = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}  {'size':>10}  {'advised':7}  value"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where
+    `silent_ns` is not None, are known to be silent or were seen before it.
+
+    Those last seen at `expired_ns` or before have expired, like those that were told about: they are unknown.
+    """
+
+    pattern: re.Pattern[str] | None = None
+    since_ns: int = 0
+    silent_ns: int | None = None
+    expired_ns: int = 0
+
+    def is_expired(self, known: Known) -> bool:
+        """Whether `known` only waits to be forgotten."""
+        return known.notice == Notice.EXPIRE or known.seen_ns <= self.expired_ns
+
+    def takes(self, known: Known) -> bool:
+        """Whether `known`, which has not expired, is one of them."""
+        if known.seen_ns < self.since_ns:
+            return False
+        if self.silent_ns is not None and not (known.notice or known.seen_ns < self.silent_ns):
+            return False
+        return self.pattern is None or self.pattern.search(known.value) is not None
+
+
+class Values:
+    """The values of `state` that `selection` takes, by name; a million of them take some 100 MB.
+
+    `known`: how many there are to take them from; `expired`: how many more have expired.
+    """
+
+    def __init__(self, state: SamplerState, selection: Selection) -> None:
+        self._values: list[str] = []
+        self._times = array("q")  # seen, copied, due of each
+        self._sizes = array("Q")
+        self._notices = bytearray()
+        self.known = self.expired = 0
+        for known in state.known():
+            if selection.is_expired(known):
+                self.expired += 1
+                continue
+            self.known += 1
+            if not selection.takes(known):
+                continue
+            self._values.append(known.value)
+            self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
+            self._sizes.append(known.size)
+            self._notices.append(known.notice)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def last_seen_by(self, time_ns: int) -> int:
+        """How many of them were seen last at `time_ns` or before."""
+        return sum(seen <= time_ns for seen in self._times[::3])
+
+    def __iter__(self) -> Iterator[Known]:
+        for n in sorted(range(len(self._values)), key=self._values.__getitem__):
+            seen, copied, due = self._times[3 * n : 3 * n + 3]
+            yield Known(self._values[n], seen, copied, due, self._sizes[n], Notice(self._notices[n]))
+
+
+def header(chain_width: int) -> str:
+    """What the columns of `as_text` are, behind that of the chain."""
+    return f"{'chain':{chain_width}}  {_HEADER}"
+
+
+def as_value(known: Known) -> str:
+    """The value alone."""
+    return escaped(known.value)
+
+
+def as_text(known: Known) -> str:
+    """One line for people; what a value holds cannot forge another."""
+    advised = known.notice.name.lower() if known.notice else "-"
+    seen, copied = timestamp(known.seen_ns), timestamp(known.copied_ns)
+    return (
+        f"{seen:{_TIME_WIDTH}}  {copied:{_TIME_WIDTH}}  {known.size:10}  {advised:7}  {escaped(known.value)}"
+    )
+
+
+def as_json(chain: str, known: Known) -> str:
+    """One line for programs. `advised`: null or `timeout`; `due`: when the next one passes."""
+    return json.dumps(
+        {
+            "chain": chain,
+            "value": known.value,
+            "seen": timestamp(known.seen_ns),
+            "copied": timestamp(known.copied_ns),
+            "due": timestamp(known.due_ns),
+            "size": known.size,
+            "advised": known.notice.name.lower() if known.notice else None,
+        }
+    )
+
 
 _LINES_AT_ONCE = 1000
 
@@ -80,7 +186,6 @@ def state(
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
     """
     from common.clock import SystemClock
-    from egress.sampling.listing import Selection
     from egress.sampling.settings import Sampling
 
     settings = load_settings(config, quiet=True)
@@ -112,9 +217,9 @@ class _Printing:
         self._is_headed = is_values or as_json
 
     def print(self, ref: SnapshotRef, snapshot: Snapshot, selection: Selection, now: float) -> None:
-        from egress.sampling import listing
+        from egress.sampling import cli
 
-        chosen = listing.Values(snapshot.state, selection)
+        chosen = cli.Values(snapshot.state, selection)
         age = max(0.0, now - ref.modified)
         text = (
             f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
@@ -126,20 +231,20 @@ class _Printing:
             text += f"; expired since then, unless seen again: {late}"
         click.echo(text, err=True)
         if not self._is_headed:
-            click.echo(listing.header(len(str(ref.chain))))
+            click.echo(cli.header(len(str(ref.chain))))
             self._is_headed = True
         lines = map(self._form(str(ref.chain)), chosen)
         while block := list(islice(lines, _LINES_AT_ONCE)):
             click.echo("\n".join(block))
 
     def _form(self, chain: str) -> Callable[[Known], str]:
-        from egress.sampling import listing
+        from egress.sampling import cli
 
         if self._is_values:
-            return listing.as_value
+            return cli.as_value
         if self._as_json:
-            return lambda known: listing.as_json(chain, known)
-        return lambda known: f"{chain}  {listing.as_text(known)}"
+            return lambda known: cli.as_json(chain, known)
+        return lambda known: f"{chain}  {cli.as_text(known)}"
 
 
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:

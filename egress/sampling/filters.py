@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING
 
 from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.columns import Columns
-from egress.batch import chosen
-from egress.sifted import LOOPED, SAMPLED_OUT, TOO_OLD, Sifted
+from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, chosen
 
 if TYPE_CHECKING:
     from egress.loops import Claims
     from egress.sampling.sampler import Choices, Sampler
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from egress.advisories.advisory import Advisory
+from egress.advisories.senders import Advisories
+from egress.batch import part
+from egress.builder import Builder
+from egress.sampling.sampler import Choices, Sampler
 
 # From whether a message is kept (1 or 0) to its code, and from its code to whether it is still in question.
 _FROM_CHOICE = bytes([SAMPLED_OUT, 0]) + bytes(254)
@@ -132,3 +140,175 @@ def _merged(codes: bytearray, rest: bytes | bytearray) -> bytearray:
     """`codes`, with those of `rest` in the places of its zeros."""
     following = iter(rest)
     return bytearray(code or next(following) for code in codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a former session may have found already.
+
+    `last`: up to this sequence messages may have been read before. `until_ns`: and this time may have been
+    let pass, if by then all messages up to `last` are folded in; 0 if not.
+    """
+
+    last: int
+    until_ns: int = 0
+
+
+class Tracking:
+    """`advisories`: None where the feed has none; then time only lets the sampler forget."""
+
+    def __init__(self, sampler: Sampler, advisories: Advisories | None, again: Again) -> None:
+        self._sampler, self._advisories, self._again = sampler, advisories, again
+        self._advanced_ns = 0
+        self.is_again = True
+
+    @property
+    def has_room(self) -> bool:
+        """False while advisories wait to be stored."""
+        return self._advisories is None or self._advisories.has_room
+
+    def found(self, advisories: list[Advisory], *, again: bool = False) -> None:
+        """Hand these over; `again`: they may have been sent, though nothing is read again any more."""
+        if self._advisories is not None and advisories:
+            self._advisories.take(advisories, again=again or self.is_again)
+
+    def reached(self, sequence: int) -> None:
+        """All up to `sequence` is folded in."""
+        if self.is_again and sequence >= self._again.last:
+            self.advance(max(self._sampler.watermark_ns, self._again.until_ns))
+            self.is_again = False
+            if self._advisories is not None:
+                self._advisories.settle()
+
+    def advance(self, now_ns: int, *, again: bool = False) -> None:
+        """No message older than `now_ns` is still to come; `again` as in `found`."""
+        if now_ns > self._advanced_ns:
+            self._advanced_ns = now_ns
+            self.found(self._sampler.advance(now_ns), again=again)
+
+    def tick(self) -> None:
+        """Let as much time pass as the messages did."""
+        self.advance(self._sampler.watermark_ns)
+
+    def pending(self) -> tuple[Advisory, ...]:
+        """What is not stored yet."""
+        return () if self._advisories is None else self._advisories.pending()
+
+
+class Sifting:
+    """For a feed that is not sampled, but has `max_age` or is a relay."""
+
+    def __init__(self, builder: Builder, sieve: Sieve) -> None:
+        self._builder, self._sieve = builder, sieve
+
+    def messages(self, columns: Columns) -> None:
+        """The next messages."""
+        if not self._builder.is_done:
+            self._builder.sifted(self._sieve.sift(columns))
+
+    def passed(self, sequence: int) -> None:
+        """The consumer delivers no more up to `sequence`."""
+        self._builder.passed(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What a session of a sampled feed reads.
+
+    `read_from`, `write_from`: what lies between them is archived, and is only folded. `until`: the end of the
+    hole that is filled, None without one. `source_newest_ns`: time of the newest message that the source
+    holds; it counts for `max_age` only from `write_from` on, so that reading again judges as the first
+    reading did.
+    """
+
+    read_from: int
+    write_from: int
+    until: int | None = None
+    source_newest_ns: int = 0
+
+
+class Intake:
+    """For a sampled feed.
+
+    `on_writing`: called once, where writing begins, with whether messages are judged by a time that no
+    snapshot knows. `on_batch`: called before each batch that is written; `on_choices`: behind it.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        sieve: Sieve,
+        tracking: Tracking,
+        stretch: Stretch,
+        *,
+        on_writing: Callable[[bool], None],
+        on_batch: Callable[[], None],
+        on_choices: Callable[[Choices], None],
+    ) -> None:
+        self._builder, self._sieve, self._tracking, self._stretch = builder, sieve, tracking, stretch
+        self._on_writing, self._on_batch, self._on_choices = on_writing, on_batch, on_choices
+        self._is_writing = False
+        self._end = stretch.read_from - 1
+
+    @property
+    def end(self) -> int:
+        """The last sequence folded in, or known to hold nothing to fold."""
+        return self._end
+
+    def begin(self) -> None:
+        """To be called once, before the first message."""
+        self._reached(self._end)
+
+    def messages(self, columns: Columns) -> None:
+        """The next messages."""
+        count = bisect_left(columns.sequences, self._stretch.write_from)
+        if count:
+            self._fold(part(columns, 0, count))
+            columns = part(columns, count, len(columns.sequences))
+        if columns.sequences and not self._builder.is_done:
+            self._write(columns)
+
+    def passed(self, sequence: int) -> None:
+        """The consumer delivers no more up to `sequence`."""
+        self._builder.passed(sequence)
+        self._reached(max(self._end, self._inside(sequence)))
+
+    def _inside(self, sequence: int) -> int:
+        return sequence if self._stretch.until is None else min(sequence, self._stretch.until)
+
+    def _fold(self, columns: Columns) -> None:
+        """Take messages that are archived."""
+        self._sieve.sift(columns)
+        if self._sieve.choices is not None:
+            self._tracking.found(self._sieve.choices.advisories)
+        self._reached(columns.sequences[-1])
+
+    def _write(self, columns: Columns) -> None:
+        self._begin_writing()
+        last = self._inside(columns.sequences[-1])
+        inside = part(columns, 0, bisect_right(columns.sequences, last))
+        if inside.sequences:
+            self._sift(inside)
+        if last < columns.sequences[-1]:
+            self._builder.passed(last)
+        self._reached(last)
+
+    def _sift(self, columns: Columns) -> None:
+        self._on_batch()
+        sifted, choices = self._sieve.sift(columns), self._sieve.choices
+        if choices is not None:
+            self._tracking.found(choices.advisories)
+            self._on_choices(choices)
+        self._builder.sifted(sifted)
+
+    def _reached(self, sequence: int) -> None:
+        if sequence >= self._stretch.write_from - 1:
+            self._begin_writing()
+        self._end = sequence
+        self._tracking.reached(sequence)
+
+    def _begin_writing(self) -> None:
+        if not self._is_writing:
+            self._is_writing = True
+            self._end = self._stretch.write_from - 1
+            self._on_writing(self._sieve.saw(self._stretch.source_newest_ns))

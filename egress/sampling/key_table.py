@@ -7,11 +7,102 @@ Arrow finds the silent ones at once. The fold reads and writes the columns itsel
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from itertools import chain
+from typing import Any, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from egress.sampling.state import CHUNK, Notice, SamplerState
+from common.clock import NS_PER_S
+
+#: A publisher with a period of `inspect_duration` is never quite on time: it may be early by this much.
+SLACK_PART = 100
+
+
+def period_ns(key: str, duration_ns: int) -> int:
+    """After how many nanoseconds since its last copy a message of `key` passes again.
+
+    That is `duration_ns`, less a slack of a hundredth of it (at most one second), less a share of a tenth of
+    it that follows from the key alone: copies that began together drift apart, and none is late.
+    """
+    digest = blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    spread = int.from_bytes(digest, "big") * duration_ns // (10 << 64)
+    return duration_ns - min(NS_PER_S, duration_ns // SLACK_PART) - spread
+
+
+#: Values that stand in one list; such a list is copied before it is changed, where a frozen state holds it.
+CHUNK = 4096
+
+
+class Notice(IntEnum):
+    """What was told about a key since it was last seen."""
+
+    NONE = 0
+    TIMEOUT = 1
+    EXPIRE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One key, as `floe state` shows it. Times are nanoseconds since 1970.
+
+    `seen_ns`, `size`: time and payload bytes of its last message. `copied_ns`: the message of that time was
+    the last that passed. From `due_ns` on the next one passes.
+    """
+
+    value: str
+    seen_ns: int
+    copied_ns: int
+    due_ns: int
+    size: int
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """What a sampler knew at one moment. Made by `Sampler.freeze` and by `decode`, read by `Sampler`.
+
+    `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be
+    shorter), None where a place is free. The other fields hold the columns, one entry for each place: `seen`
+    and `due` 8 bytes (ns), `sizes` 4, `notices` 1, in the byte order of this machine.
+    """
+
+    duration_ns: int
+    watermark_ns: int
+    values: tuple[list[str | None], ...]
+    seen: bytes
+    due: bytes
+    sizes: bytes
+    notices: bytes
+
+    @classmethod
+    def empty(cls, duration_ns: int) -> SamplerState:
+        """The state before the first message."""
+        return cls(duration_ns, 0, (), b"", b"", b"", b"")
+
+    def count(self) -> int:
+        """How many keys are known."""
+        return sum(len(chunk) - chunk.count(None) for chunk in self.values)
+
+    def known(self) -> Iterator[Known]:
+        """Every key with what is known about it, in no order that means anything."""
+        columns = zip(
+            chain.from_iterable(self.values),
+            array("q", self.seen),
+            array("q", self.due),
+            array("I", self.sizes),
+            self.notices,
+            strict=True,
+        )
+        for value, seen, due, size, notice in columns:
+            if value is not None:
+                copied = due - period_ns(value, self.duration_ns)
+                yield Known(value, seen, copied, due, size, Notice(notice))
+
 
 #: `seen` of a free place: later than any message.
 NEVER = 2**63 - 1
@@ -116,3 +207,68 @@ class Table:
             self._chunks[number] = list(self._chunks[number])
             self._shared[number] = 0
         return self._chunks[number]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
+
+    Only what was not told yet is due to be told.
+    """
+
+    timeout: int
+    expire: int
+    forget: int
+
+
+def due_places(table: Table, limits: Limits, most: int) -> list[int]:
+    """The first places of keys that are due, so many at most."""
+    seen, notices = table.columns()
+    silent = _places(pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1))))
+    if not len(silent):
+        return []
+    due = _due(seen.take(silent), notices.take(silent), limits)
+    return cast(list[int], silent.filter(due).slice(0, most).to_pylist())
+
+
+def _places(mask: pa.BooleanArray) -> pa.Array[pa.UInt64Scalar]:
+    return cast("pa.Array[pa.UInt64Scalar]", pc.call_function("indices_nonzero", [mask]))
+
+
+def _due(seen: pa.Array[Any], notices: pa.Array[Any], limits: Limits) -> pa.BooleanArray:
+    forget = pc.less_equal(seen, _time(limits.forget))
+    expire = pc.and_(pc.less_equal(seen, _time(limits.expire)), pc.less(notices, _told(Notice.EXPIRE)))
+    timeout = pc.and_(pc.less(seen, _time(limits.timeout)), pc.equal(notices, _told(Notice.NONE)))
+    return pc.or_(pc.or_(forget, expire), timeout)
+
+
+def oldest(table: Table) -> tuple[int, int, int]:
+    """The least `seen` of keys nothing was told about, of those with a timeout, and of all keys.
+
+    `NEVER` where there is none.
+    """
+    seen, notices = table.columns()
+    least = _least(seen)
+    if not len(seen) or not pc.max(notices).as_py():
+        return least, NEVER, least
+    return _least_told(seen, notices, Notice.NONE), _least_told(seen, notices, Notice.TIMEOUT), least
+
+
+def _least_told(seen: pa.Array[Any], notices: pa.Array[Any], notice: Notice) -> int:
+    # The mask becomes the validity of the column, so that nothing is copied.
+    mask = pc.equal(notices, _told(notice))
+    validity, values = mask.buffers()[1], seen.buffers()[1]
+    return _least(pa.Array.from_buffers(pa.int64(), len(seen), [validity, values]))
+
+
+def _time(time_ns: int) -> pa.Int64Scalar:
+    return pa.scalar(time_ns, pa.int64())
+
+
+def _told(notice: Notice) -> pa.UInt8Scalar:
+    return pa.scalar(int(notice), pa.uint8())
+
+
+def _least(seen: pa.Array[Any]) -> int:
+    least = pc.min(seen).as_py()
+    return NEVER if least is None else int(least)

@@ -21,21 +21,24 @@ from common.errors import DataError
 from common.segments.store import SegmentStore
 from common.sequences import preference
 from common.service.logs import get_logger
-from common.service.threads import Threads
+from common.service.process import Threads
 from egress import metrics
-from egress.advisories.event import Advisory
+from egress.advisories.advisory import Advisory
 from egress.archive import Archive
 from egress.identity import Source
-from egress.partition import Slice
-from egress.position import Position
-from egress.sampling.candidates import Candidates
-from egress.sampling.choose import reason, to_build_upon, to_follow
-from egress.sampling.past import continued
-from egress.sampling.rebuild import Rebuilding
+from egress.partition import Position, Slice
+from egress.sampling.rebuild import Rebuilding, continued
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import SnapshotRef, Snapshots
+from egress.sampling.snapshot_store import (
+    Candidates,
+    SnapshotRef,
+    Snapshots,
+    reason,
+    to_build_upon,
+    to_follow,
+)
 
 __all__ = ["Resumed", "resume"]
 

@@ -13,14 +13,56 @@ from itertools import repeat
 from typing import cast
 
 from common.segments.columns import Columns
-from egress.advisories.event import Advisory, Event
-from egress.sampling.key_table import NEVER, Table, later
-from egress.sampling.keys import KeyReader
-from egress.sampling.message_time import Stretch, stretches
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_reader import KeyReader
+from egress.sampling.key_table import (
+    NEVER,
+    Limits,
+    Notice,
+    SamplerState,
+    Table,
+    due_places,
+    later,
+    oldest,
+    period_ns,
+)
 from egress.sampling.settings import Sampling
-from egress.sampling.silence import Limits, due_places, oldest
-from egress.sampling.spread import period_ns
-from egress.sampling.state import Notice, SamplerState
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Messages from the place `first` of a batch on, with their times, which never run backwards.
+
+    `is_set_back`: the clock was set back before them, to the first of these times.
+    """
+
+    first: int
+    times: Sequence[int]
+    is_set_back: bool
+
+
+def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[Stretch]:
+    """The batch as stretches of time, one behind the other; one, nearly always, and none of nothing.
+
+    `newest_ns`: the newest time before the batch.
+    """
+    if not timestamps_ns:
+        return []
+    if timestamps_ns[0] >= newest_ns and sorted(timestamps_ns) == timestamps_ns:
+        return [Stretch(0, timestamps_ns, False)]
+    return _uneven(timestamps_ns, newest_ns, tolerance_ns)
+
+
+def _uneven(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[Stretch]:
+    times: list[int] = []
+    found = [Stretch(0, times, False)]
+    for place, timestamp_ns in enumerate(timestamps_ns):
+        if timestamp_ns < newest_ns - tolerance_ns:
+            times, newest_ns = [], timestamp_ns
+            found.append(Stretch(place, times, True))
+        newest_ns = max(newest_ns, timestamp_ns)
+        times.append(newest_ns)
+    return [stretch for stretch in found if stretch.times]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,73 @@ untrusted like all in a bucket: memory grows with what was read and checked, nev
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Literal
 
 import msgspec
+import pyarrow as pa
 
 from common.chain import Chain
-from egress.advisories.event import Advisory, Event
-from egress.sampling.blocks import framed, unframed
-from egress.sampling.key_table import NEVER
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import CHUNK, NEVER, Notice, SamplerState
 from egress.sampling.settings import MAX_KEY_BYTES
-from egress.sampling.state import CHUNK, Notice, SamplerState
+
+#: The last character is the version.
+MAGIC = b"FLOESMP1"
+MAX_BLOCK = 8 * 2**20
+_LENGTHS = struct.Struct("<II")
+_HASH_BYTES = 32
+
+
+def framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The file of these blocks, each of at most `MAX_BLOCK` bytes, in steps of one block."""
+    codec = pa.Codec("zstd", compression_level=1)
+    digest = hashlib.sha256(MAGIC)
+    yield MAGIC
+    for block in blocks:
+        packed = codec.compress(block, asbytes=True)
+        step = _LENGTHS.pack(len(packed), len(block)) + packed
+        digest.update(step)
+        yield step
+    yield digest.digest()
+
+
+def unframed(raw: bytes) -> Iterator[bytes]:
+    """The blocks that `framed` wrote, one at a time. Raises ValueError for anything else."""
+    body = _checked_block(raw)
+    codec = pa.Codec("zstd")
+    while body:
+        if len(body) < _LENGTHS.size:
+            raise ValueError(f"snapshot: expected a block, found {len(body)} bytes")
+        length, size = _LENGTHS.unpack(body[: _LENGTHS.size])
+        packed, body = body[_LENGTHS.size : _LENGTHS.size + length], body[_LENGTHS.size + length :]
+        if len(packed) < length or size > MAX_BLOCK:
+            raise ValueError(f"snapshot: expected a block of at most {MAX_BLOCK} bytes, found {size}")
+        yield _unpacked(codec, packed, size)
+
+
+def _checked_block(raw: bytes) -> memoryview:
+    """What stands between the magic and the hash."""
+    if raw[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"snapshot: expected {MAGIC!r} first, found {raw[: len(MAGIC)]!r}")
+    body = memoryview(raw)[:-_HASH_BYTES]
+    if len(body) < len(MAGIC) or hashlib.sha256(body).digest() != raw[-_HASH_BYTES:]:
+        raise ValueError("snapshot: expected the hash of its content at its end, found other bytes")
+    return body[len(MAGIC) :]
+
+
+def _unpacked(codec: pa.Codec, packed: memoryview, size: int) -> bytes:
+    try:
+        return codec.decompress(packed, size, asbytes=True)
+    except OSError as error:
+        raise ValueError(f"snapshot: expected a block of {size} bytes, found damage: {error}") from error
+
 
 ADVISORIES_AT_ONCE = 1024
 

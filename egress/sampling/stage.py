@@ -17,26 +17,46 @@ from common.errors import FloeError
 from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
-from egress.advisories.advising import Advisories
+from egress.advisories.senders import Advisories
 from egress.builder import Builder
 from egress.deps import Parts, Pools
 from egress.evidence import source_of
 from egress.identity import Source
 from egress.loops import Claims
-from egress.partition import Slice
-from egress.position import Position
-from egress.sampling.filters import Sieve
-from egress.sampling.intake import Intake, Stretch
-from egress.sampling.quiet import Quiet
+from egress.partition import Position, Slice
+from egress.report import SamplingReport
+from egress.sampling.filters import Again, Intake, Sieve, Stretch, Tracking
 from egress.sampling.resume import Resumed
-from egress.sampling.saving import Saving
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import Snapshots
-from egress.sampling.telling import SamplingReport
-from egress.sampling.tracking import Again, Tracking
+from egress.sampling.snapshot_store import Saving, Snapshots
 
 log = get_logger("egress.sampling")
+
+
+class Quiet:
+    """The answers about one stream, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._times: list[int] = []
+        self._last = 0
+
+    def waits(self, end: int) -> bool:
+        """Whether it is too early to ask again: up to `end` all is folded in."""
+        return self._last > end
+
+    def heard(self, last: int, now_ns: int) -> None:
+        """At `now_ns` the stream ended at the sequence `last`."""
+        self._times, self._last = [*self._times[-1:], now_ns], last
+
+    def forget(self) -> None:
+        """Nobody answered, or not for this stream."""
+        self._times, self._last = [], 0
+
+    def until(self, end: int) -> int | None:
+        """Up to what time (ns) all messages are folded in, if all up to `end` are; None if nobody knows."""
+        return self._times[0] if len(self._times) > 1 and not self.waits(end) else None
+
 
 # Seconds at a clean end: for advisories that wait, and for the last snapshot.
 DRAIN_ADVISORIES = 3.0

@@ -2,21 +2,102 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from common.service.logs import escaped
 from common.service.metrics import REGISTRY
-from common.service.monitor import Health, Pages
-from common.service.monitor_http import Answer
-from common.service.text import escaped
-from egress.workers.asking import Said, ask_all
-from egress.workers.exposition import merged
+from common.service.monitor import Answer, Health, Pages
 from egress.workers.process import WorkerProcess
+
+TIMEOUT = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one worker answered; status 0: nothing, because it runs not, not yet, or not on."""
+
+    index: int
+    pid: int
+    restarts: int
+    port: int
+    status: int = 0
+    text: str = ""
+
+
+def ask_all(workers: Sequence[WorkerProcess], path: str) -> list[Said]:
+    """What each says on `path`, in their order; within a few seconds, whatever they do."""
+    with ThreadPoolExecutor(len(workers), thread_name_prefix="ask") as pool:
+        return list(pool.map(lambda worker: _ask(worker, path), workers))
+
+
+def _ask(worker: WorkerProcess, path: str) -> Said:
+    index, pid, restarts, port = worker.index, worker.pid, worker.restarts, worker.port
+    if not port:
+        return Said(index, pid, restarts, port)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    try:
+        connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
+        answer = connection.getresponse()
+        return Said(index, pid, restarts, port, answer.status, answer.read().decode())
+    except (OSError, http.client.HTTPException, ValueError):
+        return Said(index, pid, restarts, port)
+    finally:
+        connection.close()
+
+
+@dataclass(slots=True)
+class _Family:
+    """The lines of one metric: at most one of each kind of comment, and the samples of all processes."""
+
+    comments: dict[str, str] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
+
+def merged(own: str, pages: Mapping[str, str]) -> str:
+    """The page `own`, and each of `pages` with its key as the label `worker`.
+
+    Every family stands once, with one HELP and one TYPE.
+    """
+    families: dict[str, _Family] = {}
+    _collect(families, own.splitlines(), "")
+    for worker, page in pages.items():
+        _collect(families, page.splitlines(), worker)
+    return "".join(f"{line}\n" for line in _lines(families.values()))
+
+
+def _collect(families: dict[str, _Family], lines: Iterable[str], worker: str) -> None:
+    family = families.setdefault("", _Family())
+    for line in lines:
+        if line.startswith("# "):
+            _, kind, name, *_ = line.split(" ", 3)
+            family = families.setdefault(name, _Family())
+            family.comments.setdefault(kind, line)
+        elif line:
+            family.samples.append(labelled(line, worker) if worker else line)
+
+
+def _lines(families: Iterable[_Family]) -> Iterator[str]:
+    for family in families:
+        yield from family.comments.values()
+        yield from family.samples
+
+
+def labelled(sample: str, worker: str) -> str:
+    """A sample line with the label `worker` before its others."""
+    brace, space = sample.find("{"), sample.find(" ")
+    if 0 <= brace < space:
+        return f'{sample[: brace + 1]}worker="{worker}",{sample[brace + 1 :]}'
+    return f'{sample[:space]}{{worker="{worker}"}}{sample[space:]}'
+
 
 Ask = Callable[[Sequence[WorkerProcess], str], list[Said]]
 

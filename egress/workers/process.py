@@ -7,16 +7,35 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from common.clock import end, told, watched
 from common.service.logs import get_logger
 from common.service.metrics import begin
-from common.tasks import end, told, watched
-from egress.workers.codes import exit_code
 from egress.workers.link import Place
 
 log = get_logger("egress.workers")
+
+
+FINAL = (78, 77, 2)  # what a restart would only repeat: configuration, credentials, the command line
+LATER = 75  # what is done again by the next start
+
+
+def exit_code(returned: int) -> int:
+    """The exit code of a process that `returned`, below 0: ended by that signal."""
+    return 128 - returned if returned < 0 else returned
+
+
+def worst(codes: Iterable[int]) -> int:
+    """The code that says most of what an operator has to do; 0 if there is none."""
+    return max(codes, key=_gravity, default=0)
+
+
+def _gravity(code: int) -> tuple[int, int]:
+    rank = {0: 0, LATER: 1}.get(code, 3 if code in FINAL else 2)
+    return rank, code
+
 
 Command = Sequence[str]
 

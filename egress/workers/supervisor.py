@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
 import random
 import signal
+import sys
 from collections.abc import Sequence
 
-from common.clock import Clock, wait_for
-from common.service.logs import get_logger
-from egress.backoff import Backoff
-from egress.workers import metrics
-from egress.workers.codes import FINAL, worst
-from egress.workers.process import WorkerProcess
+from common.clock import Backoff, Clock, SystemClock, end, orphaned, wait_for, watched
+from common.errors import FloeError
+from common.service.exits import is_debug
+from common.service.logs import flush, get_logger
+from common.service.metrics import counter, gauge
+from common.service.monitor import Health, Monitor
+from common.service.process import exit_at_once, hangups, stop_on_signals
+from common.settings.root import Settings
+from egress.partition import require_feeds
+from egress.workers import supervisor
+from egress.workers.pages import WorkerPages
+from egress.workers.process import FINAL, WorkerProcess, worst
 
 log = get_logger("egress.workers")
+
 
 GOOD_WHILE = 60.0  # seconds that a worker runs before its end counts as the first
 KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
@@ -70,7 +80,7 @@ class Crew:
                 return code
 
     async def _run_once(self, worker: WorkerProcess) -> int:
-        running = metrics.running.labels(str(worker.index))
+        running = supervisor.running.labels(str(worker.index))
         running.set(1)
         try:
             return await worker.run_once(self._ending, self._patience)
@@ -97,5 +107,64 @@ class Crew:
         )
         if not await wait_for(self._ending, seconds):
             worker.restarts += 1
-            metrics.restarts.labels(str(worker.index)).inc()
+            supervisor.restarts.labels(str(worker.index)).inc()
         return self._ending.is_set()
+
+
+BEAT = 1.0  # seconds
+
+
+def command(config: str) -> list[str]:
+    """What runs one worker: this Python, this Floe, the same file."""
+    # As a script its own folder comes first, whatever the folder is that the parent was started in.
+    found = importlib.util.find_spec("floe")
+    if found is None or found.origin is None:
+        raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
+    return [sys.executable, found.origin, "egress", "run", "-c", config]
+
+
+async def run_workers(config: str, settings: Settings, count: int) -> int:
+    """Run `count` workers of the configuration file `config` until a signal; the worst of their exit codes.
+
+    The first signal has them drain, the second kills them.
+    """
+    require_feeds(settings.egress.feeds)
+    clock = SystemClock()
+    environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
+    workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
+    crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
+    health = Health(clock)
+    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, workers))
+    monitor.start()
+    try:
+        return await _run(crew, health, clock)
+    finally:
+        monitor.close()
+
+
+async def _run(crew: Crew, health: Health, clock: Clock) -> int:
+    def kill(number: int) -> None:
+        crew.kill()
+        flush()
+        exit_at_once(number)
+
+    hangups.append(crew.hang_up)
+    async with stop_on_signals(second=kill) as stop:
+        beating = watched(_beat(health, clock), orphaned, name="beat")
+        try:
+            return await crew.run(stop)
+        finally:
+            hangups.remove(crew.hang_up)
+            await end(beating)
+
+
+async def _beat(health: Health, clock: Clock) -> None:
+    while True:
+        health.beat()
+        await clock.sleep(BEAT)
+
+
+WORKER = ("worker",)
+
+running = gauge("egress_worker_running", "1 while the process runs under this monitor.", WORKER)
+restarts = counter("egress_worker_restarts", "Times it was started again after an unexpected end.", WORKER)

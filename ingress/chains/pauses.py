@@ -9,7 +9,8 @@ carried keeps to what was known. `floe chain resume --all` writes it anew.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -17,12 +18,16 @@ import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.jetstream.kv import state_key
-from common.service.pasting import command, ways
-from ingress.checkpoints.state import Entry, StateStore
+from common.jetstream.client import connect
+from common.jetstream.kv import KeyValue, state_key
+from common.service.exits import command, ways
+from common.settings.root import Settings
+from ingress.checkpoint_store import ROLE, Entry, StateStore
+from ingress.deps import kv_replicas
+from ingress.errors import check_targets
 
 VERSION = 1
-ROLE = "pauses"
+PAUSES_ROLE = "pauses"
 MOST = 5_000  # chains named in the value, which has to stay far below 1 MiB
 
 
@@ -93,7 +98,7 @@ class PauseStore:
     """The pauses of one target. `states`: its state, for whoever asks what it carries."""
 
     def __init__(self, bucket: Bucket, target: str, states: StateStore | None = None) -> None:
-        self._bucket, self._target, self._key = bucket, target, state_key(ROLE, target)
+        self._bucket, self._target, self._key = bucket, target, state_key(PAUSES_ROLE, target)
         self._states = states
 
     async def read(self) -> Pauses:
@@ -160,3 +165,19 @@ class PauseStore:
         paused = {str(c): _PauseWire(p.at, p.by, p.note) for c, p in pauses.paused.items()}
         resumed = {str(c): at for c, at in pauses.resumed.items()}
         return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))
+
+
+@asynccontextmanager
+async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore]]:
+    """A store for each target, by its name. Raises what connecting raises."""
+    check_targets(settings.ingress)
+    client = await connect(settings.nats_for("ingress"), name="floe chain")
+    try:
+        replicas = await kv_replicas(client, settings.ingress)
+        bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
+        names = [target.stream for target in settings.ingress.targets]
+        yield {
+            name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names
+        }
+    finally:
+        await client.aclose()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from common.chain import Chain
-from common.clock import Clock, first_of
+from common.clock import Clock, Trouble, first_of, together
 from common.errors import (
     ConfigError,
     DataError,
@@ -25,20 +25,15 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
 from common.service.logs import get_logger
-from common.service.threads import Threads
-from common.tasks import Trouble, together
+from common.service.process import Threads
 from ingress import metrics
-from ingress.chains.attendant import LOOK_AT_STOPPED, AskShape, Attendant, Decisions
-from ingress.chains.chain_state import Lane
+from ingress.chains.chain_state import LOOK_AT_STOPPED, AskShape, Attendant, Decisions, Lane, Roster
 from ingress.chains.locate import Lookout
 from ingress.chains.recall import Recall
-from ingress.chains.relays import Relays
-from ingress.chains.roster import Roster
 from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, Gap, Piece
-from ingress.parked.store import ParkedStore
-from ingress.rows.budget import Budget
-from ingress.rows.decoder import Decoder, FromHoleError
-from ingress.rows.rows import Block, Rows
+from ingress.parked import ParkedStore
+from ingress.rows.decoder import Decoder, FromHoleError, Relays
+from ingress.rows.rows import Block, Budget, Rows
 
 log = get_logger("ingress.chains.prefetch")
 

@@ -11,22 +11,17 @@ from common.segments.keys import SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
+from common.service.exits import ways
 from common.service.logs import get_logger
-from common.service.pasting import ways
-from common.service.threads import Threads
-from ingress.chains.covering import covering
-from ingress.chains.relays import Relays
-from ingress.chains.roster import Roster
+from common.service.process import Threads
+from ingress.chains.chain_state import Roster
+from ingress.chains.search import covering
 from ingress.checkpoint import Gap, Intent, Piece
-from ingress.checkpoints.commands import set_command
-from ingress.parked.message import digest_of
-from ingress.parked.names import ParkedName
-from ingress.parked.store import ParkedStore
-from ingress.rows.budget import Budget
-from ingress.rows.decoder import Decoder
-from ingress.rows.prepare import Preparer
-from ingress.rows.refusals import RowRefused, oversize_hint
-from ingress.rows.rows import Block, Rows
+from ingress.hints import set_command
+from ingress.parked import ParkedName, ParkedStore, digest_of
+from ingress.rows.decoder import Decoder, Relays
+from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
+from ingress.rows.rows import Block, Budget, Rows
 
 log = get_logger("ingress.chains.recall")
 

@@ -10,20 +10,27 @@ at everything.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from common.chain import Chain
-from common.errors import SegmentCorrupt
-from common.segments.faults import Forked, SegmentGone
+from common.clock import Clock
+from common.errors import FloeError, OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
+from common.objects.port import ObjectStore
 from common.segments.keys import MAX_LEVEL
+from common.segments.parquet_guard import Forked, SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, Stretch, extends, preference
+from common.sequences import SequenceRange, Stretch, extends, leading, preference
+from common.service.logs import get_logger
 from ingress.chains.plan import ChainPlan, Phase, plan_chain
 from ingress.rows.decoder import FromHole, standing_in
+
+log = get_logger("ingress.chains.search")
+
 
 LISTED = 100  # segments of one level that a look takes
 SURVEYED = 1000  # segments that a survey lists at a time
@@ -194,3 +201,97 @@ def _everything(store: SegmentStore, chain: Chain, position: int) -> Iterator[Se
         while page:
             yield from page
             page = store.list_behind(page[-1], SURVEYED) if len(page) >= SURVEYED else []
+
+
+FIRST_PAGE, NEXT_PAGE = 100, 1000  # segments that are listed at a time
+
+
+def covering(
+    store: SegmentStore, chain: Chain, rows: SequenceRange, damaged: AbstractSet[str]
+) -> list[Stretch[SegmentRef]]:
+    """What to read for all of `rows`; empty where segments whose keys are not `damaged` do not cover them.
+
+    Lists no further than until they are covered. Blocking; raises what the store raises.
+    """
+    kept: list[SegmentRef] = []
+    for page in _pages(store, chain, rows.first):
+        found = [ref for ref in page if ref.coverage.overlaps(rows) and ref.key not in damaged]
+        kept += found
+        stretches = leading(kept, rows.first, rows.last) if found else []
+        if stretches and stretches[-1].rows.last == rows.last:
+            return stretches
+    return []
+
+
+def _pages(store: SegmentStore, chain: Chain, position: int) -> Iterator[list[SegmentRef]]:
+    """The first page of each level, because what is wanted stands there but for rare cases; then the rest."""
+    behind: deque[SegmentRef] = deque()
+    for level in range(MAX_LEVEL + 1):
+        page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
+        behind += page[-1:] if len(page) >= FIRST_PAGE else []
+        yield page
+    while behind:
+        page = store.list_behind(behind.popleft(), NEXT_PAGE)
+        behind += page[-1:] if len(page) >= NEXT_PAGE else []
+        yield page
+
+
+ASKED_EVERY = 60.0  # seconds; in between the host's clock that never jumps is added
+
+
+class StoreClock:
+    """The store's clock as one target asks for it, by the object `key`. Blocking; safe to use from several
+    threads.
+    """
+
+    def __init__(self, objects: ObjectStore, key: str, clock: Clock) -> None:
+        self._objects, self._key, self._clock = objects, key, clock
+        self._known: tuple[float, float] | None = None  # of the store, of the host
+        self._refused, self._lock = False, threading.Lock()
+
+    def now(self, at_least: float) -> float:
+        """Seconds since 1970 UTC by the store's clock.
+
+        `at_least`: the time of an object that is there; it is the answer where ingress may not write, which
+        can only make holes wait longer. Raises what the store raises otherwise.
+        """
+        known = self._now()
+        return at_least if known is None else max(at_least, known)
+
+    def stamp(self) -> float:
+        """As `now`, for what is only written down: by the host's clock where ingress may not write."""
+        known = self._now()
+        return self._clock.now() if known is None else known
+
+    def _now(self) -> float | None:
+        """None where ingress may not write."""
+        # Locked: two that ask at once would put the object twice, and neither would know whose time it has.
+        with self._lock:
+            return self._asked()
+
+    def _asked(self) -> float | None:
+        host = self._clock.monotonic()
+        if self._known is None or host - self._known[1] >= ASKED_EVERY:
+            asked = self._ask()
+            if asked is None:
+                return None
+            self._known = (asked, host)
+        return self._known[0] + host - self._known[1]
+
+    def _ask(self) -> float | None:
+        try:
+            self._objects.put(self._key, b"")
+        except Refused as error:
+            self._note(error)
+            return None
+        except OutcomeUnknown as error:
+            raise Unavailable(error.message, code=error.code) from error
+        info = self._objects.head(self._key)
+        if info is None:
+            raise Unavailable(f"object {self._key}: written and not found", code="E-READ-BACK")
+        return info.modified
+
+    def _note(self, error: FloeError) -> None:
+        if not self._refused:
+            self._refused = True
+            log.warning("the store's clock cannot be read", action="store_clock", error=str(error))

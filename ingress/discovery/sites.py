@@ -18,7 +18,7 @@ from common.errors import FloeError
 from common.objects.port import ObjectInfo
 from common.segments.alive import Alive, Sighting, newest
 from common.segments.documents import ChainStore
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress import metrics
 
 MOST_READ = 1000  # objects that one look reads; the others' turn comes with the next

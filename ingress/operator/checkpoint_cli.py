@@ -12,12 +12,16 @@ import click
 from common.chain import Chain
 from common.errors import UsageError
 from common.sequences import MAX_SEQUENCE
-from common.service.cli import SequenceType, config_option, json_option, load_settings, run_command
-from ingress.options import (
+from common.service.cli import (
     Named,
+    SequenceType,
+    config_option,
     confirm,
     dry_run_option,
     history_options,
+    json_option,
+    load_settings,
+    run_command,
     target_option,
     yes_option,
 )
@@ -25,6 +29,10 @@ from ingress.options import (
 if TYPE_CHECKING:
     from common.settings.root import Settings
     from ingress.operator.correct import Desk, Plan
+from common.clock import SystemClock
+from common.errors import DataError
+from common.open import open_chains
+from common.segments.documents import TargetPositions
 
 POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
 
@@ -195,7 +203,7 @@ async def _meant(settings: Settings, desk: Desk, wish: Wish) -> tuple[Chain | No
 
 
 def _show(target: str, plan: Plan) -> None:
-    from common.service.output import table
+    from common.service.cli import table
     from ingress.operator.correct import position_rows
 
     state, after = plan.known.state, plan.correction.after
@@ -219,8 +227,8 @@ def _end(wish: Wish, target: str, plan: Plan, text: str) -> None:
     if not wish.as_json:
         click.echo(text, err=True)
         return
-    from common.service.output import print_json
-    from ingress.reports import checkpoint_json
+    from common.service.cli import print_json
+    from ingress.operator.status import checkpoint_json
 
     print_json(
         {
@@ -233,3 +241,41 @@ def _end(wish: Wish, target: str, plan: Plan, text: str) -> None:
             "told": plan.correction.told,
         }
     )
+
+
+MEANING = (
+    "{target}: retention keeps nothing for it any more: what every other target has may be deleted, and is "
+    "then gone for good. The target, its checkpoint and the archive stay as they are. Take it out of the "
+    "configuration of ingress first: whoever carries into it says within a minute where it is, and holds it."
+)
+
+
+@click.command("release")
+@config_option
+@click.argument("target")
+@yes_option
+@run_command
+async def checkpoint_release(config: str, target: str, yes: bool) -> None:
+    """Let a target go that is not carried any more: nothing is kept in the archive because of it.
+
+    Example: floe checkpoint release -c central.yaml FLEET --yes
+    """
+    chains = open_chains(load_settings(config, quiet=True))
+    try:
+        known = chains.read_positions(target)
+    except DataError as error:  # what cannot be read holds everything, until it is released
+        click.echo(str(error), err=True)
+        known = TargetPositions(target, 0.0)
+    if known is None:
+        there = ", ".join(chains.targets_with_positions()) or "none"
+        raise UsageError(f"TARGET: expected one that says how far it is ({there}), found {target}")
+    for chain, at in sorted(known.positions.items()):
+        click.echo(f"{chain}: {at}")
+    click.echo(MEANING.format(target=target))
+    if known.released:
+        click.echo(f"{target} was released already", err=True)
+        return
+    if not yes:
+        raise UsageError(f"expected --yes: {target} is not released")
+    chains.write_positions(TargetPositions(target, SystemClock().now(), released=True))
+    click.echo(f"{target} is released", err=True)

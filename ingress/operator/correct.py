@@ -16,21 +16,19 @@ from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
 from ingress.checkpoint import ParkedAs, TargetState
-from ingress.checkpoints.marks import CorrectionRefused, Marks, Sightings
-from ingress.checkpoints.state import ROLE, StateStore
+from ingress.checkpoint_store import ROLE, StateStore
 from ingress.deps import kv_replicas
 from ingress.operator import corrections
-from ingress.operator.corrections import Correction, Positions
+from ingress.operator.corrections import Correction, CorrectionRefused, Marks, Positions, Sightings
 from ingress.operator.target_scan import Census, take_census
-from ingress.parked.side_by_side import PARALLEL, in_threads
-from ingress.parked.store import ParkedStore
+from ingress.parked import ParkedStore
 from ingress.preflight import control_headers
-from ingress.verdict.verdict import Reading
-from ingress.verdicts.target import read
+from ingress.redelivery import PARALLEL, in_threads
+from ingress.verdict.verdict import Reading, read
 
 BUSY = 20.0  # seconds that a carrier at work may keep a correction of one chain waiting
 BUSY_SPACING = 0.02  # seconds between two tries

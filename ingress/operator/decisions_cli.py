@@ -13,8 +13,13 @@ import click
 
 from common.errors import Stopped, UsageError
 from common.service.cli import (
+    Named,
     SequenceType,
+    any_chain_options,
+    chain_options,
     config_option,
+    confirm,
+    dry_run_option,
     json_option,
     load_settings,
     open_chains,
@@ -22,20 +27,13 @@ from common.service.cli import (
     print_json,
     run_command,
     table,
-)
-from ingress.options import (
-    Named,
-    any_chain_options,
-    chain_options,
-    confirm,
-    dry_run_option,
     target_option,
     yes_option,
 )
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from common.segments.gaps import AcceptedGap
+    from common.segments.documents import AcceptedGap
     from common.sequences import SequenceRange
     from common.settings.root import Settings
     from ingress.chains.pauses import Pauses, PauseStore
@@ -57,7 +55,7 @@ def _somebody() -> str:
 
 def _now() -> str:
     from common.clock import SystemClock
-    from common.segments.listing import timestamp
+    from common.segments.cli import timestamp
 
     return timestamp(int(SystemClock().now() * 1000) * 1_000_000)
 
@@ -84,7 +82,7 @@ async def gap_ls(config: str, as_json: bool) -> None:
     Example: floe gap ls -c central.yaml --json
     """
     from ingress.operator.holes import look_up, standing_at
-    from ingress.reports import read_states
+    from ingress.operator.status import read_states
 
     settings = load_settings(config, quiet=True)
     states = await read_states(settings)
@@ -105,7 +103,7 @@ async def gap_ls(config: str, as_json: bool) -> None:
 
 def _show_ways_out(found: list[Hole]) -> None:
     """What to do about holes that nobody has accepted; giving up comes last."""
-    from common.segments.gaps import BEFORE_GIVING_UP, accept_command
+    from common.segments.documents import BEFORE_GIVING_UP, accept_command
 
     for hole in found:
         if hole.kind != "hole":
@@ -194,7 +192,7 @@ def gap_accept(
 
 
 def _decision(wanted: SequenceRange, note: str) -> AcceptedGap:
-    from common.segments.gaps import AcceptedGap
+    from common.segments.documents import AcceptedGap
 
     try:
         return AcceptedGap(wanted, note, _somebody(), _now())
@@ -296,7 +294,7 @@ async def chain_resume(
 
 
 async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
-    from ingress.decisions.opened import pause_stores
+    from ingress.chains.pauses import pause_stores
 
     async with pause_stores(load_settings(config, quiet=True)) as stores:
         store = _of(stores, target)
@@ -321,7 +319,7 @@ async def chain_ls(config: str, as_json: bool) -> None:
 
     Example: floe chain ls -c central.yaml --json
     """
-    from ingress.decisions.opened import pause_stores
+    from ingress.chains.pauses import pause_stores
 
     rows = []
     async with pause_stores(load_settings(config, quiet=True)) as stores:
@@ -334,7 +332,7 @@ PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", 
 
 
 async def _decide(config: str, target: str, named: Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
-    from ingress.decisions.opened import pause_stores
+    from ingress.chains.pauses import pause_stores
 
     settings = load_settings(config, quiet=True)
     async with pause_stores(settings) as stores:

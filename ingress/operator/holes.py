@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.errors import FloeError, UsageError
-from common.segments.documents import ChainStore
-from common.segments.faults import SegmentGone
-from common.segments.gaps import AcceptedGap
-from common.segments.listing import timestamp
+from common.segments.cli import timestamp
+from common.segments.documents import AcceptedGap, ChainStore
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch

@@ -11,21 +11,24 @@ import click
 
 from common.errors import DataError, UsageError
 from common.service.cli import (
+    Named,
     SequenceType,
+    chain_options,
     config_option,
+    confirm,
     json_option,
     load_settings,
     print_json,
     run_command,
     table,
+    target_option,
+    yes_option,
 )
-from common.service.pasting import command, ways
-from ingress.options import Named, chain_options, confirm, target_option, yes_option
+from common.service.exits import command, ways
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from ingress.parked.names import Entry, ParkedName
-    from ingress.parked.store import ParkedStore
+    from ingress.parked import Entry, ParkedName, ParkedStore
 
 COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
 
@@ -152,7 +155,7 @@ async def parked_retry(
 
 def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[Entry]:
     """What may be asked for. Raises DataError for a single message that may not."""
-    from ingress.parked.names import State
+    from ingress.parked import State
 
     if sequence is None:
         return [entry for entry in _of_chain(store, chain).values() if entry.state is State.PARKED]
@@ -179,7 +182,7 @@ def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[Entr
 
 def _store(config: str, target: str) -> ParkedStore:
     from common.open import open_chains
-    from ingress.parked.store import ParkedStore
+    from ingress.parked import ParkedStore
 
     documents = open_chains(load_settings(config, quiet=True))
     return ParkedStore(documents.objects, documents.layout, target, "")
@@ -243,7 +246,7 @@ def _ls(target: str) -> str:
 
 
 def _row(store: ParkedStore, entry: Entry) -> dict[str, object]:
-    from common.segments.listing import timestamp
+    from common.segments.cli import timestamp
 
     return {
         "target": store.target,

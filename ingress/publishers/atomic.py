@@ -9,14 +9,15 @@ from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient
 from ingress.publishers.publisher import (
+    ACK_TIMEOUT,
     BATCH_TOO_LARGE,
     WRONG_LAST_SEQUENCE,
     Expected,
+    Outcome,
     Replies,
     Reply,
     Unclear,
 )
-from ingress.publishing.publisher import ACK_TIMEOUT, Outcome
 from ingress.rows.rows import Rows
 
 MAX_BATCH = 1000  # messages; the server's own limit

@@ -7,12 +7,10 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.jetstream.client import FloeClient
-from common.service.pasting import ways
+from common.service.exits import ways
 from ingress.publishers.atomic import AtomicPublisher
 from ingress.publishers.fast import FastPublisher
-from ingress.publishers.publisher import Replies
-from ingress.publishing.publisher import ACK_TIMEOUT, Publisher
-from ingress.publishing.single import SinglePublisher
+from ingress.publishers.publisher import ACK_TIMEOUT, Publisher, Replies, SinglePublisher
 
 Version = tuple[int, int, int]
 

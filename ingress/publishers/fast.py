@@ -17,9 +17,17 @@ from common.clock import wait_for
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient
-from ingress.publishers.publisher import Expected, Replies, Reply, Unclear, judge_ack, refusal
-from ingress.publishing.publisher import ACK_TIMEOUT, Outcome
-from ingress.publishing.single import SinglePublisher
+from ingress.publishers.publisher import (
+    ACK_TIMEOUT,
+    Expected,
+    Outcome,
+    Replies,
+    Reply,
+    SinglePublisher,
+    Unclear,
+    judge_ack,
+    refusal,
+)
 from ingress.rows.rows import Rows
 
 START, APPEND, FINAL = 0, 1, 2  # operations

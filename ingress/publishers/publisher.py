@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 from asyncio import Future
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from common.clock import within
+from common.clock import guarded, within
+from common.errors import Unavailable
+from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, RawSubscription
-from common.tasks import guarded
+from ingress.rows.rows import Rows
 
 NO_RESPONDERS = b"NATS/1.0 503"
 WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -167,3 +169,84 @@ class Replies:
     def _on_connection(self, up: bool) -> None:
         if not up and self._waiting is not None:
             self._waiting.lost()
+
+
+ACK_TIMEOUT = 5.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How many rows of the intent are stored for certain, and why it is not known whether there are more.
+
+    `handed`: the rows from this index on were not given to the connection by this call; it never is less than
+    what was.
+    """
+
+    stored: int
+    unclear: Unclear | None = None
+    handed: int = field(default=0, compare=False)
+
+
+class Publisher(Protocol):
+    """Sends rows so that the server takes row n only at base + n."""
+
+    name: str
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        """Send the rows from index `stored` on, the first at target sequence base + stored + 1.
+
+        Returns when all are stored, or at the first answer that is not exactly the expected one. Raises
+        nothing for what the server or the connection does.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of the inbox."""
+        ...
+
+
+class SinglePublisher:
+    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would
+    make one message vanish and the next be accepted."""
+
+    name = "single"
+
+    def __init__(
+        self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
+    ) -> None:
+        self._client, self._stream, self._replies = client, stream, replies
+        self._ack_timeout = ack_timeout
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        return await self.publish_to(rows, base, stored, rows.count)
+
+    async def publish_to(self, rows: Rows, base: int, stored: int, stop: int) -> Outcome:
+        """`publish`, for rows up to index `stop` (exclusive)."""
+        for subject, tail, payload in rows.messages(stored, stop):
+            unclear = await self._send(subject, tail, payload, base + stored)
+            if unclear is not None:
+                return Outcome(stored, unclear, stored + 1)
+            stored += 1
+        return Outcome(stored)
+
+    async def _send(self, subject: bytes, tail: bytes, payload: memoryview, after: int) -> Unclear | None:
+        reply = self._replies.make()
+        self._replies.listen(reply)
+        block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)
+        try:
+            self._client.send(_hpub(subject, reply.last, block, payload))
+            await self._client.flush_writes()
+        except Unavailable as error:
+            return Unclear(error.message)
+        failpoint("ingress.mid_batch")
+        return await self._replies.judged(reply, Expected(self._stream, after + 1), self._ack_timeout)
+
+    async def aclose(self) -> None:
+        await self._replies.aclose()
+
+
+def _hpub(subject: bytes, reply: bytes, block: bytes, payload: memoryview) -> bytes:
+    """One message on the wire; subject and header block were checked when the row was prepared."""
+    size = len(block)
+    line = b"HPUB %b %b %d %d\r\n" % (subject, reply, size, size + len(payload))
+    return b"".join((line, block, payload, b"\r\n"))

@@ -91,11 +91,10 @@ async def replay(
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from ingress.replay.options import Options
-    from ingress.replay.output import plan_json, plan_lines, result_line
+    from ingress.replay.output import Teller, plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
-    from ingress.replay.progress import Teller
     from ingress.replay.replay import Replay
+    from ingress.replay.request import Options
 
     request, pace = _request(asked), pace_of(rate, speed)
     settings, clock = load_settings(config, quiet=True), SystemClock()
@@ -137,9 +136,8 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     """
     from common.clock import SystemClock
     from common.service.process import stop_on_signals
-    from ingress.replay.drill import Drill
-    from ingress.replay.progress import Teller
-    from ingress.replay.scratch import NAME
+    from ingress.replay.drill import NAME, Drill
+    from ingress.replay.output import Teller
 
     request = _request({"target": NAME, **asked})
     settings, clock = load_settings(config, quiet=True), SystemClock()
@@ -162,7 +160,7 @@ def _request(asked: dict[str, Any]) -> Request:
 
 
 def _echo(lines: Any) -> None:
-    from common.service.text import escaped
+    from common.service.logs import escaped
 
     for line in lines:
         click.echo(escaped(line))

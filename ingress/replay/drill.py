@@ -5,39 +5,234 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from array import array
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from common.chain import Chain
-from common.clock import Clock
-from common.errors import Stopped, Unavailable
-from common.jetstream.api import stream_info
+from common.clock import Clock, beside
+from common.errors import FloeError, Stopped, Unavailable
+from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
+from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.lease import Lease, Leases, new_owner
+from common.jetstream.pull import read_all
+from common.jetstream.requests import ApiError
 from common.segments.archive import read_cover
 from common.segments.documents import ChainStore
-from common.segments.parquet import messages
+from common.segments.reader import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
-from common.service.pasting import command, ways
-from common.service.threads import Threads
+from common.service.exits import command, ways
+from common.service.logs import get_logger
+from common.service.process import Threads
 from common.settings.root import Settings
-from common.settings.units import format_duration
-from common.tasks import beside
+from common.settings.service import ServiceSettings
+from common.settings.types import format_duration
+from ingress.deps import open_bucket
 from ingress.errors import leading
-from ingress.replay.compare import Differences, Trail, compare
-from ingress.replay.options import Options, Result
 from ingress.replay.outlook import former_of
+from ingress.replay.output import Teller, size_text
 from ingress.replay.plan import ChainRange, Plan
-from ingress.replay.progress import Teller, size_text
-from ingress.replay.reading import read_all
-from ingress.replay.receipt import Remembered
+from ingress.replay.receipt import Remembered, receipt_key
 from ingress.replay.replay import Replay
-from ingress.replay.request import Request
-from ingress.replay.scratch import NAME, ROOT, Scratch
+from ingress.replay.request import Options, Request, Result
 from ingress.replay.survey import known_chains
+
+log = get_logger("ingress.replay.drill")
+
+
+MAX_EXAMPLES = 5
+
+
+@dataclass(slots=True)
+class Trail:
+    """The messages of one chain in the order in which they were read: 16 bytes each."""
+
+    sequences: array[int] = field(default_factory=lambda: array("Q"))
+    prints: array[int] = field(default_factory=lambda: array("Q"))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, message: Message) -> None:
+        """Note the next message."""
+        self.sequences.append(message.sequence)
+        self.prints.append(fingerprint(message))
+
+
+def fingerprint(message: Message) -> int:
+    """64 bits over time, subject, header block and payload; no headers and an empty block differ."""
+    digest = blake2b(b"%d:" % message.timestamp_ns, digest_size=8)
+    for part in (message.subject, message.headers, message.payload):
+        digest.update(b"-" if part is None else b"%d:" % len(part))
+        digest.update(part or b"")
+    return int.from_bytes(digest.digest(), "big")
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Counts of messages. `unexpected`: found, and not in the archive. `examples`: a few lines."""
+
+    expected: int = 0
+    found: int = 0
+    lost: int = 0
+    repeated: int = 0
+    out_of_order: int = 0
+    altered: int = 0
+    unexpected: int = 0
+    examples: tuple[str, ...] = ()
+
+    @property
+    def none(self) -> bool:
+        """Whether everything came back as it was."""
+        return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
+
+    def plus(self, other: Differences) -> Differences:
+        """The sums, and some examples of both."""
+        return Differences(
+            self.expected + other.expected,
+            self.found + other.found,
+            self.lost + other.lost,
+            self.repeated + other.repeated,
+            self.out_of_order + other.out_of_order,
+            self.altered + other.altered,
+            self.unexpected + other.unexpected,
+            (*self.examples, *other.examples)[:MAX_EXAMPLES],
+        )
+
+    def line(self) -> str:
+        return (
+            f"lost {self.lost:,}, repeated {self.repeated:,}, out of order {self.out_of_order:,}, "
+            f"altered {self.altered:,}, unexpected {self.unexpected:,}"
+        )
+
+
+def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
+    """What became of the messages `expected` (ascending, each once) on the way to `found`."""
+    seen, newest, examples = bytearray(len(expected)), 0, []
+    counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected"), 0)
+    for sequence, print_ in zip(found.sequences, found.prints, strict=True):
+        place = bisect_left(expected.sequences, sequence)
+        wrong = ""
+        if place == len(expected) or expected.sequences[place] != sequence:
+            wrong = "unexpected"
+        elif seen[place]:
+            wrong = "repeated"
+        else:
+            seen[place] = 1
+            if sequence < newest:
+                wrong = "out_of_order"
+            elif expected.prints[place] != print_:
+                wrong = "altered"
+        newest = max(newest, sequence)
+        if wrong:
+            counts[wrong] += 1
+            examples.append(f"{name} {sequence}: {wrong.replace('_', ' ')}")
+            del examples[MAX_EXAMPLES:]
+    lost = [sequence for sequence, there in zip(expected.sequences, seen, strict=True) if not there]
+    examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
+    return Differences(
+        len(expected),
+        len(found),
+        len(lost),
+        counts["repeated"],
+        counts["out_of_order"],
+        counts["altered"],
+        counts["unexpected"],
+        tuple(examples[:MAX_EXAMPLES]),
+    )
+
+
+NAME = "FLOE_DRILL_"
+ROOT = "_floe_drill"
+
+
+def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> dict[str, object]:
+    """A stream that takes nobody else's subjects."""
+    return {
+        "name": stream,
+        "description": "scratch of floe drill; may be deleted",
+        "subjects": [f"{prefix}.>"],
+        "storage": storage,
+        "num_replicas": 1,
+        "retention": "limits",
+        "discard": "new",
+        "max_bytes": most_bytes,
+        "allow_direct": True,
+        "allow_atomic": True,
+        "allow_batched": True,
+    }
+
+
+class Scratch:
+    """The scratch streams of one server. `settings`: whose buckets are used."""
+
+    def __init__(self, client: FloeClient, settings: ServiceSettings, instance: str, clock: Clock) -> None:
+        self._client, self._settings, self._clock = client, settings, clock
+        self._owner = new_owner(instance)
+
+    async def make(self, stream: str, prefix: str, storage: str, most_bytes: int) -> None:
+        """Make the stream; `claimed` must hold it."""
+        await create_stream(self._client, scratch_config(stream, prefix, storage, most_bytes))
+
+    @asynccontextmanager
+    async def claimed(self, stream: str) -> AsyncIterator[Lease]:
+        """The lease that says that the stream is in use; the stream and its state are removed at the end."""
+        lease = await (await self._leases()).acquire(_key(stream))
+        if lease is None:
+            raise Unavailable(f"drill {stream}: another one has this name")
+        try:
+            yield lease
+        finally:
+            await self.remove(stream)
+            await lease.release()
+
+    async def remove(self, stream: str) -> None:
+        """Delete the stream and what is remembered of it; what fails here, the next drill does."""
+        try:
+            await _delete(self._client, stream)
+            state = KeyValue(self._client, self._settings.state_bucket, ttl=None, replicas=1)
+            with suppress(BucketGone):
+                if await state.get(receipt_key(stream)) is not None:
+                    await state.delete(receipt_key(stream))
+        except FloeError as error:
+            log.warning("scratch left behind", action="drill_left", stream=stream, error=str(error))
+
+    async def sweep(self) -> list[str]:
+        """Remove what killed drills left; the names of their streams."""
+        leases = await self._leases()
+        answer = await ask(self._client, "STREAM.NAMES", {"subject": f"{ROOT}.>"})
+        names = [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
+        left = [name for name in names if await leases.holder(_key(name)) is None]
+        for name in left:
+            await self.remove(name)
+        return left
+
+    async def _leases(self) -> Leases:
+        settings = self._settings
+        ttl = settings.lease_ttl
+        bucket = await open_bucket(self._client, settings, settings.lease_bucket, ttl=ttl)
+        return Leases(bucket, self._owner, ttl, self._clock)
+
+
+def _key(stream: str) -> str:
+    return state_key("drill", stream)
+
+
+async def _delete(client: FloeClient, stream: str) -> None:
+    try:
+        await client.api(f"STREAM.DELETE.{stream}")
+    except ApiError as error:
+        if error.err_code != STREAM_NOT_FOUND:
+            raise
+
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds
 SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages

@@ -8,13 +8,12 @@ from common.errors import Stopped
 from common.jetstream.api import StreamInfo
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue
-from common.segments.document_values import StreamDocument
-from common.service.pasting import ways
+from common.segments.documents import StreamDocument
+from common.service.exits import ways
 from ingress.replay import target
-from ingress.replay.advice import Advice
 from ingress.replay.plan import Plan
 from ingress.replay.receipt import Remembered, Unreadable, other, remembered, unreadable
-from ingress.replay.request import Request
+from ingress.replay.request import Advice, Request
 from ingress.replay.source import hole_error
 from ingress.replay.survey import Found, Survey
 

@@ -14,12 +14,11 @@ from common.chain import Chain
 from common.errors import FloeError, Stopped
 from common.jetstream.kv import Entry, KeyValue, state_key
 from common.sequences import SequenceRange
-from common.service.pasting import ways
+from common.service.exits import ways
 from ingress.checkpoint import TargetState
 from ingress.checkpoint_store import from_json
-from ingress.replay.advice import Advice
 from ingress.replay.plan import ChainRange
-from ingress.replay.request import Request
+from ingress.replay.request import Advice, Request
 
 ROLE = "replay"
 VERSION = 1
@@ -131,7 +130,7 @@ def other(advice: Advice, receipt: Receipt) -> Stopped:
 
 
 class ReceiptBucket:
-    """The bucket as `ingress.checkpoints.state.StateStore` uses it, with `receipt` around each state."""
+    """The bucket as `ingress.checkpoint_store.StateStore` uses it, with `receipt` around each state."""
 
     def __init__(self, bucket: KeyValue, receipt: Receipt) -> None:
         self._bucket, self.receipt = bucket, receipt

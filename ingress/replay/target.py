@@ -11,17 +11,16 @@ from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.requests import ApiError
-from common.segments.document_values import StreamDocument
+from common.segments.documents import StreamDocument
+from common.service.exits import ways
 from common.service.logs import get_logger
-from common.service.pasting import ways
-from common.settings.units import format_size
-from ingress.checkpoints.commands import set_command
-from ingress.checkpoints.state import ROLE as INGRESS
+from common.settings.types import format_size
+from ingress.checkpoint_store import ROLE as INGRESS
+from ingress.hints import set_command
 from ingress.preflight import add_command, problems
-from ingress.replay.advice import Advice
 from ingress.replay.plan import Plan
-from ingress.replay.preparing import target_settings
-from ingress.replay.request import Request
+from ingress.replay.request import Advice, Request
+from ingress.replay.source import target_settings
 
 log = get_logger("ingress.replay.target")
 

@@ -12,20 +12,19 @@ from typing import Protocol
 import pyarrow as pa
 
 from common.chain import Chain
-from common.errors import Stopped
+from common.errors import Stopped, Unavailable
+from common.segments.columns import raw_size
+from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import SegmentName
 from common.segments.reader import SegmentReader
-from common.segments.schema import raw_size
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import NOTHING, Part, StretchReader, open_stretch
 from common.sequences import SequenceRange, Stretch, holes
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress.checkpoint import Piece
-from ingress.rows.budget import Budget
-from ingress.rows.prepare import Prepared, Preparer
-from ingress.rows.refusals import Oversize
-from ingress.rows.rows import Block
+from ingress.rows.prepare import Oversize, Prepared, Preparer
+from ingress.rows.rows import Block, Budget
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of
@@ -38,7 +37,7 @@ Emit = Callable[[Block], None]
 
 
 class Parking(Protocol):
-    """Who keeps the messages that are too large for the target (`ingress.parked.store.ParkedStore`)."""
+    """Who keeps the messages that are too large for the target (`ingress.parked.ParkedStore`)."""
 
     def park(self, chain: Chain, oversize: Oversize) -> None:
         """Return once the message is durable and read back. Blocking; the same one may be put again."""
@@ -288,3 +287,28 @@ def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     half = batch.num_rows // 2
     yield from _halved(batch.slice(0, half))
     yield from _halved(batch.slice(half))
+
+
+class Relays:
+    """What `chain.json` says of each chain, read once: it never changes."""
+
+    def __init__(self, documents: ChainStore, threads: Threads) -> None:
+        self._documents, self._threads = documents, threads
+        self._known: dict[Chain, bool] = {}
+
+    def note(self, chain: Chain, document: ChainDocument) -> None:
+        """The chain's document, by whoever has read it."""
+        self._known[chain] = document.relay
+
+    async def of(self, chain: Chain) -> bool:
+        """Whether the chain is a relay's.
+
+        Never guessed: rows that are published a second time must be the same bytes. Raises Unavailable where
+        there is no `chain.json`, DataError where it is spoiled, and what the store raises.
+        """
+        if chain not in self._known:
+            document = await self._threads.run(self._documents.read_chain, chain)
+            if document is None:
+                raise Unavailable(f"chain {chain}: expected its chain.json, found none")
+            self.note(chain, document)
+        return self._known[chain]

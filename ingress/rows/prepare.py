@@ -7,6 +7,7 @@ never replaced, so one bad row in it would stop every chain of the target.
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,20 +16,116 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.chain import Chain
+from common.errors import Stopped
+from common.jetstream.client import FloeClient, no_headers
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
-from common.segments.segment import decode_subject
-from ingress.rows.refusals import (
-    Limit,
-    Oversize,
-    Refusal,
-    RowRefused,
-    first_refusal,
-    oversize,
-    way_out,
-    without,
-)
-from ingress.rows.rows import Material
+from common.segments.columns import messages
+from common.segments.segment import Message, decode_subject
+from common.service.exits import ways
+from ingress.chains.chain_state import Roster
+from ingress.hints import resume, set_command, set_position
+from ingress.rows.rows import Material, Rows
 from ingress.rows.subjects import Accepting, Rule, problem
+
+
+@dataclass(frozen=True, slots=True)
+class Oversize:
+    """A message that is too large for the target: `what` of it `needs` so many bytes, the target `takes`
+    so many."""
+
+    message: Message
+    what: str
+    needs: int
+    takes: int
+
+    @property
+    def why(self) -> str:
+        return f"the {self.what} needs {self.needs} bytes, the target takes {self.takes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The first row that the target would refuse: its index, a code, and why."""
+
+    row: int
+    code: str
+    why: str
+
+
+class RowRefused(Stopped):
+    """A row that the target would refuse for good; `why` says it without naming the row."""
+
+    def __init__(self, chain: Chain, sequence: int, refusal: Refusal, hint: str) -> None:
+        message = f"chain {chain} stops at sequence {sequence}: {refusal.why}"
+        super().__init__(message, hint=hint, code=refusal.code)
+        self.why = refusal.why
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes by row of something that has a limit, and the limit."""
+
+    what: str
+    sizes: list[int]
+    most: int
+
+    def rows(self) -> list[int]:
+        """The rows above it."""
+        if max(self.sizes) <= self.most:
+            return []
+        return [row for row, size in enumerate(self.sizes) if size > self.most]
+
+
+def first_refusal(refusal: Refusal | None, limits: tuple[Limit, ...]) -> Refusal | None:
+    """The refusal of the first row: `refusal`, or one by a limit."""
+    for limit in limits:
+        for row in limit.rows()[:1]:
+            if refusal is None or row < refusal.row:
+                why = f"the {limit.what} needs {limit.sizes[row]} bytes, the target takes {limit.most}"
+                refusal = Refusal(row, "E-MSG-TOO-LARGE", why)
+    return refusal
+
+
+def oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
+    """The rows in front of `stop` that are above a limit, each by the first of them."""
+    over = {row: limit for limit in reversed(limits) for row in limit.rows() if row < stop}
+    return tuple(
+        Oversize(next(messages(batch.slice(row, 1))), limit.what, limit.sizes[row], limit.most)
+        for row, limit in sorted(over.items(), key=lambda item: item[0])
+    )
+
+
+def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
+    """`batch` without the rows of `sequences`."""
+    if not sequences:
+        return batch
+    column: Any = batch.column("sequence")
+    mask: Any = pc.invert(pc.is_in(column, value_set=pa.array(sequences, pa.int64())))
+    return batch.filter(mask)
+
+
+def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
+    """What an operator does about a row that the target would refuse."""
+    again, skip = resume(target, chain), set_position(target, chain, sequence + 1)
+    if code == "E-SUBJECT":
+        mend, other = "let the target take the subject", "change the subject rules of this source"
+    else:
+        mend, other = "raise max_payload or the target's max_msg_size", "set `on_oversize: park`"
+    looked = f"{mend}, then have it looked at at once"
+    return ways((looked, again), (f"or {other}, and start ingress again; or skip it", skip))
+
+
+def oversize_hint(target: str) -> str:
+    """What is done about a row of the open intent that is too large: the intent is finished as it stands."""
+    return ways(
+        "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
+        "it goes on by itself",
+        (
+            "or drop the rest of the intent, so that the chain stops or parks instead",
+            set_command(target, "--accept --yes"),
+        ),
+    )
+
 
 # What a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes), batch
 # sequence, commit.
@@ -263,3 +360,51 @@ def _may_act(block: bytes, acting: frozenset[bytes]) -> bool:
         if form is not None and not form.fullmatch(value):
             return False
     return True
+
+
+class ServerLimits:
+    """The limits of the server, beside those that the rows of one target were made ready for.
+
+    `ask`: what the target and its server take now. `reset`: drops what is ready, and begins again at
+    positions. `hint`: what is done about a row of the open intent that is too large.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        roster: Roster,
+        ask: Callable[[], Awaitable[Shape]],
+        reset: Callable[[Mapping[Chain, int]], None],
+        hint: str,
+    ) -> None:
+        self._hint = hint
+        self._client, self._roster, self._ask, self._reset = client, roster, ask, reset
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether rows were made ready for another server than the one that is connected to now."""
+        return self._roster.shape.max_payload != self._client.max_payload
+
+    async def renew(self, positions: Mapping[Chain, int]) -> None:
+        """Have rows made ready anew from `positions`, which are stored. Raises what asking raises."""
+        self._roster.reshape(await self._ask())
+        self._reset(positions)
+
+    def check(self, rows: Rows, stored: int) -> None:
+        """Right before rows of an open intent are written, of which the first `stored` are not.
+
+        Raises Stopped for a row that the server would not take, ConfigError where it takes no headers.
+        """
+        most = self._client.max_payload
+        if not self._client.takes_headers:
+            raise no_headers()
+        if rows.most <= most or (found := rows.above(most, stored)) is None:
+            return
+        chain, sequence, size = found
+        raise Stopped(
+            f"chain {chain}: message {sequence} of the open intent needs {size} bytes with its headers: "
+            f"expected a server with max_payload {self._roster.shape.max_payload}, as it was made ready for, "
+            f"found {most}",
+            hint=self._hint,
+            code="E-OVERSIZE-INTENT",
+        )

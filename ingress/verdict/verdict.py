@@ -7,12 +7,23 @@ provenance must agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from enum import Enum
+from typing import Any
 
 from common.chain import Chain
+from common.errors import AnotherWriter, FloeError, Stopped
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import restore
+from common.jetstream.requests import ApiError
+from common.segments.segment import Message, decode_subject
+from common.service.exits import ways
 from ingress.checkpoint import Intent, TargetState
+from ingress.hints import set_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,3 +285,188 @@ def _disagreement(state: TargetState, reading: Reading, expected: int | None) ->
         return f"{found}, expected {wanted}"
     piece = state.intent.piece_at(stored - 1)[1]
     return f"{found}, expected {piece.chain} {piece.rows if expected is None else expected}"
+
+
+_GONE = Verdict(Finding.GONE, detail="expected the stream, found none")
+
+
+class Choices:
+    """Errors about one target."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def no_checkpoint(self, reading: Reading | None) -> FloeError:
+        """A target that is missing, or that holds or held messages, and of which nothing is remembered."""
+        if reading is None:
+            return self.error(_GONE, [])
+        return Stopped(
+            f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
+            f"{reading.last_sequence} and no checkpoint",
+            hint=ways(("restore the state bucket; or go on behind what the target holds", self._from_target)),
+            code="E-TARGET-NOT-EMPTY",
+        )
+
+    def error(self, verdict: Verdict, seen: Sequence[Reading], described: str = "") -> FloeError:
+        """What to raise for a confirmed `verdict`; `seen`: the readings, oldest first. `described`: the
+        message that speaks against going on, as far as it can be read.
+        """
+        message = f"target {self.target}: {verdict.finding.value}: {verdict.detail}"
+        message = f"{message}; {described}" if described else message
+        if verdict.finding in (Finding.GONE, Finding.RECREATED):
+            return Stopped(message, hint=self._replaced(seen), code=f"E-TARGET-{verdict.finding.name}")
+        if verdict.finding is Finding.BEHIND:
+            again = "restore a newer copy; or carry again what it lost (whoever has read it gets it twice)"
+            hint = ways((again, self._from_target), ("or go on without it", self._accept))
+            return Stopped(message, hint=hint, code="E-TARGET-BEHIND")
+        if verdict.finding is Finding.MIXED:
+            drop = "or drop the rest of it and leave what else stands there where it is"
+            hint = ways(("set `exclusive: false` again until the intent is closed; " + drop, self._accept))
+            return Stopped(message, hint=hint, code="E-TARGET-SHARED")
+        if verdict.finding is Finding.UNREAD and verdict.doubt is not None:
+            return Stopped(message, hint=self._counted(verdict.doubt), code="E-TARGET-UNREAD")
+        return self._shared(message, verdict.doubt, seen)
+
+    def _replaced(self, seen: Sequence[Reading]) -> str:
+        if not seen or seen[-1].last_sequence == 0:
+            return ways(("restore the stream; or fill an empty one from the archive", self._forget))
+        same = "or, where it is the same with another creation time, or what was carried shall not come again"
+        behind = "restore the stream; or go on behind what this one holds"
+        return ways((behind, self._from_target), (same, self._accept))
+
+    def _shared(self, message: str, doubt: Doubt | None, seen: Sequence[Reading]) -> FloeError:
+        hint = ways(("stop what else publishes to it; then leave its messages where they are", self._accept))
+        if doubt is not None:
+            hint = ways("stop what else publishes to it, or purges it; then choose", self._counted(doubt))
+        # What came before the last two looks has stopped.
+        if len(seen) > 1 and seen[-1].last_sequence > seen[-2].last_sequence:
+            return AnotherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
+        if seen and isinstance(seen[-1].tail, Origin):
+            hint = ways(hint, ("or, where the state bucket is an old copy", self._from_target))
+        return Stopped(message, hint=hint, code="E-TARGET-SHARED")
+
+    def _counted(self, doubt: Doubt) -> str:
+        """The two ways to go on where the last sequence does not tell how many rows are stored."""
+        rest = f"of the {doubt.count} rows of the open intent"
+        again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
+        count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
+        return ways((again, self._stored(doubt.certain)), (count, self._stored(doubt.counted)))
+
+    # Commands
+
+    def _stored(self, rows: int) -> str:
+        return set_command(self.target, f"--stored {rows}")
+
+    @property
+    def _accept(self) -> str:
+        return set_command(self.target, "--accept")
+
+    @property
+    def _from_target(self) -> str:
+        return set_command(self.target, "--from-target")
+
+    @property
+    def _forget(self) -> str:
+        return set_command(self.target, "--forget")
+
+
+PARALLEL = 32  # messages that are asked for at the same time
+
+
+class Target:
+    """The target stream as one client sees it; `connect` makes a client for verdicts that need a
+    fresh look.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        stream: str,
+        connect: Callable[[], Awaitable[FloeClient]],
+        control_headers: frozenset[bytes] = frozenset(),
+    ) -> None:
+        self._client, self._stream, self._connect = client, stream, connect
+        self._control_headers = control_headers
+
+    async def read(self) -> Reading | None:
+        """What the target says now; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
+        return await read(self._client, self._stream, self._control_headers)
+
+    async def read_fresh(self) -> Reading | None:
+        """The same over a connection of its own, which a deposed leader's old one cannot be."""
+        client = await self._connect()
+        try:
+            return await read(client, self._stream, self._control_headers)
+        finally:
+            await client.aclose()
+
+    async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+        """What the messages at these target sequences say. Raises as `read`."""
+        gate = asyncio.Semaphore(PARALLEL)
+
+        async def one(place: int) -> Origin | Unread:
+            async with gate:
+                return await _tail(self._client, self._stream, place)
+
+        found = await asyncio.gather(*map(one, places))
+        return dict(zip(places, found, strict=True))
+
+    async def described(self, place: int) -> str:
+        """The message at this target sequence, for people; empty where it is gone. Raises as `read`."""
+        message = await _message(self._client, self._stream, place)
+        if message is None:
+            return ""
+        provenance, _ = restore(message.headers)
+        at = datetime.fromtimestamp(message.timestamp_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        header = "without" if provenance is None else "with"
+        subject = decode_subject(message.subject)
+        return f"message {place} has subject {subject!r}, was stored at {at}, {header} a Floe-Source"
+
+
+async def read(
+    client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
+) -> Reading | None:
+    """One look at the stream, over `client`. `control_headers`: those that act in it."""
+    info = await stream_info(client, stream)
+    if info is None:
+        return None
+    tail = await _tail(client, stream, info.last_sequence)
+    lets_go = forgets(info.config, control_headers, client.max_payload)
+    return Reading(info.last_sequence, info.created, tail, lets_go)
+
+
+def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:
+    """Whether the stream may let go of its last message by itself: it is consumed, it expires, or it is
+    larger than all that the stream may hold. Every other limit takes older ones first.
+
+    `largest`: bytes that a message may have.
+    """
+    is_consumed = config.get("retention", "limits") != "limits"
+    expires = int(config.get("max_age") or 0) > 0 or b"nats-ttl" in control_headers
+    return is_consumed or expires or 0 < int(config.get("max_bytes") or -1) < largest
+
+
+async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unread:
+    message = await _message(client, stream, sequence) if sequence else None
+    return Unread.GONE if message is None else origin_of(message.headers)
+
+
+async def _message(client: FloeClient, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence; None where it is gone. Its subject is for people: the answer's JSON
+    cannot carry every one.
+    """
+    try:
+        return stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+    except ApiError as error:
+        if error.err_code not in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
+            raise
+        return None
+
+
+def origin_of(headers: bytes | None) -> Origin | Unread:
+    """Where a message with this header block says it comes from."""
+    provenance, _ = restore(headers)
+    try:
+        return Unread.FOREIGN if provenance is None else Origin(provenance.chain, provenance.sequence)
+    except ValueError:
+        return Unread.FOREIGN

@@ -16,14 +16,11 @@ import pytest
 
 from common.chain import Chain
 from common.errors import ConfigError, OutcomeUnknown
-from common.objects.checksums import ChecksumMismatch
 from common.objects.local import LocalObjects
-from common.objects.open import layout_of, open_objects
-from common.objects.port import ObjectInfo, ObjectStore
-from common.objects.probe import verifies_checksums
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
-from common.settings.store import StoreSettings
+from common.objects.open import layout_of, open_objects, verifies_checksums
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.s3 import S3Objects, S3Options
+from common.settings.root import StoreSettings
 from tests.support import SharedS3
 
 Body = Callable[[bytes], bytes | Path]

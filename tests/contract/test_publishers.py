@@ -8,8 +8,7 @@ import json
 import pytest
 
 from common.jetstream.client import FloeClient, frame
-from ingress.publishers.publisher import Expected, Unclear, judge_ack
-from ingress.publishing.publisher import Outcome
+from ingress.publishers.publisher import Expected, Outcome, Unclear, judge_ack
 from ingress.rows.prepare import PUBLISHER_LINES
 from tests.ingress_world import arrived
 from tests.publisher_bench import check, check_row, last_of, new_stream, publisher, rows_for

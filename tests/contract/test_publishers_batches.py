@@ -11,8 +11,7 @@ from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer, nats_server_binary
 from ingress.publishers.choose import choose, offered
 from ingress.publishers.fast import AHEAD, MOST_FLOW, WINDOW_BYTES, FastPublisher, flow_of
-from ingress.publishers.publisher import Unclear
-from ingress.publishing.publisher import Outcome
+from ingress.publishers.publisher import Outcome, Unclear
 from tests.ingress_world import arrived, client_of
 from tests.publisher_bench import carry, check, last_of, new_stream, publisher, rows_for
 from tests.support import soon, unique

@@ -13,7 +13,7 @@ from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.publishers.choose import PUBLISHERS
-from ingress.publishing.publisher import Outcome
+from ingress.publishers.publisher import Outcome
 from tests.clusters import placing
 from tests.ingress_world import arrived, client_of
 from tests.publisher_bench import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.segments.segment import Message
-from ingress.parked.names import State
-from ingress.parked.store import ParkedStore
+from ingress.parked import ParkedStore, State
 from tests.ingress_world import CHAIN, Archive, Arrived, Centre, arrived, client_of, rows_of
 from tests.integration.test_ingress_parked import kept, make, raise_limit, states
 from tests.scenarios.processes import Service

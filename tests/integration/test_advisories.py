@@ -15,11 +15,9 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
 from common.jetstream.pull import Asked
-from common.settings.nats import NatsSettings
-from egress.advisories.advisory import Document
-from egress.advisories.event import Advisory, Event
-from egress.advisories.outbox import HIGH_WATER
-from egress.advisories.stored import ids_stored
+from common.settings.service import NatsSettings
+from egress.advisories.advisory import Advisory, Document, Event
+from egress.advisories.outbox import HIGH_WATER, ids_stored
 from infra.local.nats import NatsServer
 from tests.advisory_world import SECOND, World, connected, new, news, now_ns, running
 from tests.support import soon

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from common.jetstream.client import FloeClient, frame
-from egress.advisories.advisory import Document
-from egress.advisories.event import Advisory, Event
-from egress.advisories.search import line_of
+from egress.advisories.advisory import Advisory, Document, Event
+from egress.advisories.cli import line_of
 from infra.local.tether import spawn
 from tests.advisory_world import SECOND, World, connected, new, now_ns, running
 from tests.support import PATIENCE, soon

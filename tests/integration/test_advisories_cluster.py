@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import FloeError
 from common.jetstream.client import connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster
 from tests.advisory_world import SECOND, World, news, running
 from tests.clusters import placing

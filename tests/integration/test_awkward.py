@@ -17,7 +17,7 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, escape
 from common.segments.segment import Message
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher, Published
 from infra.awkward import _delete as delete
 from infra.awkward import awkward_messages, publish_awkward

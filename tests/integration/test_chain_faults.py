@@ -14,12 +14,11 @@ from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap, ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.settings.start import StartSettings
+from common.settings.service import StartSettings
 from ingress import metrics
 from ingress.chains import prefetch as supply_module
 from ingress.chains.starts import Starts

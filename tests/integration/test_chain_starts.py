@@ -11,7 +11,7 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import DataError
-from common.settings.start import StartSettings
+from common.settings.service import StartSettings
 from ingress.chains.starts import Beginning, Start, Starts
 from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.segment_files import START_NS

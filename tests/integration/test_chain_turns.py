@@ -12,12 +12,12 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.ingress import TargetSettings
+from ingress.chains.chain_state import Roster
 from ingress.chains.prefetch import Supply
-from ingress.chains.roster import Roster
 from ingress.checkpoint import Gap, advanced
 from ingress.rows.prepare import Shape
 from ingress.rows.subjects import Accepting

@@ -13,9 +13,8 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import SegmentRef
 from compaction.failures import exit_code
-from compaction.run import Compaction, Report, Selection
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.tombstones import Tombstones
-from compaction.work import LocalRunner, ReadingProver
 from tests.compaction_archive import CHAIN, Archive, rows
 from tests.compaction_refs import TestPolicy
 

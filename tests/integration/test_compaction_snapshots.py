@@ -9,12 +9,10 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Refused, Unavailable
-from common.segments.documents import ChainDocument, ChainStore
+from common.segments.documents import ChainDocument, ChainStore, list_snapshots
 from common.segments.keys import StateName
-from common.segments.snapshots import list_snapshots
 from compaction.report import preview_json, preview_rows, report_json, report_rows
-from compaction.run import Compaction, Report, Selection
-from compaction.work import LocalRunner, ReadingProver
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from tests.compaction_archive import CHAIN, Archive
 from tests.compaction_jobs import Job
 from tests.compaction_refs import TestPolicy

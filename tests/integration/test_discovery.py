@@ -18,10 +18,10 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.service.monitor import Health
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress.discovery import discovery as module
 from ingress.discovery.discovery import MOST_NEW, Discovery
-from ingress.discovery.events import Notified
+from ingress.discovery.notifications import Notified
 from tests.faulty_store import FaultyStore, raising
 from tests.support import soon
 from tests.throwing import Throw

@@ -15,7 +15,7 @@ from common.jetstream.client import FloeClient
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from ingress.replay.compare import Trail, compare
+from ingress.replay.drill import Trail, compare
 from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
 from tests.scenarios.processes import Service, run_floe
 from tests.segment_files import message

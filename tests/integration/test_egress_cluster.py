@@ -12,7 +12,7 @@ import pytest
 from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.jetstream.client import connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
 from tests.clusters import placing

@@ -15,8 +15,8 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.sequences import SequenceRange
+from common.service.exits import command
 from common.service.metrics import REGISTRY
-from common.service.pasting import command
 from egress import consumers, metrics
 from egress.archive import Marks
 from egress.reader import Reader

@@ -17,10 +17,9 @@ from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from common.service.threads import Threads
-from egress.archive import Archive
+from common.service.process import Threads
+from egress.archive import Archive, Walk
 from egress.deps import Pace
-from egress.walking import Walk
 from tests.compaction_archive import CHAIN
 from tests.compaction_archive import Archive as Segments
 from tests.support import soon

@@ -10,7 +10,7 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.api import stream_info
-from egress.partitions.closing import Closing, End
+from egress.incarnations import Closing, End
 from tests.egress_bench import SITE, Bench, connected
 from tests.partitions import Partitioned, feed_of, publish_over
 from tests.support import soon, unique

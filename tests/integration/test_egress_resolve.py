@@ -14,8 +14,8 @@ from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.segments.segment import Message
-from egress.partitions.closings import Closings
-from egress.resolve.decisions import Acceptances
+from egress.identity import Acceptances
+from egress.incarnations import Closings
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare
 from infra.oracle_streams import read_stream

@@ -17,7 +17,7 @@ from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from egress.acks import Acknowledging
 from egress.consumers import Wanted, take
-from egress.initialise import initialise
+from egress.init import initialise
 from egress.partition import Slice, slices
 from infra.local.nats import NatsServer
 from tests.egress_bench import SITE, Bench, connected

@@ -18,7 +18,7 @@ from common.jetstream.lease import Lease, Leases
 from common.segments.segment import Message
 from egress import metrics
 from egress.advisories.advisory import parse
-from egress.initialise import initialise
+from egress.init import initialise
 from infra.oracle_streams import read_stream
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore

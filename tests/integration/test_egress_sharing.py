@@ -13,18 +13,16 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock, first_of
+from common.clock import SystemClock, end, first_of
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.leasing.balancer import Sharing
+from common.leasing.balancer import Sharing, fair_share
 from common.service.monitor import Health
-from common.settings.nats import NatsSettings
-from common.sharing.shares import fair_share
-from common.tasks import end
+from common.settings.service import NatsSettings
 from egress.deps import Pace, Tuning
-from egress.sharing import share_site
+from egress.service import share_site
 from infra.local.nats import NatsServer
 from tests.egress_bench import QUICK, SITE, Bench, Running, connected
 from tests.faulty_store import FaultyStore

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
+from common.clock import SystemClock, unexpected
 from common.errors import FloeError, Refused
 from common.jetstream.client import frame
-from common.objects.aws import Account
+from common.objects.s3 import Account
 from common.objects.sqs import Received, SqsQueue
-from common.tasks import unexpected
 from infra.local.nats import NatsServer
-from ingress.discovery import nats_events, notifications
-from ingress.discovery.nats_events import follow_subject
-from ingress.discovery.notifications import follow_queue
+from ingress.discovery import notifications
+from ingress.discovery import notifications as nats_events
+from ingress.discovery.notifications import follow_queue, follow_subject
 from tests.ingress_world import client_of
 from tests.sqs_server import SqsServer
 from tests.support import PATIENCE, soon, unique

@@ -17,7 +17,7 @@ from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.service.metrics import REGISTRY
-from common.settings.store import StoreSettings
+from common.settings.root import StoreSettings
 from tests.faulty_store import FaultyStore
 from tests.ingress_world import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.notifying import Notifying, notification

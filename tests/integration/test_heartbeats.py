@@ -20,7 +20,7 @@ from common.jetstream.api import get_message
 from common.jetstream.headers import header, parse_block
 from common.jetstream.kv import KeyValue
 from common.jetstream.requests import ApiError
-from common.settings.heartbeats import HeartbeatSettings
+from common.settings.egress import HeartbeatSettings
 from egress import heartbeats
 from egress.heartbeats import check_stored, header_block, heartbeat_key, next_due
 from infra.local.nats import NatsServer

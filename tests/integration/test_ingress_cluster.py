@@ -17,7 +17,7 @@ from common.jetstream.client import FloeClient
 from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
 from ingress.deps import service_replicas
-from ingress.replay.scratch import Scratch
+from ingress.replay.drill import Scratch
 from tests.clusters import placing
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.replay_world import World

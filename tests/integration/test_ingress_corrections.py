@@ -15,14 +15,13 @@ from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, build_block
 from common.sequences import SequenceRange
 from common.service.monitor import Health
+from ingress import checkpoint_store as state_module
 from ingress import delivery
 from ingress.checkpoint import Checkpoint, Piece, TargetState, open_intent
-from ingress.checkpoints import state as state_module
 from ingress.operator import correct
 from ingress.operator.target_scan import Census, Standing, take_census
-from ingress.parked.names import State
-from ingress.parked.store import ParkedStore
-from ingress.rows.refusals import Oversize
+from ingress.parked import ParkedStore, State
+from ingress.rows.prepare import Oversize
 from tests.commands import Done, floe, invoke, paste_checkpoint
 from tests.ingress_outcomes import (
     Consumer,

@@ -17,7 +17,7 @@ from common.jetstream.kv import KeyValue
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
 from infra.local.nats import NatsServer
-from ingress.sharing import lease_key
+from ingress.deps import lease_key
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.scenarios.processes import run_floe
 from tests.support import PATIENCE, soon

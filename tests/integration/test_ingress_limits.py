@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError, Unavailable
 from infra.local.nats import NatsServer
-from ingress.parked.names import State
+from ingress.parked import State
 from tests.ingress_outcomes import left_open, make, service, stands, stop_of, store
 from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
 from tests.integration.test_ingress_parked import kept, states

@@ -21,8 +21,7 @@ from common.errors import AnotherWriter
 from common.jetstream.api import ask, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.segments.segment import Message
-from ingress.parked.names import State
-from ingress.parked.store import ParkedStore
+from ingress.parked import ParkedStore, State
 from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, rows_of
 from tests.segment_files import message
 from tests.support import soon

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.jetstream.client import FloeClient, connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from tests.commands import floe
 from tests.ingress_world import Archive, Centre, check_exact, rows_of

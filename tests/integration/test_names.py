@@ -11,7 +11,7 @@ from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue, state_key
 from ingress.checkpoint import Checkpoint, TargetState
-from ingress.checkpoints.state import StateStore
+from ingress.checkpoint_store import StateStore
 from tests.commands import floe
 from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
 from tests.support import soon

@@ -15,7 +15,7 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import create_consumer, create_stream
 from common.jetstream.client import ApiError, FloeClient, connect, frame
 from common.jetstream.headers import header, status
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.ports import free_port
 from tests.support import soon, unique

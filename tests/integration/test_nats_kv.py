@@ -11,7 +11,7 @@ import pytest
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import BucketGone, Entry, KeyValue, key_parts, state_key
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.clusters import placing
 from tests.support import soon, unique

@@ -19,7 +19,7 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.tether import spawn
 from tests.support import PATIENCE, seeded, soon, unique
@@ -359,7 +359,7 @@ from common.clock import SystemClock
 from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 
 async def main(url, bucket, ttl):
     client = await connect(NatsSettings(url=url), name="holder")

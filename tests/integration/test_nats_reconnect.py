@@ -11,7 +11,7 @@ import pytest
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.clusters import placing
 from tests.support import PATIENCE, seeded, soon, unique

@@ -18,9 +18,9 @@ from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.jetstream.api import stream_info
 from common.jetstream.client import connect, frame
 from common.jetstream.credentials import is_loopback
-from common.service.expand import read_secret
-from common.settings.nats import NatsSettings
-from common.settings.secret_file import FileSecret
+from common.settings.loader import read_secret
+from common.settings.service import NatsSettings
+from common.settings.types import FileSecret
 from infra.local.nats import NatsServer, TlsFiles
 from tests.support import soon
 from tests.tcp_proxy import TcpProxy

@@ -24,7 +24,7 @@ from common.jetstream.api import (
 from common.jetstream.client import ApiError, FloeClient, connect, frame
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.clusters import placing
 from tests.support import soon, unique

@@ -22,7 +22,7 @@ from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from infra.oracle_archive import archived
 from ingress.checkpoint import Checkpoint, Intent, Piece, TargetState
-from ingress.checkpoints.state import StateStore
+from ingress.checkpoint_store import StateStore
 from tests.egress_bench import Bench, connected
 from tests.ingress_world import Archive, Centre
 from tests.segment_files import message

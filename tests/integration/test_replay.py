@@ -16,7 +16,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from ingress.replay.options import Options
+from ingress.replay.request import Options
 from tests.ingress_world import CHAIN, arrived, client_of, rows_of
 from tests.replay_world import STEP_NS, World, refused
 from tests.segment_files import START_NS
@@ -260,7 +260,7 @@ async def test_holes_are_named_and_never_skipped_silently(world: World) -> None:
 
 
 async def test_accepted_gaps_are_gone_over(world: World) -> None:
-    from common.segments.gaps import AcceptedGap
+    from common.segments.documents import AcceptedGap
 
     world.fill((1, 20), (31, 40))
     for gap in (SequenceRange(21, 25), SequenceRange(26, 30)):

@@ -21,10 +21,10 @@ from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service import process
 from infra.local.nats import NatsServer
-from ingress.replay import options
-from ingress.replay.options import Options
+from ingress.replay import request
 from ingress.replay.pace import MessageRate
 from ingress.replay.receipt import receipt_key
+from ingress.replay.request import Options
 from tests.commands import Done, invoke
 from tests.ingress_world import CHAIN, client_of, count_in, rows_of
 from tests.replay_world import World
@@ -59,7 +59,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         yield asyncio.Event()
 
     monkeypatch.setattr(process, "stop_on_signals", unstopped)
-    monkeypatch.setattr(options, "Options", partial(Options, look_spacing=0.05))
+    monkeypatch.setattr(request, "Options", partial(Options, look_spacing=0.05))
 
 
 # Commands

@@ -12,14 +12,13 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.jetstream.headers import hops, restore
 from common.segments.archive import read_cover
-from common.segments.parquet import messages
+from common.segments.reader import messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from ingress.replay.options import Options
-from ingress.replay.progress import Teller
+from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
-from ingress.replay.request import Request
+from ingress.replay.request import Options, Request
 from tests.egress_bench import SITE, Bench, connected
 from tests.support import soon, unique
 

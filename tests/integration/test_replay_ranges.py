@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from common.chain import Chain
 from common.errors import DataError, Unavailable, UsageError
 from common.segments.documents import ChainStore
-from common.segments.faults import SegmentGone
 from common.segments.keys import Layout
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

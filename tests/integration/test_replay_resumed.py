@@ -17,7 +17,7 @@ from common.jetstream.lease import Leases
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from ingress.replay.options import Options
+from ingress.replay.request import Options
 from tests.ingress_world import CHAIN, arrived, client_of, rows_of
 from tests.replay_world import World, refused
 from tests.support import PATIENCE, unique

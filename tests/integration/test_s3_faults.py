@@ -14,10 +14,9 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
-from common.service.expand import read_secret
-from common.settings.secret_file import FileSecret, read_all_again
+from common.objects.s3 import S3Objects, S3Options
+from common.settings.loader import read_secret
+from common.settings.types import FileSecret, read_all_again
 from infra.local.ports import free_port
 from infra.local.seaweedfs import SeaweedFS
 from tests.http_proxy import (

@@ -14,7 +14,7 @@ from common.errors import Refused, Unavailable
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from egress import metrics
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
 from egress.sampling import rebuild
 from egress.sampling.sampler import Sampler
 from tests.faulty_store import FaultyStore, raising

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.segments.parquet import SCHEMA, SegmentWriter, SpooledSegment, open_file, record_batch
+from common.segments.reader import SCHEMA, SegmentWriter, SpooledSegment, open_file, record_batch
 from common.segments.segment import Ledger, Reason
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from tests.segment_files import footer_of, message

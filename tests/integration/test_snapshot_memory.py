@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.sampling_archive import CHAIN, START_NS, SampledArchive
 from egress.sampling.sampler import Sampler
-from egress.sampling.listing import Selection, Values, as_value
+from egress.sampling.cli import Selection, Values, as_value
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -11,13 +11,11 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
-from common.objects.checksums import ChecksumMismatch
-from common.objects.port import ObjectStore
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
+from common.objects.port import ChecksumMismatch, ObjectStore
+from common.objects.s3 import S3Objects, S3Options
+from common.segments.documents import SnapshotRef, sampling_of
 from common.segments.keys import StateName
-from common.segments.snapshots import SnapshotRef, sampling_of
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.faulty_store import FaultyStore, answering, raising

@@ -14,55 +14,52 @@ from typing import Any
 
 import pytest
 
-from common import tasks
-from common.clock import SystemClock
+from common import clock
+from common.clock import SystemClock, to_its_end
 from common.jetstream.api import stream_info
 from common.jetstream.client import frame
 from common.jetstream.lease import Lease
 from common.leasing.balancer import Sharing
+from common.leasing.members import Bell
 from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
-from common.sharing.bell import Bell
-from common.tasks import to_its_end
 from egress import builder as builder_module
 from egress import feed as egress_controller
+from egress import report
 from egress.acks import Acknowledging
 from egress.advisories.senders import ReliableSender
-from egress.alive import Reach, SignOfLife
+from egress.archive import Walk
 from egress.builder import Builder
 from egress.encoder import Encoder
-from egress.expiry import Expiry
+from egress.evidence import Inquiry
 from egress.feed import Feed
 from egress.handover import Succession
-from egress.heartbeats import Heartbeats
-from egress.inquiry import Inquiry
+from egress.heartbeats import Heartbeats, Reach, SignOfLife
 from egress.memory import Budget
-from egress.partitions import unmatched
 from egress.reader import Reader
-from egress.sampling.quiet import Quiet
-from egress.sampling.saving import Saving
+from egress.sampling.snapshot_store import Saving
+from egress.sampling.stage import Quiet
 from egress.session import Session
 from egress.uploader import Putter
-from egress.walking import Walk
+from egress.watchdog import Expiry
 from infra.local.nats import NatsServer
-from ingress import runner
-from ingress.chains.attendant import Attendant
+from ingress import target
+from ingress.chains.chain_state import Attendant
 from ingress.chains.prefetch import Supply
-from ingress.checkpoints.reporting import PositionsReport
 from ingress.discovery import discovery
 from ingress.discovery.discovery import Discovery
-from ingress.discovery.events import Notified
+from ingress.discovery.notifications import Notified
 from ingress.discovery.sites import Sites
 from ingress.publishers.publisher import Replies
 from ingress.redelivery import Retries
-from ingress.replay.carrying import Carrying
-from ingress.replay.options import Options
 from ingress.replay.pace import MessageRate
+from ingress.replay.replay import Carrying
+from ingress.replay.request import Options
 from ingress.replay.source import ReplaySource
-from ingress.runner import Runner
+from ingress.report import PositionsReport
 from ingress.service import Controller
-from ingress.target import Carriage
+from ingress.target import Carriage, Runner
 from tests.egress_bench import QUICK, Bench, connected
 from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
 from tests.replay_world import World
@@ -179,7 +176,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
     await bench.make_stream(beats)
     heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
     _hurry(monkeypatch)
-    monkeypatch.setattr(unmatched, "LOOK_EVERY", 0.2)
+    monkeypatch.setattr(report, "LOOK_EVERY", 0.2)
     places: Places = [
         ("feed", [(Reader, "_on_heartbeat")]),  # called by the connection
         ("feed", [(Reader, "pull")]),  # called by whoever gives memory back, by the loop, and in the session
@@ -191,7 +188,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
         ("walk", [(Walk, "_walk")]),
         ("expiry", [(Expiry, "_left")]),
-        ("unmatched", [(unmatched, "look")]),
+        ("unmatched", [(report, "look")]),
         ("lease", [(Lease, "_renew")]),
         ("heartbeats", [(Heartbeats, "_publish")]),
         ("heartbeats", [(Heartbeats, "_on_write")]),  # called by the connection
@@ -291,7 +288,7 @@ async def _holds(bench: Bench, stream: str, number: int) -> bool:
 
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tasks, runner):
+    for module in (clock, target):
         monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
         monkeypatch.setattr(module, "LAST_PAUSE", 0.2)
 

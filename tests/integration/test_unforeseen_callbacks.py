@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 from nats.aio.transport import TcpTransport
 
-from common.clock import SystemClock
+from common.clock import SystemClock, to_its_end
 from common.errors import Unforeseen
 from common.jetstream.api import create_stream, get_message, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.jetstream.pull import From, scan
+from common.jetstream.pull import From, read_all, scan
 from common.jetstream.requests import Requests
-from common.settings.nats import NatsSettings
-from common.sharing.bell import Bell
-from common.tasks import to_its_end
+from common.leasing.members import Bell
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from ingress.discovery.nats_events import follow_subject
+from ingress.discovery.notifications import follow_subject
 from ingress.operator.target_scan import Census, take_census
 from ingress.publishers.publisher import Expected, Replies
-from ingress.replay.reading import read_all
 from tests.ingress_world import client_of
 from tests.support import PATIENCE, soon, unique
 from tests.tcp_proxy import TcpProxy

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock
+from common.clock import SystemClock, to_its_end
 from common.errors import Unforeseen
 from common.service.monitor import Health
-from common.tasks import to_its_end
 from egress.service import _stop
-from egress.workers import parent
+from egress.workers import supervisor
 from egress.workers.link import Place
 from egress.workers.process import WorkerProcess
 from egress.workers.supervisor import Crew
@@ -84,7 +83,7 @@ async def test_what_fails_in_the_parent_ends_it_and_its_workers(
 ) -> None:
     crew, clock = crew_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(parent._run(crew, Health(clock), clock)))
+    running = asyncio.create_task(to_its_end(supervisor._run(crew, Health(clock), clock)))
     if owner is Health:
         await soon(lambda: all(worker.pid for worker in crew.workers))
         throw.left = 1

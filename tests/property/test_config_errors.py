@@ -16,8 +16,7 @@ from common.settings.base import Section
 from common.settings.docs import fields_of, sections_of, type_name
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
-from common.settings.types import Kind, Range
-from common.settings.units import parse_size
+from common.settings.types import Kind, Range, parse_size
 from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.settings.overlap import first_overlap, overlaps
-from common.subjects import matches
-from egress.partitions.closing import Closing, Decision, End, NextStream
-from egress.partitions.recut import Reach, common_end
+from common.subjects import first_overlap, matches, overlaps
+from egress.incarnations import Closing, Decision, End, NextStream
+from egress.repartition import Reach, common_end
 
 LETTERS = ("a", "b")
 # Every filter over two letters of up to four tokens, and every subject of up to five: a subject that two

@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.migration import shape
-from common.migration.importing import Imported, import_stream_replicator
+from common.migration import read
 from common.migration.plan import within
+from common.migration.write import Imported, import_stream_replicator
 from common.settings.loader import parse_documents
 from common.settings.yaml import ConfigFileError, Problem
 
@@ -24,8 +24,8 @@ HOSTS = ["nats://one:4222", "tls://two", "nats://[::1]:4222", "nats://u:hidden@o
 URLS = st.sampled_from(
     [*HOSTS, "nats://t?credentials=/c", "nats://one:4222,nats://two", "nats://j?jwt=/j&nkey=/n"]
 )
-TLS = st.fixed_dictionaries({}, optional=dict.fromkeys(shape.TLS, FILES))
-CHORIA = st.fixed_dictionaries({}, optional=dict.fromkeys(shape.CHORIA, FILES))
+TLS = st.fixed_dictionaries({}, optional=dict.fromkeys(read.TLS, FILES))
+CHORIA = st.fixed_dictionaries({}, optional=dict.fromkeys(read.CHORIA, FILES))
 HEADERS = st.dictionaries(st.sampled_from(["a", "X-Auth", "b.c"]), st.sampled_from(["1", "${Y}"]), max_size=2)
 
 SAMPLING = st.one_of(
@@ -165,7 +165,7 @@ def test_every_key_of_a_stream_is_carried_over_or_named(document: dict[str, Any]
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
         lambda below: (
             st.lists(below, max_size=3)
-            | st.dictionaries(st.sampled_from([*shape.STREAM, *shape.FILE, "x"]), below, max_size=4)
+            | st.dictionaries(st.sampled_from([*read.STREAM, *read.FILE, "x"]), below, max_size=4)
         ),
         max_leaves=12,
     )

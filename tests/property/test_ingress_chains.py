@@ -18,16 +18,15 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
+from ingress.chains.chain_state import Roster
 from ingress.chains.pauses import Pause, Pauses
 from ingress.chains.prefetch import Supply
-from ingress.chains.roster import Roster
 from ingress.chains.search import look
 from ingress.checkpoint import Gap, Piece, advanced
 from ingress.rows.prepare import Shape

@@ -19,16 +19,13 @@ from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Stopped, Una
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import Checkpoint, Gap, Intent, Piece, TargetState
-from ingress.checkpoint_store import from_json, to_json
-from ingress.checkpoints.state import StateStore, Stored
+from ingress.checkpoint_store import StateStore, Stored, from_json, to_json
 from ingress.delivery import Carrier
 from ingress.operator.corrections import count_stored
-from ingress.publishers.publisher import Unclear
-from ingress.publishing.publisher import Outcome
+from ingress.publishers.publisher import Outcome, Unclear
 from ingress.rows.rows import Block, Material, Rows
 from ingress.verdict.settle import Settler
-from ingress.verdict.verdict import Finding, Origin, Reading, Unread
-from ingress.verdicts.choices import Choices
+from ingress.verdict.verdict import Choices, Finding, Origin, Reading, Unread
 from tests.support import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]

@@ -8,10 +8,9 @@ import asyncio
 
 import pytest
 
-from ingress.checkpoints.state import StateStore
-from ingress.verdict.settle import Settler
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.shared import SharedSettler
+from ingress.checkpoint_store import StateStore
+from ingress.verdict.settle import Settler, SharedSettler
+from ingress.verdict.verdict import Choices
 from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSupply, Host, World
 from tests.support import seeded
 

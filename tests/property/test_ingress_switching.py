@@ -10,10 +10,9 @@ from contextlib import suppress
 import pytest
 
 from common.errors import Stopped
-from ingress.checkpoints.state import StateStore
-from ingress.verdict.settle import Settler
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.shared import SharedSettler
+from ingress.checkpoint_store import StateStore
+from ingress.verdict.settle import Settler, SharedSettler
+from ingress.verdict.verdict import Choices
 from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSupply, Host
 from tests.property.test_ingress_shared_crashes import SharedWorld
 from tests.support import seeded

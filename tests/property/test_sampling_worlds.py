@@ -10,12 +10,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import Known, period_ns
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot, decode, encode
-from egress.sampling.spread import period_ns
-from egress.sampling.state import Known
 from tests.sampling_values import SECOND, START, sampling
 
 DURATION = 100 * SECOND

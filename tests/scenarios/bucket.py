@@ -150,7 +150,7 @@ async def shuffled(s3: Any, rng: random.Random, seconds: float, rate: int = 400)
 
 def _objects(world: World, bucket: str) -> ObjectStore:
     from common.objects.open import open_objects
-    from common.settings.store import StoreSettings
+    from common.settings.root import StoreSettings
 
     return open_objects(StoreSettings.model_validate(world.store(bucket)))
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 

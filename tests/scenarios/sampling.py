@@ -29,8 +29,7 @@ from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
 from common.settings.egress import FeedSettings
-from egress.advisories.advisory import event_id, parse
-from egress.advisories.event import Advisory
+from egress.advisories.advisory import Advisory, event_id, parse
 from egress.batch import chosen
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling

@@ -15,11 +15,11 @@ from typing import Any
 
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
+from common.leasing.balancer import fair_share
 from common.open import load_settings, open_store
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
-from common.settings.units import parse_duration
-from common.sharing.shares import fair_share
+from common.settings.types import parse_duration
 from egress.feed import lease_key
 from infra.acked import AckedPublisher
 from infra.oracle import Trace, total

@@ -10,8 +10,16 @@ import pytest
 from common.chain import Chain
 from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
-from egress.advisories.advisory import Document, Writer, event_id, inspect_field, ksuid, parse
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import (
+    Advisory,
+    Document,
+    Event,
+    Writer,
+    event_id,
+    inspect_field,
+    ksuid,
+    parse,
+)
 
 CHAIN = Chain("US_EAST", "NODE_DATA")
 SEEN = 1_647_351_430 * NS_PER_S

@@ -6,7 +6,7 @@ import pytest
 
 from common.jetstream.api import StreamInfo
 from common.settings.egress import FeedSettings
-from egress.advisories.loop import fed_back, loop_of
+from egress.advisories.advisory import fed_back, loop_of
 from egress.partition import slices
 
 

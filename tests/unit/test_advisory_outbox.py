@@ -9,11 +9,8 @@ import pytest
 from common.clock import ManualClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
-from egress.advisories.acks import judge_ack
-from egress.advisories.event import Advisory, Event
-from egress.advisories.lateness import is_late
-from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox
-from egress.advisories.tally import Result
+from egress.advisories.advisory import Advisory, Event
+from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox, Result, is_late, judge_ack
 from tests.support import seeded
 
 SECOND = 1_000_000_000

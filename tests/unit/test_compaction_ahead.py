@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from compaction.ahead import ahead
+from compaction.merge import ahead
 from tests.support import PATIENCE
 
 

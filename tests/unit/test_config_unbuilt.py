@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.service.config_document import Document
-from common.service.config_unbuilt import refuse_unbuilt, refuse_unrunnable
 from common.settings.docs import fields_of, sections_of
-from common.settings.loader import load, parse_documents
-from common.settings.root import Settings
-from common.settings.unbuilt import UNBUILT
+from common.settings.loader import Document, load, parse_documents, refuse_unbuilt, refuse_unrunnable
+from common.settings.root import UNBUILT, Settings
 
 EXAMPLE = Path(__file__).parents[2] / "floe.example.yaml"
 HEAD = "site: s\nstore: {url: s3://floe}\n"

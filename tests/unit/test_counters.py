@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.service.metrics import COUNTED, REGISTRY, begin, counter
-from egress.advisories.tally import Result
-from egress.doubt import REASONS
+from egress.acks import REASONS
+from egress.advisories.outbox import Result
 from egress.metrics import ADVISORY_RESULTS
 from ingress import metrics as ingress_metrics
 from tests.support import unique

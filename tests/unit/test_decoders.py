@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = """
 import os, sys, threading
 from common.chain import Chain
-from common.segments.document_values import ChainDocument, StreamDocument, tail_from_json, tail_to_json
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import ChainDocument, StreamDocument, tail_from_json, tail_to_json
+from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
-from egress.partitions.closing import Closing, Decision, End, NextStream
-from egress.resolve.acceptance import Acceptance
+from egress.incarnations import Closing, Decision, End, NextStream
+from egress.identity import Acceptance
 from ingress.chains.starts import Start
 
 def begin(start, works):

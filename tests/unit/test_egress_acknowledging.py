@@ -12,10 +12,9 @@ from common.errors import OutcomeUnknown, Refused
 from common.jetstream.api import ConsumerInfo
 from common.sequences import SequenceRange
 from egress import acks as acknowledging
-from egress.acks import Acknowledging, archived, is_settled
-from egress.doubt import DoubtError
+from egress.acks import Acknowledging, DoubtError, archived, is_settled
 from egress.memory import Budget
-from egress.position import Position
+from egress.partition import Position
 
 SHORT = b"$JS.ACK.S.C.1.%d.%d.1700000000000000000.9"
 LONG = b"$JS.ACK.hub.ACCHASH.S.C.1.%d.%d.1700000000000000000.9.x7"

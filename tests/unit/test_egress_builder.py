@@ -14,11 +14,21 @@ from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
 from egress import builder as builder_module
-from egress.batch import chosen
-from egress.builder import GAP_AGE, PIECE_MESSAGES, Builder, Close, Closing, Emitted, Piece
-from egress.ledger import attribute, before_first_gap, gone_before_read, unread
+from egress.batch import SAMPLED_OUT, TOO_OLD, Sifted, chosen
+from egress.builder import (
+    GAP_AGE,
+    PIECE_MESSAGES,
+    Builder,
+    Close,
+    Closing,
+    Emitted,
+    Piece,
+    attribute,
+    before_first_gap,
+    gone_before_read,
+    unread,
+)
 from egress.memory import Account, Budget
-from egress.sifted import SAMPLED_OUT, TOO_OLD, Sifted
 
 SECOND = 1_000_000_000
 

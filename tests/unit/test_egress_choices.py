@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from common.segments.segment import Tip
-from egress.identity import Evidence, Held, Kind, Source, Verdict, Witness
-from egress.resolve.choices import choices, parting
+from egress.identity import Evidence, Held, Kind, Source, Verdict, Witness, choices, parting
 
 CREATED = "2026-01-01T00:00:00Z"
 

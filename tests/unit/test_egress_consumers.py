@@ -11,8 +11,7 @@ from common.jetstream.api import ConsumerInfo
 from common.settings.base import Section
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
-from common.settings.types import Range
-from common.settings.units import parse_duration
+from common.settings.types import Range, parse_duration
 from egress.consumers import ACK_WAIT, Wanted, durable, ephemeral, filters, first, unfit
 from egress.partition import Slice, is_of_site, slices
 

@@ -12,20 +12,19 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
 from common.segments.columns import Columns
-from common.segments.parquet import open_file
-from common.segments.spool import Spool
+from common.segments.reader import open_file
+from common.segments.writer import Spool
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.egress import FeedSettings
+from egress.batch import SAMPLED_OUT
 from egress.builder import Close, Piece
-from egress.draft import BATCH_ROWS, Draft
-from egress.encoder import AskGone, Encoder
+from egress.encoder import BATCH_ROWS, AskGone, Draft, Encoder
 from egress.memory import Budget
 from egress.reader import DoubtError
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
-from egress.sifted import SAMPLED_OUT
 
 CHAIN = Chain("site", "UNIT_ENCODER")
 FEED = FeedSettings(stream="S", inspect_field="id", inspect_duration="1m")  # type: ignore[arg-type]

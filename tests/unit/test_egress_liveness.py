@@ -13,9 +13,8 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
-from egress.expiry import Limits, Rise, left_by_age, left_by_size
 from egress.report import FeedReport, log
-from egress.watchdog import Liveness, Progress, Standing
+from egress.watchdog import Limits, Liveness, Progress, Rise, Standing, left_by_age, left_by_size
 from tests.support import unique
 
 SECOND = 10**9

@@ -11,8 +11,8 @@ from common.segments.documents import ChainDocument
 from common.settings.egress import FeedSettings
 from egress.incarnations import configured, outline
 from egress.partition import slices
-from egress.partitions.left import Unmatched, unmatched
-from egress.partitions.recut import settings_of
+from egress.repartition import settings_of
+from egress.report import Unmatched, unmatched
 
 
 def feed(**keys: Any) -> FeedSettings:

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.parquet import SpooledSegment
+from common.segments.reader import SpooledSegment
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.monitor import Health

@@ -8,10 +8,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.clock import ManualClock
+from common.clock import DELAYS, Backoff, ManualClock, end, unless
 from common.errors import Unavailable
-from common.tasks import end, unless
-from egress.backoff import DELAYS, Backoff
 from egress.deps import Confirming
 from egress.evidence import confirm
 from egress.memory import LARGEST_WINDOW, Budget

@@ -11,10 +11,15 @@ import pytest
 
 from common.errors import SegmentCorrupt
 from common.objects.local import LocalObjects
-from common.segments.document_values import ChainDocument, StreamDocument, floor_from_json, tail_from_json
-from common.segments.documents import ChainStore
-from common.segments.gaps import AcceptedGap
-from common.segments.parquet import messages, open_file
+from common.segments.documents import (
+    AcceptedGap,
+    ChainDocument,
+    ChainStore,
+    StreamDocument,
+    floor_from_json,
+    tail_from_json,
+)
+from common.segments.reader import messages, open_file
 from common.segments.segment import Ledger, Reason, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import floe
-from common.migration import entries, read, shape
-from common.migration.durations import convert
-from common.migration.importing import Imported, import_stream_replicator
-from common.settings import unbuilt
+from common.migration import entries, read
+from common.migration import read as shape
+from common.migration.read import convert
+from common.migration.write import Imported, import_stream_replicator
+from common.settings import root
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
 from common.settings.yaml import ConfigFileError
@@ -68,8 +69,8 @@ def notes(text: str) -> dict[str, str]:
 @pytest.fixture
 def all_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """What egress gets in the same issue is not refused."""
-    left = tuple(each for each in unbuilt.UNBUILT if not each.startswith("egress"))
-    monkeypatch.setattr("common.service.config_unbuilt.UNBUILT", left)
+    left = tuple(each for each in root.UNBUILT if not each.startswith("egress"))
+    monkeypatch.setattr("common.settings.loader.UNBUILT", left)
 
 
 def run(*arguments: str) -> Result:

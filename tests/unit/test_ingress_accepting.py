@@ -12,9 +12,10 @@ from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import Checkpoint, Intent, ParkedAs, Piece, TargetState, open_intent
 from ingress.checkpoint_store import from_json, to_json
-from ingress.checkpoints.marks import Marks, Sightings
 from ingress.operator.corrections import (
     CorrectionRefused,
+    Marks,
+    Sightings,
     accept,
     awaited,
     counted,
@@ -24,7 +25,7 @@ from ingress.operator.corrections import (
     rebuild,
 )
 from ingress.operator.target_scan import Census
-from ingress.parked.names import Entry, ParkedName
+from ingress.parked import Entry, ParkedName
 from ingress.verdict.verdict import Origin, Reading, Unread
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ingress.rows.budget import Budget
+from ingress.rows.rows import Budget
 
 
 async def turn() -> None:

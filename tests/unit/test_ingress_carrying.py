@@ -18,12 +18,12 @@ from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
 from ingress.checkpoint import Checkpoint, CheckpointConflict, Piece, TargetState, open_intent
-from ingress.checkpoints.state import StateMoved, Stored
+from ingress.checkpoint_store import StateMoved, Stored
 from ingress.delivery import Carrier
-from ingress.parts import Pace
-from ingress.publishing.publisher import Outcome
+from ingress.deps import Pace
+from ingress.publishers.publisher import Outcome
 from ingress.rows.rows import Block, Material, Rows
-from ingress.runner import Runner
+from ingress.target import Runner
 from ingress.verdict.verdict import Sending, Settled
 from tests.support import PATIENCE
 

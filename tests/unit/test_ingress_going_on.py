@@ -25,11 +25,10 @@ from ingress.chains.chain_state import Lane
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.checkpoint import Intent, Piece
 from ingress.errors import ends_target, leading, passes_by_itself
-from ingress.report import Lags
+from ingress.report import Lags, TargetReport
 from ingress.rows.prepare import Preparer, Shape
 from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting, SubjectRule
-from ingress.telling import TargetReport
 from tests.support import unique
 
 CHAIN = Chain("us-east", "NODES")

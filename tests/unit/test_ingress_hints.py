@@ -13,26 +13,20 @@ from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
+from ingress import checkpoint_store as state_module
 from ingress import hints as advice
-from ingress.chains.attendant import _with_way_out
+from ingress.chains.chain_state import Roster, _with_way_out
 from ingress.chains.recall import Recall
-from ingress.chains.roster import Roster
 from ingress.checkpoint_store import from_json
-from ingress.checkpoints import state as state_module
 from ingress.publishers.choose import choose
 from ingress.replay import survey, target
-from ingress.replay.advice import Advice
-from ingress.replay.carrying import ReplayChoices
-from ingress.replay.leasing import held_error
-from ingress.replay.options import Options
 from ingress.replay.receipt import Receipt, other, receipt_key, unreadable
-from ingress.replay.request import Request
+from ingress.replay.replay import ReplayChoices, held_error
+from ingress.replay.request import Advice, Options, Request
 from ingress.replay.source import hole_error
-from ingress.rows.prepare import Shape
-from ingress.rows.refusals import oversize_hint, way_out
+from ingress.rows.prepare import Shape, oversize_hint, way_out
 from ingress.rows.subjects import Accepting
-from ingress.verdict.verdict import Doubt, Finding, Origin, Reading, Unread, Verdict
-from ingress.verdicts.choices import Choices
+from ingress.verdict.verdict import Choices, Doubt, Finding, Origin, Reading, Unread, Verdict
 from tests.hints import problems_of
 
 # In the middle of a line nobody can paste it; words about a command name it without its options.

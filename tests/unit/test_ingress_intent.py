@@ -24,8 +24,7 @@ from ingress.checkpoint import (
     open_intent,
     share_intent,
 )
-from ingress.checkpoint_store import from_json, to_json
-from ingress.checkpoints.state import StateStore
+from ingress.checkpoint_store import StateStore, from_json, to_json
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 

@@ -10,12 +10,11 @@ import pytest
 from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ObjectInfo
-from common.segments.gaps import AcceptedGap, accepted_part
+from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.keys import Layout
 from common.sequences import SequenceRange
-from ingress.chains.late import Fate, Patience, decide
-from ingress.chains.plan import ChainPlan, Phase
-from ingress.chains.store_clock import StoreClock
+from ingress.chains.plan import ChainPlan, Fate, Patience, Phase, decide
+from ingress.chains.search import StoreClock
 
 HALT, SKIP = Patience(100.0), Patience(100.0, skip=True)
 

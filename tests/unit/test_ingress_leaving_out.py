@@ -10,18 +10,16 @@ import pytest
 from common.errors import Stopped
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.ingress import TargetSettings
+from ingress.chains.chain_state import Roster
 from ingress.chains.recall import Recall
-from ingress.chains.relays import Relays
-from ingress.chains.roster import Roster
 from ingress.checkpoint import Checkpoint, Intent, Piece, TargetState
 from ingress.checkpoint_store import from_json, to_json
-from ingress.parked.store import ParkedStore
-from ingress.rows.budget import Budget
-from ingress.rows.decoder import Decoder
+from ingress.parked import ParkedStore
+from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Shape
-from ingress.rows.rows import Block, Rows
+from ingress.rows.rows import Block, Budget, Rows
 from ingress.rows.subjects import Accepting
 from tests.ingress_world import CHAIN, Archive
 from tests.segment_files import message

@@ -13,8 +13,8 @@ from common.jetstream.headers import Provenance, escape, hops, restore
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
-from common.service.threads import Threads
-from ingress.chains.relays import Relays
+from common.service.process import Threads
+from ingress.rows.decoder import Relays
 from ingress.rows.prepare import Preparer, Shape
 from ingress.rows.subjects import Accepting, SubjectRule
 from tests.segment_files import batch_of, message

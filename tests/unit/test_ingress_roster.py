@@ -9,7 +9,7 @@ import pytest
 from common.chain import Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
-from ingress.chains.roster import Roster
+from ingress.chains.chain_state import Roster
 from ingress.rows.prepare import Shape
 from ingress.rows.subjects import Accepting
 

@@ -14,12 +14,12 @@ from common.errors import AnotherWriter, FloeError, Stopped
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from ingress.checkpoint import Checkpoint, Ending, Piece, TargetState, close_intent, open_intent
-from ingress.checkpoints.marks import CorrectionRefused
-from ingress.checkpoints.state import Stored
+from ingress.checkpoint_store import Stored
 from ingress.operator.checkpoint_cli import checkpoint_set
-from ingress.operator.corrections import count_stored
+from ingress.operator.corrections import CorrectionRefused, count_stored
 from ingress.verdict.settle import Settler
 from ingress.verdict.verdict import (
+    Choices,
     Doubt,
     Finding,
     Origin,
@@ -29,11 +29,10 @@ from ingress.verdict.verdict import (
     Unread,
     Verdict,
     contradiction,
+    forgets,
     judge,
     newest,
 )
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.target import forgets
 
 A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west", "OTHER")
 

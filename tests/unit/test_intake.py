@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from common.clock import ManualClock
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
 from egress.builder import Builder, Close, Closing, Emitted, Piece
 from egress.memory import Budget
-from egress.sampling.filters import Sieve
-from egress.sampling.intake import Intake, Stretch
+from egress.sampling.filters import Again, Intake, Sieve, Stretch, Tracking
 from egress.sampling.sampler import Choices
-from egress.sampling.tracking import Again, Tracking
 
 SECOND = 1_000_000_000
 

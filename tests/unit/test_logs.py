@@ -17,7 +17,8 @@ import pytest
 import structlog
 
 from common.errors import Unavailable
-from common.service import log_writer, logs
+from common.service import logs
+from common.service import logs as log_writer
 from common.service.logs import configure, flush, get_logger
 from infra.local.tether import spawn
 from tests.support import PATIENCE, eventually

@@ -21,17 +21,13 @@ from common.objects.port import ObjectInfo
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress.chains.pauses import Pause, Pauses
 from ingress.checkpoint import Checkpoint, Intent, ParkedAs, Piece, TargetState
-from ingress.checkpoints.state import Stored
-from ingress.parked.keeper import ParkedKeeper
-from ingress.parked.message import from_bytes, to_bytes
-from ingress.parked.names import ParkedKeys, ParkedName, State, waiting
-from ingress.parked.source import ParkedSource
-from ingress.parked.store import ParkedStore
-from ingress.redelivery import EVERYTHING, Retries
-from ingress.rows.refusals import Oversize
+from ingress.checkpoint_store import Stored
+from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_bytes, to_bytes, waiting
+from ingress.redelivery import EVERYTHING, ParkedKeeper, ParkedSource, Retries
+from ingress.rows.prepare import Oversize
 from ingress.rows.rows import Block, Material, Rows
 from tests.segment_files import message
 

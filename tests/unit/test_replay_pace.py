@@ -11,9 +11,9 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.sequences import SequenceRange
+from ingress.replay.output import progress_line, standing
 from ingress.replay.pace import Both, ByteRate, MessageRate, Pace, Speed, pace_of
 from ingress.replay.plan import ChainRange, asked_range, stretches_of
-from ingress.replay.progress import progress_line, standing
 from ingress.replay.request import Request
 
 SECOND = 1_000_000_000
@@ -105,8 +105,8 @@ def test_progress_says_how_long_it_takes() -> None:
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
     from common.segments.keys import SegmentName
     from ingress.checkpoint import Piece
-    from ingress.publishing.publisher import Outcome
-    from ingress.replay.pacing import Head, Interrupted, PacedPublisher
+    from ingress.publishers.publisher import Outcome
+    from ingress.replay.pace import Head, Interrupted, PacedPublisher
     from ingress.rows.rows import Block, Rows
 
     class Inner:

@@ -17,7 +17,7 @@ import pytest
 
 from common.chain import Chain
 from common.segments.columns import Columns
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, decode, encode
 from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling

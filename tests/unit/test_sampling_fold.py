@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from common.segments.columns import Columns
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import CHUNK, Notice, SamplerState, period_ns
 from egress.sampling.sampler import Choices, Sampler
-from egress.sampling.spread import period_ns
-from egress.sampling.state import CHUNK, Notice, SamplerState
 from tests.sampling_values import HOUR, MINUTE, SECOND, START, batch, sampling
 
 HOW = sampling(size_trigger="1K")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.segments.columns import Columns
-from egress.sampling.key_reader import parse_path
-from egress.sampling.keys import KeyReader
+from egress.sampling.key_reader import KeyReader, parse_path
 from egress.sampling.settings import Sampling
 from tests.sampling_values import sampling
 

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from egress.advisories.event import Advisory, Event
-from egress.sampling.blocks import MAGIC, MAX_BLOCK, framed, unframed
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import CHUNK, SamplerState
 from egress.sampling.sampler import Sampler
-from egress.sampling.snapshot import Snapshot, decode, encode
-from egress.sampling.state import CHUNK, SamplerState
+from egress.sampling.snapshot import MAGIC, MAX_BLOCK, Snapshot, decode, encode, framed, unframed
 from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
 
 CHAIN = Chain("us-east", "NODE_DATA", 3, 7)

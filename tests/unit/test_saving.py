@@ -14,9 +14,9 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import Unavailable
-from common.service.threads import Threads
-from egress.sampling.saving import Saving
-from egress.sampling.telling import SamplingReport
+from common.service.process import Threads
+from egress.report import SamplingReport
+from egress.sampling.snapshot_store import Saving
 from tests.support import PATIENCE, soon
 
 CHAIN = Chain("site", "UNIT_SAVING")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from common.errors import SegmentCorrupt
-from common.segments import metadata, parquet_guard
-from common.segments.metadata import Chunk
-from common.segments.parquet import Limits, open_file
-from common.segments.thrift import Bounds, TruncatedError, read_struct
+from common.segments import parquet_guard
+from common.segments import parquet_guard as metadata
+from common.segments.parquet_guard import Bounds, Chunk, TruncatedError, read_struct
+from common.segments.reader import Limits, open_file
 from tests.segment_files import message, write_segment
 
 BOUNDS = Bounds(values=100, elements=10)

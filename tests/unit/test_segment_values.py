@@ -15,7 +15,7 @@ import pytest
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
 from common.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
-from common.segments.parquet import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
+from common.segments.reader import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
 from common.segments.segment import (
     Footer,
     Inputs,
@@ -266,7 +266,7 @@ def test_large_messages_make_pages_of_bounded_size(path: Path) -> None:
     assert payload.has_offset_index
     with path.open("rb") as file:
         file.seek(payload.data_page_offset)
-        from common.segments.thrift import Bounds, read_struct
+        from common.segments.parquet_guard import Bounds, read_struct
 
         header, _ = read_struct(file.read(200), Bounds(64, 0))
     assert header[2] < 3 * MIB

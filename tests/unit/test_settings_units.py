@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.settings.units import (
+from common.settings.types import (
     format_duration,
     format_size,
     parse_duration,

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from common.service.expand import read_secret
 from common.service.process import stop_on_signals
-from common.settings.secret_file import FileSecret
+from common.settings.loader import read_secret
+from common.settings.types import FileSecret
 from infra.local.tether import spawn
 from tests.support import PATIENCE, soon
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.columns import Columns
+from egress.batch import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, left_out
 from egress.loops import Claims
 from egress.sampling.filters import Sieve
 from egress.sampling.sampler import Choices
-from egress.sifted import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, left_out
 
 SECOND = 1_000_000_000
 

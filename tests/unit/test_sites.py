@@ -16,8 +16,8 @@ from common.objects.local import LocalObjects
 from common.segments.alive import Alive, ChainSign
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
-from common.service.threads import Threads
-from egress.alive import SignOfLife
+from common.service.process import Threads
+from egress.heartbeats import SignOfLife
 from ingress.discovery.sites import Sites
 from tests.faulty_store import FaultyStore
 from tests.support import soon

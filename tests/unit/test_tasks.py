@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 
-from common.clock import ManualClock, wait_for, within
+from common.clock import (
+    ManualClock,
+    Trouble,
+    again,
+    beside,
+    guarded,
+    orphaned,
+    together,
+    unexpected,
+    wait_for,
+    watched,
+    within,
+)
 from common.errors import Stopped, Unavailable, Unforeseen
 from common.service.cli import run_async
-from common.tasks import Trouble, again, beside, guarded, orphaned, together, unexpected, watched
 from tests.support import PATIENCE
 
 

@@ -16,7 +16,7 @@ import pytest
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
 from common.segments.keys import Layout, SegmentName
-from common.segments.parquet import SCHEMA, Limits, open_file
+from common.segments.reader import SCHEMA, Limits, open_file
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
 from tests.segment_files import (
@@ -415,7 +415,7 @@ def _bomb_reader(path: Path, footer: Footer) -> str:
     return f"""
 import resource
 from pathlib import Path
-import common.segments.parquet as parquet
+import common.segments.reader as parquet
 from common.chain import Chain
 from common.errors import SegmentCorrupt
 from common.segments.keys import SegmentName

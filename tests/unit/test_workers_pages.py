@@ -12,12 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.asking import Said
-from egress.workers.codes import exit_code, worst
-from egress.workers.exposition import labelled, merged
 from egress.workers.link import Place
-from egress.workers.pages import WorkerPages
-from egress.workers.process import WorkerProcess
+from egress.workers.pages import Said, WorkerPages, labelled, merged
+from egress.workers.process import WorkerProcess, exit_code, worst
 
 
 def page(count: float, awkward: str = "a") -> str:
