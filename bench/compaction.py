@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from bench.floors import payloads
-from bench.harness import Bench, Result, paired
+from bench.harness import Bench, Figure, paired
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.segments.keys import Layout
@@ -57,7 +57,7 @@ def plain_copy(paths: list[Path], target: Path) -> float:
     return time.perf_counter() - started
 
 
-def merge_rate() -> Result:
+def merge_rate() -> Figure:
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
         store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
         refs = inputs(store)

@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from bench.floors import client_of, fill, payloads, raw_atomic, raw_fast
-from bench.harness import Bench, Result, paired
-from bench.place import STREAM, Place, archive_end, peak_mb, place, run, store_of, until
+from bench.harness import Bench, Figure, paired
+from bench.place import STREAM, BenchPlace, archive_end, peak_mb, place, run, store_of, until
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains
@@ -31,7 +31,7 @@ PROVENANCE = b"Floe-Source: bench BENCH 0 0 200000 1700000000000000000\r\n"
 Raw = Callable[[str, str, str, int, bytes], Awaitable[float]]
 
 
-def frozen(at: Place) -> Path:
+def frozen(at: BenchPlace) -> Path:
     """The configuration of a bucket that egress has filled with all messages, as one chain."""
     config = at.config(at.s3.new_bucket())
     store = store_of(config)
@@ -41,7 +41,7 @@ def frozen(at: Place) -> Path:
     return config
 
 
-def written(at: Place, chains: int) -> Path:
+def written(at: BenchPlace, chains: int) -> Path:
     """The configuration of a bucket with all messages in this many chains of equal length."""
     config = at.config(at.s3.new_bucket())
     sites = [f"bench-{number}" for number in range(chains)]
@@ -65,7 +65,7 @@ def _write(config: Path, chain: Chain, count: int) -> None:
     documents.write_tail(chain, count)
 
 
-def melt(at: Place, config: Path, publisher: str) -> tuple[float, float]:
+def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
     """Messages a second from the first stored in the target to the last, and the peak resident size in MB.
 
     Each run has a target of its own and state of its own, so every run carries everything.
@@ -126,7 +126,7 @@ async def _floor(url: str, raw: Raw) -> float:
     return rate
 
 
-def _against(name: str, publisher: str, raw: Raw) -> Result:
+def _against(name: str, publisher: str, raw: Raw) -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
         config = frozen(at)
@@ -138,15 +138,15 @@ def _against(name: str, publisher: str, raw: Raw) -> Result:
         )
 
 
-def atomic() -> Result:
+def atomic() -> Figure:
     return _against("ingress.atomic", "atomic", raw_atomic)
 
 
-def fast() -> Result:
+def fast() -> Figure:
     return _against("ingress.fast", "fast", raw_fast)
 
 
-def ten_chains() -> Result:
+def ten_chains() -> Figure:
     """Ten chains into one target, and as many messages in one chain."""
     with place() as at:
         one, ten = written(at, 1), written(at, CHAINS)
@@ -158,10 +158,10 @@ def ten_chains() -> Result:
         )
 
 
-def memory() -> Result:
+def memory() -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
-        return Result("memory.ingress", melt(at, frozen(at), "auto")[1], "MB")
+        return Figure("memory.ingress", melt(at, frozen(at), "auto")[1], "MB")
 
 
 BENCHES = [

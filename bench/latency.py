@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from bench.floors import client_of
-from bench.harness import Bench, Result
-from bench.place import STREAM, TARGET, Place, place, run
+from bench.harness import Bench, Figure
+from bench.place import STREAM, TARGET, BenchPlace, place, run
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from tests.notifying import Notifying
@@ -76,7 +76,7 @@ async def _prepare(url: str) -> None:
     await client.aclose()
 
 
-def _configs(at: Place, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
+def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
     """One for each service: egress writes through `endpoint_url`."""
     central = at.config(bucket, {"segment": {"max_age": "1s"}})
     document = yaml.safe_load(central.read_text())
@@ -92,7 +92,7 @@ def _configs(at: Place, bucket: str, endpoint_url: str, ingress: Mapping[str, An
     return site, central
 
 
-def latencies(at: Place, endpoint_url: str, ingress: Mapping[str, Any]) -> list[float]:
+def latencies(at: BenchPlace, endpoint_url: str, ingress: Mapping[str, Any]) -> list[float]:
     """Seconds of each message, in the order in which they were published."""
     bucket = at.s3.new_bucket()
     site, central = _configs(at, bucket, endpoint_url, ingress)
@@ -111,16 +111,16 @@ def latencies(at: Place, endpoint_url: str, ingress: Mapping[str, Any]) -> list[
             service.kill()
 
 
-def poll() -> Result:
+def poll() -> Figure:
     with place() as at:
         found = latencies(at, at.s3.endpoint_url, {"poll_interval": "1s"})
-    return Result("latency.poll", round(statistics.median(found), 3), "s")
+    return Figure("latency.poll", round(statistics.median(found), 3), "s")
 
 
-def events() -> Result:
+def events() -> Figure:
     with place() as at, Notifying(at.s3.endpoint_url, at.nats.url, SUBJECT) as s3:
         found = latencies(at, s3.url, {"events": f"nats://{SUBJECT}"})
-    return Result("latency.events", round(statistics.median(found), 3), "s")
+    return Figure("latency.events", round(statistics.median(found), 3), "s")
 
 
 BENCHES = [

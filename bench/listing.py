@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
-from bench.harness import Bench, Result
+from bench.harness import Bench, Figure
 from common.chain import Chain
 from common.objects.port import ObjectInfo
 from common.segments.keys import Layout, SegmentName
@@ -34,7 +34,7 @@ LOOKS = 300
 SEED = 7
 
 
-class Keys(Sequence[str]):
+class LevelKeys(Sequence[str]):
     """The keys of one level, ascending: `count` segments of ROWS sequences each behind sequence `after`."""
 
     def __init__(self, level: int, after: int, count: int) -> None:
@@ -64,8 +64,8 @@ class Synthetic:
     def __init__(self) -> None:
         self.requests = 0
         self._levels = {
-            LAYOUT.segments_prefix(CHAIN, 0): Keys(0, OLD * ROWS, NEW),
-            LAYOUT.segments_prefix(CHAIN, 1): Keys(1, 0, OLD),
+            LAYOUT.segments_prefix(CHAIN, 0): LevelKeys(0, OLD * ROWS, NEW),
+            LAYOUT.segments_prefix(CHAIN, 1): LevelKeys(1, 0, OLD),
         }
 
     def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
@@ -89,15 +89,15 @@ def look(store: SegmentStore, position: int) -> float:
     return elapsed
 
 
-def million() -> Result:
+def million() -> Figure:
     """The greater of two medians: at positions in level 0, and at positions that only level 1 covers."""
     store, rng = SegmentStore(Synthetic(), LAYOUT), random.Random(SEED)  # type: ignore[arg-type]
     old = [look(store, rng.randint(1, OLD * ROWS)) for _ in range(LOOKS)]
     new = [look(store, rng.randint(OLD * ROWS + 1, (OLD + NEW) * ROWS)) for _ in range(LOOKS)]
-    return Result("listing.1m", round(max(statistics.median(old), statistics.median(new)), 2), "ms")
+    return Figure("listing.1m", round(max(statistics.median(old), statistics.median(new)), 2), "ms")
 
 
-class Mark:
+class HighMarks:
     """A high-water mark of every chain: where the archive ends."""
 
     async def get(self, _chain: Chain) -> int:
@@ -107,7 +107,7 @@ class Mark:
 async def session(objects: Synthetic) -> Archive:
     """What a session asks of the listing before it reads, and before a put. Fails where it asks too often."""
     store = SegmentStore(objects, LAYOUT)  # type: ignore[arg-type]
-    archive = Archive(CHAIN, 1, store, None, Mark(), Threads("bench", 1))  # type: ignore[arg-type]
+    archive = Archive(CHAIN, 1, store, None, HighMarks(), Threads("bench", 1))  # type: ignore[arg-type]
     await archive.load()
     end = (OLD + NEW) * ROWS
     assert archive.end == end, f"expected the end {end}, found {archive.end}"
@@ -120,7 +120,7 @@ async def session(objects: Synthetic) -> Archive:
     return archive
 
 
-def walked() -> Result:
+def walked() -> Figure:
     """MB by which the process grows at most while a session begins and the whole chain is walked."""
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
@@ -129,7 +129,7 @@ def walked() -> Result:
         for ref in page:
             covered.add(ref.coverage)
     assert covered.stretches() == [SequenceRange(1, archive.end)], "expected no hole"
-    return Result("listing.egress_1m", round(_resident("VmHWM") - before, 1), "MB")
+    return Figure("listing.egress_1m", round(_resident("VmHWM") - before, 1), "MB")
 
 
 def _resident(what: str) -> float:

@@ -29,7 +29,7 @@ run = uvloop.run
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchPlace:
     """A server, an S3 server and a folder."""
 
     folder: Path
@@ -76,12 +76,12 @@ class Place:
 
 
 @contextmanager
-def place() -> Iterator[Place]:
+def place() -> Iterator[BenchPlace]:
     """Servers for one benchmark, stopped at the end."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder, NatsServer() as nats, SeaweedFS() as s3:
-        yield Place(Path(folder), nats, SharedS3(s3))
+        yield BenchPlace(Path(folder), nats, SharedS3(s3))
 
 
 def archive_end(store: SegmentStore) -> int:

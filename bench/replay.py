@@ -8,7 +8,7 @@ import random
 import tempfile
 from pathlib import Path
 
-from bench.harness import Bench, Result
+from bench.harness import Bench, Figure
 from common.chain import Chain
 from common.clock import SystemClock
 from common.jetstream.api import create_stream, stream_info
@@ -22,7 +22,7 @@ from common.settings.loader import parse
 from infra.local.nats import NatsServer
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
-from ingress.replay.request import Options, Request
+from ingress.replay.request import ReplayOptions, Request
 from tests.counting_store import CountingObjects
 
 CHAIN = Chain("bench", "BENCH")
@@ -63,7 +63,7 @@ async def replayed(folder: Path, url: str) -> int:
     whole = SEGMENTS * ROWS
     first = START + whole // 2 + 7
     request = Request("bench", "BENCH", "BACK", from_time=_text(first), to_time=_text(first + whole // PARTS))
-    work = Replay(settings, request, Options(), store, documents, SystemClock(), Teller())
+    work = Replay(settings, request, ReplayOptions(), store, documents, SystemClock(), Teller())
     objects.read = 0
     async with work.connected() as client:
         await create_stream(
@@ -83,13 +83,13 @@ def _text(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def bytes_read() -> Result:
+def bytes_read() -> Figure:
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as name, NatsServer() as server:
         folder = Path(name) / "store"
         folder.mkdir()
         total = fill(folder)
         read = asyncio.run(replayed(folder, server.url))
-    return Result("replay.bytes_read", round(read / total, 4), "1")
+    return Figure("replay.bytes_read", round(read / total, 4), "1")
 
 
 BENCHES = [Bench("replay.bytes_read", "1", "<= 0.03", bytes_read)]

@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.harness import REPEATS, Bench, Result
+from bench.harness import REPEATS, Bench, Figure
 from common.chain import Chain
 from common.objects.open import open_objects
 from common.segments.columns import Columns
@@ -115,13 +115,13 @@ BENCHES = [
         "memory.senders.1m",
         "MB",
         "<= 400",
-        lambda: Result("memory.senders.1m", round(measured()["memory"], 1), "MB"),
+        lambda: Figure("memory.senders.1m", round(measured()["memory"], 1), "MB"),
     ),
     Bench(
         "pause.snapshot",
         "ms",
         "<= 50",
-        lambda: Result("pause.snapshot", round(measured()["pause"], 1), "ms"),
+        lambda: Figure("pause.snapshot", round(measured()["pause"], 1), "ms"),
     ),
 ]
 

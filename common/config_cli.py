@@ -14,7 +14,7 @@ from common.service.cli import json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from common.migration.write import File, Imported
-    from common.settings.loader import Document
+    from common.settings.loader import ConfigDocument
 
 
 @click.group()
@@ -49,7 +49,7 @@ def check(file: str, strict: bool, as_json: bool) -> int:
     return ConfigError.exit_code if errors else 0
 
 
-def _check(file: str) -> tuple[list[Document], list[ConfigError]]:
+def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError]]:
     from common.settings.loader import read_documents, refuse_unbuilt
 
     try:
@@ -65,7 +65,7 @@ def _check(file: str) -> tuple[list[Document], list[ConfigError]]:
     return documents, errors
 
 
-def _loops(document: Document) -> list[str]:
+def _loops(document: ConfigDocument) -> list[str]:
     from common.settings.loader import refuse_loops
 
     try:
@@ -75,12 +75,12 @@ def _loops(document: Document) -> list[str]:
     return []
 
 
-def _warnings(documents: list[Document], loops: list[str]) -> list[str]:
+def _warnings(documents: list[ConfigDocument], loops: list[str]) -> list[str]:
     """Each once, in their order."""
     return list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
 
 
-def _print_documents(file: str, documents: list[Document], loops: list[str], *, ok: bool) -> None:
+def _print_documents(file: str, documents: list[ConfigDocument], loops: list[str], *, ok: bool) -> None:
     for warning in _warnings(documents, loops):
         click.echo(f"warning: {warning}", err=True)
     for document in documents if ok else ():
@@ -90,7 +90,7 @@ def _print_documents(file: str, documents: list[Document], loops: list[str], *, 
         click.echo(f"{place}: ok ({site}{summary['feeds']} feeds, {summary['targets']} targets)")
 
 
-def _summary(document: Document) -> dict[str, object]:
+def _summary(document: ConfigDocument) -> dict[str, object]:
     settings = document.settings
     return {
         "site": settings.site,
@@ -100,7 +100,7 @@ def _summary(document: Document) -> dict[str, object]:
 
 
 def _as_json(
-    file: str, documents: list[Document], errors: list[ConfigError], loops: list[str]
+    file: str, documents: list[ConfigDocument], errors: list[ConfigError], loops: list[str]
 ) -> dict[str, object]:
     return {
         "file": file,

@@ -22,7 +22,7 @@ from compaction.plan import Output
 from compaction.union import Values, count_up_to, union
 
 
-class Tally:
+class RowTally:
     """Counts rows by the stretch of the inputs' cover that they lie in.
 
     `late`: how many rows, at most, one input has that another had not read, and between which sequences;
@@ -144,7 +144,7 @@ def _gone(count: int, ledger: Ledger) -> Ledger:
     return Ledger({next(iter(reasons)) if len(reasons) == 1 else Reason.GONE_FROM_HOLE: count})
 
 
-def merged_footer(output: Output, footers: Mapping[str, Footer], tally: Tally) -> Footer:
+def merged_footer(output: Output, footers: Mapping[str, Footer], tally: RowTally) -> Footer:
     """The footer of `output`; raw bytes and timestamps are the writer's to fill in.
 
     It holds no time and no host, so that two jobs, or one that is run again, write the same bytes.
@@ -310,13 +310,13 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
     )
     with _aborted_on_error(writer):
         footers: dict[str, Footer] = {}
-        tally = Tally(output, footers)
+        tally = RowTally(output, footers)
         spooled = _write(store, output, writer, footers, tally)
     return spooled, tally.late
 
 
 def _write(
-    store: SegmentStore, output: Output, writer: SegmentWriter, footers: dict[str, Footer], tally: Tally
+    store: SegmentStore, output: Output, writer: SegmentWriter, footers: dict[str, Footer], tally: RowTally
 ) -> SpooledSegment:
 
     def opened(segment: SegmentRef) -> SegmentReader:

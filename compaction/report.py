@@ -19,7 +19,7 @@ from common.settings import loader
 from common.settings.root import Settings
 from compaction.merge import Merged
 from compaction.plan import Output
-from compaction.run import Report, Survey
+from compaction.run import ChainSurvey, Report
 from compaction.spark import Spark
 from compaction.verify import ChainReport
 
@@ -65,7 +65,7 @@ def report_json(report: Report) -> dict[str, Any]:
     }
 
 
-def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
+def preview_rows(surveys: Iterable[ChainSurvey]) -> list[list[object]]:
     """A row for each object that would be read or deleted: its key and bytes."""
     rows: list[list[object]] = []
     for survey in surveys:
@@ -81,7 +81,7 @@ def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
 PREVIEW_COLUMNS = ("action", "key", "bytes", "into")
 
 
-def preview_json(surveys: Iterable[Survey]) -> dict[str, Any]:
+def preview_json(surveys: Iterable[ChainSurvey]) -> dict[str, Any]:
     surveys = list(surveys)
     return {
         "outputs": [

@@ -150,7 +150,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class ChainSurvey:
     """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some
     of `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be
     deleted now, which only a preview works out.
@@ -171,7 +171,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedChain:
     """What one chain's listings showed. `problems`: with objects among the tombstones."""
 
     chain: Chain
@@ -205,7 +205,7 @@ class Compaction:
         self._pruning = Pruning(store, grace) if grace is not None else None
         self._runner, self._prover = runner, prover
 
-    def preview(self, selection: Selection) -> list[Survey]:
+    def preview(self, selection: Selection) -> list[ChainSurvey]:
         """What a run would begin with, chain by chain; all of it at once in memory.
 
         It writes nothing but the object that tells the store's time.
@@ -217,10 +217,10 @@ class Compaction:
         chains = self._selected(selection)
         return _at_once(lambda chain: self._foretold(chain, selection, now), chains)
 
-    def _foretold(self, chain: Chain, selection: Selection, now: float) -> Survey:
+    def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:
         listed = self._listed(chain)
         surveys = list(self._survey(listed, selection, now, frozenset()))
-        whole = Survey(
+        whole = ChainSurvey(
             chain,
             tuple(output for survey in surveys for output in survey.outputs),
             tuple(leftover for survey in surveys for leftover in survey.leftovers),
@@ -290,9 +290,9 @@ class Compaction:
 
     def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]
-    ) -> Iterator[list[Survey]]:
+    ) -> Iterator[list[ChainSurvey]]:
         """What is to be done in all chains, some of it at a time: enough for many executors."""
-        batch: list[Survey] = []
+        batch: list[ChainSurvey] = []
         count = 0
         for listed in _ahead(self._listed, chains):
             for survey in self._survey(listed, selection, now, damaged):
@@ -304,11 +304,11 @@ class Compaction:
                     count = 0
         yield batch
 
-    def _listed(self, chain: Chain) -> Listed:
+    def _listed(self, chain: Chain) -> ListedChain:
         segments = self._store.table(chain)
         index, problems = self._index(chain, segments, self._tombstones.names(chain))
         failpoint("compaction.list")
-        return Listed(chain, segments, index, tuple(problems))
+        return ListedChain(chain, segments, index, tuple(problems))
 
     def _index(
         self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]
@@ -326,8 +326,8 @@ class Compaction:
         return index, problems
 
     def _survey(
-        self, listed: Listed, selection: Selection, now: float, damaged: frozenset[str]
-    ) -> Iterator[Survey]:
+        self, listed: ListedChain, selection: Selection, now: float, damaged: frozenset[str]
+    ) -> Iterator[ChainSurvey]:
         """What is to be done in one chain, window by window; pure."""
         chain, segments, buried = listed.chain, listed.segments, listed.tombstones.buried()
         policies = [p for p in self._policies if selection.level in (None, p.from_)]
@@ -349,14 +349,16 @@ class Compaction:
             merged.update(s.key for output in outputs for s in output.inputs)
             merged &= {above.key for found in held for s in found for above in s.superseding}
             failpoint("compaction.plan")
-            yield Survey(chain, tuple(outputs), tuple(s for found in ready for s in found), in_use=in_use)
+            yield ChainSurvey(
+                chain, tuple(outputs), tuple(s for found in ready for s in found), in_use=in_use
+            )
         outputs = [output for planner in planners for output in planner.end()]
         left = tuple(s for found in held for s in found)
-        yield Survey(chain, tuple(outputs), left, problems=listed.problems, in_use=frozenset(merged))
+        yield ChainSurvey(chain, tuple(outputs), left, problems=listed.problems, in_use=frozenset(merged))
 
     # Doing
 
-    def _merge_and_prove(self, surveys: Sequence[Survey], report: Report) -> list[Failure]:
+    def _merge_and_prove(self, surveys: Sequence[ChainSurvey], report: Report) -> list[Failure]:
         outputs = [output for survey in surveys for output in survey.outputs]
         supersessions, failures = self._merge(outputs, report)
         supersessions += [leftover for survey in surveys for leftover in survey.leftovers]

@@ -113,7 +113,7 @@ _FIELDS = {"format_version", "superseded", "superseding"}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StoredTombstone:
     """A tombstone that is in the store. `written`: seconds since 1970 UTC by the store's clock."""
 
     tombstone: Tombstone
@@ -148,14 +148,14 @@ class Deletable:
 class TombstoneIndex:
     """What the tombstones of one chain say of its listed segments. Pure; `add` all before asking anything."""
 
-    def __init__(self, listed: SegmentTable, standing: Iterable[Standing] = ()) -> None:
+    def __init__(self, listed: SegmentTable, standing: Iterable[StoredTombstone] = ()) -> None:
         self._listed = listed
         self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
         self._stones: list[Buried] = []
         for stone in standing:
             self.add(stone)
 
-    def add(self, stone: Standing) -> None:
+    def add(self, stone: StoredTombstone) -> None:
         """Take a tombstone; what it names and is not listed is forgotten."""
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
@@ -227,7 +227,7 @@ class Tombstones:
         """The objects where the chain's tombstones stand, by range."""
         return self._objects.list(self._layout.tombstones_prefix(chain))
 
-    def read(self, chain: Chain, info: ObjectInfo) -> Standing | None:
+    def read(self, chain: Chain, info: ObjectInfo) -> StoredTombstone | None:
         """One of `names`; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) for what is not
         a sound tombstone.
         """
@@ -235,7 +235,7 @@ class Tombstones:
             tombstone = self._read(chain, info.key, info.size)
         except (ValueError, RecursionError) as error:
             raise _unsound(info.key, error) from error
-        return None if tombstone is None else Standing(tombstone, info.key, info.modified)
+        return None if tombstone is None else StoredTombstone(tombstone, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
         """Write it down, read it back, and return its key; an equal one that is there already keeps its age.

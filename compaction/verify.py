@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class VerifyProblem:
     """One thing that is wrong. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
 
     `hint`: what to do.
@@ -63,7 +63,7 @@ class ChainReport:
     size: int = 0
     overlapping: int = 0
     accepted: list[SequenceRange] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[VerifyProblem] = field(default_factory=list)
 
 
 class _Sound:
@@ -131,7 +131,7 @@ def _reading(report: ChainReport, read: Callable[[], T]) -> T | None:
     try:
         return read()
     except DataError as error:
-        report.problems.append(Problem("document", error.message))
+        report.problems.append(VerifyProblem("document", error.message))
         return None
 
 
@@ -145,11 +145,11 @@ def _sound(
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             checks = pool.map(partial(_check_shallow, store), segments)
             found = dict(zip((s.key for s in segments), checks, strict=True))
-    report.problems += [problem for problem in found.values() if isinstance(problem, Problem)]
+    report.problems += [problem for problem in found.values() if isinstance(problem, VerifyProblem)]
     return {key: footer for key, footer in found.items() if isinstance(footer, Footer)}
 
 
-def _check_shallow(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | None:
+def _check_shallow(store: SegmentStore, segment: SegmentRef) -> Footer | VerifyProblem | None:
     def check() -> Footer:
         footer = store.footer(segment)
         if not store.is_intact(segment):
@@ -159,7 +159,7 @@ def _check_shallow(store: SegmentStore, segment: SegmentRef) -> Footer | Problem
     return _checked(segment, check)
 
 
-def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | None:
+def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | VerifyProblem | None:
     def check() -> Footer:
         with store.open(segment) as reader:
             for _batch in reader.batches():
@@ -169,7 +169,7 @@ def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | 
     return _checked(segment, check)
 
 
-def _checked(segment: SegmentRef, check: Callable[[], Footer]) -> Footer | Problem | None:
+def _checked(segment: SegmentRef, check: Callable[[], Footer]) -> Footer | VerifyProblem | None:
     """None for a segment that is gone: whether its coverage is missed is judged by the others."""
     try:
         return check()
@@ -177,7 +177,7 @@ def _checked(segment: SegmentRef, check: Callable[[], Footer]) -> Footer | Probl
         return None
     except DataError as error:
         away = quarantine_command(segment.key)
-        return Problem("damaged", error.message, f"put a good copy back, or put it away:\n{away}")
+        return VerifyProblem("damaged", error.message, f"put a good copy back, or put it away:\n{away}")
 
 
 def _check_coverage(
@@ -200,7 +200,8 @@ def _check_coverage(
         report.accepted += holes(left, hole)
         text = "sequences {} are in no segment that can be read"
         report.problems += [
-            Problem("hole", text.format(part), _brought_back(store, report.chain, part)) for part in left
+            VerifyProblem("hole", text.format(part), _brought_back(store, report.chain, part))
+            for part in left
         ]
 
 
@@ -233,7 +234,7 @@ def _check_end(sound: _Sound, accepted: Sequence[SequenceRange], report: ChainRe
         segments_text = f"{count} segment{'' if count == 1 else 's'}"
         text = f"sequences {rows}, in {segments_text}, lie behind the end of the incarnation, {sound.end}: "
         text += "nobody delivers them"
-        report.problems.append(Problem("behind", text, ways_on(report.chain, rows)))
+        report.problems.append(VerifyProblem("behind", text, ways_on(report.chain, rows)))
 
 
 def _check_unread(
@@ -254,10 +255,10 @@ def _check_unread(
         except SegmentGone:
             continue
         except Forked as error:
-            report.problems.append(Problem("fork", error.message, error.hint))
+            report.problems.append(VerifyProblem("fork", error.message, error.hint))
 
 
-def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[Problem]:
+def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:
     found: dict[str, list[int]] = {}  # first, last and number of the rows that a segment has
     for part in reader.parts(reader.unread, ("sequence",)) if reader.others else ():
         if part.segment.key != segment.key:
@@ -268,10 +269,12 @@ def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[
         rows = SequenceRange(first, last)
         text = f"{key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
         text += "was behind them when it came does not hold them; the next `floe compact` unites the two"
-        yield Problem("late", text, carry_late(chain, rows))
+        yield VerifyProblem("late", text, carry_late(chain, rows))
 
 
-def _gone(reader: StretchReader, accepted: Sequence[SequenceRange], report: ChainReport) -> Iterator[Problem]:
+def _gone(
+    reader: StretchReader, accepted: Sequence[SequenceRange], report: ChainReport
+) -> Iterator[VerifyProblem]:
     if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
         return
     left = holes(accepted, reader.unread)
@@ -279,7 +282,7 @@ def _gone(reader: StretchReader, accepted: Sequence[SequenceRange], report: Chai
     for rows in left:
         if missing := reader.still_missing(rows):
             text = f"{missing} of {rows} were gone from the source when the hole there was filled"
-            yield Problem("gone", text, way_out_filled(report.chain, rows))
+            yield VerifyProblem("gone", text, way_out_filled(report.chain, rows))
 
 
 def _check_levels(segments: Sequence[SegmentRef], footers: dict[str, Footer], report: ChainReport) -> None:
@@ -291,7 +294,7 @@ def _check_levels(segments: Sequence[SegmentRef], footers: dict[str, Footer], re
             rows = sum(footers[s.key].rows for s in below)
             if rows != footers[above.key].rows:
                 text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found "
-                report.problems.append(Problem("rows", f"{text}{footers[above.key].rows}"))
+                report.problems.append(VerifyProblem("rows", f"{text}{footers[above.key].rows}"))
 
 
 def _overlapping(segments: Sequence[SegmentRef]) -> int:
@@ -311,12 +314,14 @@ def _check_rows(store: SegmentStore, segments: Sequence[SegmentRef], report: Cha
                 pass  # equal sequences of different segments are compared as they are united
         except DataError as error:
             away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
-            report.problems.append(Problem("fork", error.message, f"{error.hint}:\n{away}" if away else ""))
+            report.problems.append(
+                VerifyProblem("fork", error.message, f"{error.hint}:\n{away}" if away else "")
+            )
     for supersession in contained(segments):
         report.problems += _missing_rows(store, supersession)
 
 
-def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[Problem]:
+def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[VerifyProblem]:
     for part in supersession.parts(-(-len(supersession.superseded) // 2)):
         try:
             prove_by_reading(store, part)
@@ -327,7 +332,7 @@ def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[P
                 yield from _missing_rows(store, part)
             elif error.code != "E-FORK":  # those were named above
                 late = "the next `floe compact` merges it with what contains it"
-                yield Problem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")
+                yield VerifyProblem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")
 
 
 def _blocks(segments: Sequence[SegmentRef]) -> Iterator[list[SegmentRef]]:

@@ -20,7 +20,7 @@ from common.jetstream.api import ConsumerInfo, consumer_info
 from common.jetstream.client import FloeClient
 from common.jetstream.protocol import places
 from common.sequences import SequenceRange, holes
-from egress.memory import Account
+from egress.memory import MemoryAccount
 
 REASONS = (
     "closed", "consumer_gone", "consumer_taken", "gap", "identity", "malformed", "reconnect", "redelivered",
@@ -28,7 +28,7 @@ REASONS = (
 )  # fmt: skip
 
 
-class DoubtError(Exception):
+class ReaderResetError(Exception):
     """The consumer or the stream behind it may not be what it was; `reason` is one of REASONS, for
     metrics.
     """
@@ -44,7 +44,7 @@ PATIENCE = 10.0  # seconds without progress until what was sent counts as lost
 PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two questions; the last again and again
 
 
-class Place(Protocol):
+class ReadingPlace(Protocol):
     """Where a session reads, as `egress.partition` finds it."""
 
     @property
@@ -53,7 +53,7 @@ class Place(Protocol):
     def lost(self) -> tuple[SequenceRange, ...]: ...
 
 
-def archived(first: int, place: Place) -> tuple[SequenceRange, ...]:
+def archived(first: int, place: ReadingPlace) -> tuple[SequenceRange, ...]:
     """What a segment accounts for below the position, in a chain that begins at `first`: nobody needs it in
     the stream any more. What lies in a hole is left out.
     """
@@ -75,7 +75,7 @@ class Acknowledging:
         stream: str,
         consumer: ConsumerInfo,
         clock: Clock,
-        account: Account | None,
+        account: MemoryAccount | None,
         *,
         whole: bool,
         first: int,
@@ -107,7 +107,7 @@ class Acknowledging:
     async def upto(self, last: int) -> None:
         """Acknowledge what was delivered up to `last`, and return when the server has taken it.
 
-        Raises Unavailable, OutcomeUnknown (it may be called again), DoubtError where the consumer is gone,
+        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is gone,
         Refused without the right to acknowledge.
         """
         async with self._lock:
@@ -167,7 +167,7 @@ class Acknowledging:
         pauses, lowest, since = iter(PAUSES), None, self._clock.monotonic()
         while True:
             if self._client.generation != self._generation:
-                raise DoubtError("reconnect", "the connection was lost while acknowledging")
+                raise ReaderResetError("reconnect", "the connection was lost while acknowledging")
             info = await self._info()
             if is_settled(info, number, left):
                 return
@@ -183,7 +183,7 @@ class Acknowledging:
     async def _info(self) -> ConsumerInfo:
         info = await consumer_info(self._client, self._stream, self._consumer.name)
         if info is None or info.created != self._consumer.created:
-            raise DoubtError("consumer_gone", "the consumer does not exist any more")
+            raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
         return info
 
 

@@ -28,14 +28,14 @@ from common.service.process import Threads
 from egress.hints import believe_listing
 
 if TYPE_CHECKING:
-    from egress.deps import Parts
+    from egress.deps import EgressDeps
     from egress.incarnations import Incarnation
 import asyncio
 import threading
 
 from common.clock import Clock, first_of
 from common.errors import FloeError
-from egress.deps import Pace
+from egress.deps import EgressTuning
 
 log = get_logger("egress.archive")
 
@@ -45,7 +45,7 @@ FIRST_PAGE = 100  # segments that are listed where a handful are wanted
 WIDER = 4  # times as far back, where a look back has not found enough
 
 
-class View:
+class ListingView:
     """What was listed. `covered`: by all of it; `newest`: the segments that reach furthest, at most KEPT."""
 
     def __init__(self, damaged: AbstractSet[str] = frozenset()) -> None:
@@ -72,20 +72,20 @@ class View:
                 heapq.heapreplace(self._heap, entry)
 
 
-def whole(store: SegmentStore, chain: Chain, damaged: AbstractSet[str]) -> View:
+def whole(store: SegmentStore, chain: Chain, damaged: AbstractSet[str]) -> ListingView:
     """All there is."""
-    view = View(damaged)
+    view = ListingView(damaged)
     for page in store.walk(chain):
         view.add(page)
     return view
 
 
-def reaching(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[str]) -> View:
+def reaching(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[str]) -> ListingView:
     """What reaches `position`: of level 0, and of the others where that does not contain it.
 
     The segment that reaches the end of a chain stays in level 0 until there is a newer one.
     """
-    view = View(damaged)
+    view = ListingView(damaged)
     for level in range(MAX_LEVEL + 1):
         for page in store.pages(chain, level, position=position):
             view.add(page)
@@ -144,7 +144,7 @@ def uncovered(
 NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
 
 
-class Marks:
+class HighWaterMarks:
     """High-water marks: the last sequence of a chain that was put and read back. No service lowers one."""
 
     def __init__(self, state: KeyValue) -> None:
@@ -219,7 +219,7 @@ class Archive:
         first: int,
         store: SegmentStore,
         chains: ChainStore,
-        marks: Marks,
+        marks: HighWaterMarks,
         threads: Threads,
     ) -> None:
         self.chain, self.first = chain, first
@@ -234,7 +234,9 @@ class Archive:
         self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
 
     @classmethod
-    async def of(cls, current: Incarnation, parts: Parts, marks: Marks, threads: Threads) -> Archive:
+    async def of(
+        cls, current: Incarnation, parts: EgressDeps, marks: HighWaterMarks, threads: Threads
+    ) -> Archive:
         """The archive of an incarnation, not listed yet; retention may have moved its beginning."""
         floor = await threads.run(parts.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
@@ -266,19 +268,19 @@ class Archive:
         view = await self._look(lambda: whole(self._store, self.chain, self.damaged.keys()), None)
         self._take(view, self.first)
 
-    def _take(self, view: View, since: int) -> None:
+    def _take(self, view: ListingView, since: int) -> None:
         self.end, self.newest, self._looked_back = view.covered.end, view.newest, False
         within = [SequenceRange(since, self.end)] if self.end >= since else []
         self.holes = tuple(hole for each in within for hole in view.covered.holes(each))
 
-    async def _look(self, listing: Callable[[], View], mark: int | None) -> View:
+    async def _look(self, listing: Callable[[], ListingView], mark: int | None) -> ListingView:
         """What the listing shows without segments that are damaged."""
         while True:
             view = await self._threads.run(listing)
             if await self._threads.run(self._all_sound, view, mark):
                 return view
 
-    def _all_sound(self, view: View, mark: int | None) -> bool:
+    def _all_sound(self, view: ListingView, mark: int | None) -> bool:
         """Whether the segments beyond the mark are what their names promise.
 
         Without a mark the end is what counts: it is that of the first sound one, from the top down.
@@ -432,12 +434,12 @@ class _Progress:
             return page is not None
 
 
-class Walk:
+class ArchiveWalks:
     """The walks of one partition. `news`: set when one has ended, for whoever reads; `holes`: what it found,
     ascending, looked at twice.
     """
 
-    def __init__(self, threads: Threads, clock: Clock, pace: Pace) -> None:
+    def __init__(self, threads: Threads, clock: Clock, pace: EgressTuning) -> None:
         self._threads, self._clock, self._pace = threads, clock, pace
         self._archive: Archive | None = None
         self._progress: _Progress | None = None

@@ -81,7 +81,7 @@ REASONS = {LOOPED: Reason.LOOPED, TOO_OLD: Reason.TOO_OLD, SAMPLED_OUT: Reason.S
 
 
 @dataclass(frozen=True, slots=True)
-class Sifted:
+class MessageBatch:
     """`examined`: received messages. `codes`: one for each. `kept`: those with code 0, with sample keys."""
 
     examined: Columns
@@ -89,21 +89,21 @@ class Sifted:
     kept: Columns
 
     @classmethod
-    def whole(cls, columns: Columns) -> Sifted:
+    def whole(cls, columns: Columns) -> MessageBatch:
         """All of them are kept."""
         return cls(columns, bytes(len(columns.sequences)), columns)
 
     def __len__(self) -> int:
         return len(self.examined.sequences)
 
-    def part(self, first: int, last: int) -> Sifted:
+    def part(self, first: int, last: int) -> MessageBatch:
         """The examined messages at the places `first` up to, not including, `last`."""
         if len(self.kept.sequences) == len(self):
             rows = part(self.kept, first, last)
         else:
             begin = self.codes.count(KEPT, 0, first)
             rows = part(self.kept, begin, begin + self.codes.count(KEPT, first, last))
-        return Sifted(part(self.examined, first, last), self.codes[first:last], rows)
+        return MessageBatch(part(self.examined, first, last), self.codes[first:last], rows)
 
     def behind(self, rows: int) -> int:
         """How many examined messages it takes until `rows` (at least 1) are kept."""

@@ -19,8 +19,8 @@ from common.clock import Clock
 from common.segments.columns import Columns
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
-from egress.batch import Sifted, empty, extend, last_message, left_out, part, raw_size
-from egress.memory import Account
+from egress.batch import MessageBatch, empty, extend, last_message, left_out, part, raw_size
+from egress.memory import MemoryAccount
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
@@ -51,7 +51,7 @@ class Piece:
 
     `examined`: the sequences of all messages received, of which `rows` are those kept. `last`: the last
     message received, None where there is none. `size`: raw bytes of the rows; `memory`: what is charged for
-    all of it. `codes`: as in `Sifted`, one for each examined message; empty: all are kept.
+    all of it. `codes`: as in `MessageBatch`, one for each examined message; empty: all are kept.
     """
 
     coverage: SequenceRange
@@ -72,7 +72,7 @@ Emitted = Piece | Close
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class SegmentLimits:
     """When a segment closes: rows, raw bytes, seconds since it began to cover anything."""
 
     max_messages: int
@@ -89,9 +89,9 @@ class Builder:
 
     def __init__(
         self,
-        closing: Closing,
+        closing: SegmentLimits,
         clock: Clock,
-        account: Account,
+        account: MemoryAccount,
         emit: Callable[[Emitted], None],
         *,
         first: int,
@@ -130,9 +130,9 @@ class Builder:
 
     def messages(self, columns: Columns) -> None:
         """Take received messages, in sequence order, all behind `end`, and keep all of them."""
-        self.sifted(Sifted.whole(columns))
+        self.sifted(MessageBatch.whole(columns))
 
-    def sifted(self, sifted: Sifted) -> None:
+    def sifted(self, sifted: MessageBatch) -> None:
         """Take received messages, in sequence order, all behind `end`, and keep some of them.
 
         Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
@@ -149,7 +149,7 @@ class Builder:
         yield
         self._is_torn = False
 
-    def _sifted(self, sifted: Sifted) -> None:
+    def _sifted(self, sifted: MessageBatch) -> None:
         while len(sifted) and not self.is_done:
             size = raw_size(sifted.kept)
             count, why = self._fitting(sifted, size)
@@ -229,7 +229,7 @@ class Builder:
         if self._piece_first > self._end:
             self._piece_opened = now
 
-    def _fitting(self, sifted: Sifted, size: int) -> tuple[int, Close | None]:
+    def _fitting(self, sifted: MessageBatch, size: int) -> tuple[int, Close | None]:
         """How many of the messages the open segment takes, and why it closes behind them, if it does.
 
         `size`: raw bytes of what is kept.
@@ -247,7 +247,7 @@ class Builder:
                 count, why = filled, Close.SIZE
         return count, why
 
-    def _take(self, sifted: Sifted, size: int) -> None:
+    def _take(self, sifted: MessageBatch, size: int) -> None:
         self._open()
         self._end = sifted.examined.sequences[-1]
         self._count += len(sifted.kept.sequences)

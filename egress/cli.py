@@ -31,10 +31,10 @@ async def run(config: str, workers: int | None, worker: str) -> int:
 
     Example: floe egress run -c site.yaml
     """
-    from egress.workers.link import Place
+    from egress.workers.link import WorkerPlace
 
     slim()
-    place = Place.parse(worker) if worker else None
+    place = WorkerPlace.parse(worker) if worker else None
     if place:
         place.sign_logs()
     settings = load_settings(config)

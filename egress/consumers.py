@@ -37,8 +37,8 @@ from common.jetstream.requests import ApiError
 from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 from common.subjects import overlaps
-from egress.acks import DoubtError
-from egress.partition import Slice, slices
+from egress.acks import ReaderResetError
+from egress.partition import Partition, slices
 
 
 def is_set(start: StartSettings) -> bool:
@@ -97,7 +97,7 @@ RANDOM = 4  # bytes at the end of a name
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedMessages:
     """What is to be read: the messages of `part`, from a stream of that `retention`.
 
     `first`: where it is read from, where the retention leaves the choice; on an interest stream what a former
@@ -105,7 +105,7 @@ class Wanted:
     server drops an idle ephemeral.
     """
 
-    part: Slice
+    part: Partition
     retention: str
     first: int = 1
     begin: int = 1
@@ -140,7 +140,7 @@ class Taken:
     former: tuple[str, ...] = ()
 
 
-def ephemeral(wanted: Wanted) -> dict[str, Any]:
+def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     """A consumer that takes no acknowledgements and ends with its reader."""
     return _filtered(
         wanted,
@@ -157,7 +157,9 @@ def ephemeral(wanted: Wanted) -> dict[str, Any]:
     )
 
 
-def durable(wanted: Wanted, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
+def durable(
+    wanted: WantedMessages, version: tuple[int, int, int], description: str = READING
+) -> dict[str, Any]:
     """A consumer that outlives its reader, with storage and replicas as the stream has them.
 
     `version`: the server's. Older ones believe that a durable which acknowledges all up to a message still
@@ -182,14 +184,14 @@ def durable(wanted: Wanted, version: tuple[int, int, int], description: str = RE
     )
 
 
-def _filtered(wanted: Wanted, config: dict[str, Any]) -> dict[str, Any]:
+def _filtered(wanted: WantedMessages, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "filter_subject": wanted.part.filter_subject} if wanted.part.filter_subject else config
 
 
-async def take(client: FloeClient, wanted: Wanted) -> Taken:
+async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
     """A consumer to read through; on an interest stream and a work queue it replaces the slice's former ones.
 
-    Raises DoubtError where another instance was faster, Stopped where the stream does not allow it, else as
+    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it, else as
     `create_consumer`.
     """
     if not wanted.is_durable:
@@ -211,12 +213,12 @@ async def take(client: FloeClient, wanted: Wanted) -> Taken:
     return Taken(consumer, tuple(ours))
 
 
-async def _known(client: FloeClient, wanted: Wanted, names: list[str]) -> list[ConsumerInfo]:
+async def _known(client: FloeClient, wanted: WantedMessages, names: list[str]) -> list[ConsumerInfo]:
     found = [await consumer_info(client, wanted.stream, name) for name in names]
     return [info for info in found if info is not None]
 
 
-def first(wanted: Wanted, former: Sequence[ConsumerInfo]) -> int:
+def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
     """Where the durable of an interest stream begins: behind what a former one has acknowledged.
 
     Servers before 2.15 keep what is behind that and before a new durable for ever, so it is delivered to the
@@ -227,16 +229,16 @@ def first(wanted: Wanted, former: Sequence[ConsumerInfo]) -> int:
     return min(wanted.first, max(wanted.begin, *(info.acknowledged + 1 for info in former)))
 
 
-async def keep_for_all(client: FloeClient, part: Slice, retention: str) -> None:
+async def keep_for_all(client: FloeClient, part: Partition, retention: str) -> None:
     """Have a durable for each partition of the feed, so that an interest stream keeps messages for all."""
     names = await consumer_names(client, part.stream)
     for each in slices(part.site, part.settings):
-        wanted = Wanted(each, retention)
+        wanted = WantedMessages(each, retention)
         if not any(map(wanted.is_ours, names)):
             await create(client, wanted)
 
 
-async def hold(client: FloeClient, part: Slice) -> None:
+async def hold(client: FloeClient, part: Partition) -> None:
     """Let an interest stream without a durable of the slice keep messages for it from now on.
 
     Before the stream is judged, which takes its time, and where the chain stops until an operator decides: a
@@ -245,36 +247,36 @@ async def hold(client: FloeClient, part: Slice) -> None:
     info = await stream_info(client, part.stream)
     if info is None or info.config.get("retention") != INTEREST:
         return
-    wanted = Wanted(part, INTEREST)
+    wanted = WantedMessages(part, INTEREST)
     if not await ours(client, wanted):
         await create(client, wanted, HOLDING)
 
 
-async def ours(client: FloeClient, wanted: Wanted) -> list[str]:
+async def ours(client: FloeClient, wanted: WantedMessages) -> list[str]:
     """The names of the slice's durables."""
     return [name for name in await consumer_names(client, wanted.stream) if wanted.is_ours(name)]
 
 
-async def forget(client: FloeClient, wanted: Wanted) -> list[str]:
+async def forget(client: FloeClient, wanted: WantedMessages) -> list[str]:
     """Delete all durables of a slice that is frozen no more; their names."""
     names = await ours(client, wanted)
     await _delete(client, wanted, names)
     return names
 
 
-async def drop_strays(client: FloeClient, wanted: Wanted, kept: str) -> None:
+async def drop_strays(client: FloeClient, wanted: WantedMessages, kept: str) -> None:
     """Delete durables of the slice other than `kept`: a paused instance made them when it woke up, and an
     interest stream would keep messages for them for ever.
     """
     await _delete(client, wanted, [name for name in await ours(client, wanted) if name != kept])
 
 
-async def _delete(client: FloeClient, wanted: Wanted, names: list[str]) -> None:
+async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) -> None:
     for name in names:
         await delete_consumer(client, wanted.stream, name)
 
 
-async def create(client: FloeClient, wanted: Wanted, description: str = READING) -> ConsumerInfo:
+async def create(client: FloeClient, wanted: WantedMessages, description: str = READING) -> ConsumerInfo:
     """A new durable, beside others. Raises as `take`."""
     config = durable(wanted, client.server_version, description)
     try:
@@ -289,7 +291,7 @@ async def create(client: FloeClient, wanted: Wanted, description: str = READING)
     return consumer
 
 
-def unfit(wanted: Wanted, config: dict[str, Any]) -> Stopped | None:
+def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
     """Why a durable cannot be read through as the server made it (`config`): the stream limits consumers.
 
     None if it can.
@@ -309,23 +311,25 @@ def unfit(wanted: Wanted, config: dict[str, Any]) -> Stopped | None:
     return None
 
 
-async def _taken(client: FloeClient, wanted: Wanted) -> Exception:
+async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
     """Why a work queue has no room for the consumer: another of this feed's, or somebody else's."""
     for name in await consumer_names(client, wanted.stream):
         if not await _is_in_the_way(client, wanted, name):
             continue
         if wanted.part.partition_of(name) is not None:
-            return DoubtError("consumer_taken", f"{name} is another instance's, or of former partitions")
+            return ReaderResetError(
+                "consumer_taken", f"{name} is another instance's, or of former partitions"
+            )
         return Stopped(
             f"work queue {wanted.stream}: consumer {name} takes what {wanted.part.durable} is to take",
             hint="a work queue gives each message to one consumer: freeze other subjects, or "
             f"nats consumer rm {wanted.stream} {name}",
             code="E-RETENTION",
         )
-    return DoubtError("consumer_taken", "a consumer that stood in the way is gone")
+    return ReaderResetError("consumer_taken", "a consumer that stood in the way is gone")
 
 
-async def _is_in_the_way(client: FloeClient, wanted: Wanted, name: str) -> bool:
+async def _is_in_the_way(client: FloeClient, wanted: WantedMessages, name: str) -> bool:
     info = await consumer_info(client, wanted.stream, name)
     return info is not None and any(
         overlaps(wanted.part.filter_subject, each) for each in filters(info.config)

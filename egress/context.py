@@ -20,28 +20,28 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
-from egress.deps import Parts, Pools, Tuning
-from egress.memory import Budget
-from egress.partition import Slice
+from egress.deps import EgressDeps, Pools, Tuning
+from egress.memory import MemoryBudget
+from egress.partition import Partition
 from egress.report import FeedReport
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class CommandContext:
     """What a command works with; its reports go nowhere."""
 
     settings: Settings
-    parts: Parts
+    parts: EgressDeps
     leases: Leases
     pools: Pools
 
-    def report(self, part: Slice) -> FeedReport:
+    def report(self, part: Partition) -> FeedReport:
         """A report that nobody reads."""
         return FeedReport(part.chain, part.stream, Health(self.parts.clock))
 
 
 @asynccontextmanager
-async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[Opened]:
+async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandContext]:
     """Connect, and close at the end. Raises Unavailable, Refused, ConfigError."""
     clock, rng = SystemClock(), random.SystemRandom()
 
@@ -58,21 +58,21 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[Opened]:
         replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
         state = KeyValue.optional(client, egress.state_bucket, replicas=replicas)
         bucket = KeyValue.optional(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
-        parts = Parts(
+        parts = EgressDeps(
             client=client,
             connect=connected,
             state=state,
             objects=objects,
             store=store,
             chains=chains,
-            budget=Budget(egress.memory_limit),
+            budget=MemoryBudget(egress.memory_limit),
             clock=clock,
             rng=rng,
             writer=f"floe {version()}",
             tuning=tuning,
         )
         leases = Leases(bucket, new_owner(settings.instance), egress.lease_ttl, clock)
-        yield Opened(settings, parts, leases, pools)
+        yield CommandContext(settings, parts, leases, pools)
     finally:
         pools.close()
         store.close()

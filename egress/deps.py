@@ -14,7 +14,7 @@ from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.process import Threads
-from egress.memory import Budget
+from egress.memory import MemoryBudget
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Pulling:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class EgressTuning:
     """Seconds: how often time is looked at, and between two checks that the stream is the same.
 
     `hand_over`: how long a lease that others wait for may be kept for the sake of the open segment.
@@ -73,7 +73,7 @@ class Tuning:
     """What no user tunes, and tests shorten."""
 
     pulling: Pulling = field(default_factory=Pulling)
-    pace: Pace = field(default_factory=Pace)
+    pace: EgressTuning = field(default_factory=EgressTuning)
     confirming: Confirming = field(default_factory=Confirming)
 
 
@@ -98,7 +98,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class EgressDeps:
     """The components.
 
     `connect` opens a fresh connection to the stream's server; `writer` is named in footers.
@@ -110,7 +110,7 @@ class Parts:
     objects: ObjectStore
     store: SegmentStore
     chains: ChainStore
-    budget: Budget
+    budget: MemoryBudget
     clock: Clock
     rng: random.Random
     writer: str

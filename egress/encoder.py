@@ -30,7 +30,7 @@ from egress.builder import (
     gone_before_read,
     unread,
 )
-from egress.memory import Account
+from egress.memory import MemoryAccount
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
 
@@ -39,7 +39,7 @@ from egress.sampling.settings import Sampling
 BATCH_ROWS = 1024
 
 
-class Draft:
+class SegmentFile:
     """One level-0 segment of `chain`.
 
     `new_spool`: makes an empty file for it. `writer`: who writes, for the footer. `sampling`: by what its
@@ -171,9 +171,9 @@ class Encoder:
     def __init__(
         self,
         thread: Threads,
-        account: Account,
+        account: MemoryAccount,
         report: FeedReport,
-        make_draft: Callable[[], Draft],
+        make_draft: Callable[[], SegmentFile],
         source_first: Callable[[], Awaitable[int]],
         gone: AskGone,
         *,
@@ -185,7 +185,7 @@ class Encoder:
         self._make_draft, self._source_first, self._fills_hole = make_draft, source_first, fills_hole
         self._outbox: deque[Emitted] = deque()
         self._queued = 0
-        self._draft: Draft | None = None
+        self._draft: SegmentFile | None = None
         self._draft_charge = 0
         self._is_cut = False
         self._is_torn = False

@@ -22,10 +22,19 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from egress.archive import Archive, at, reaching
 from egress.consumers import LIMITS, WORK_QUEUE
-from egress.deps import Confirming, Parts
-from egress.identity import Acceptance, Evidence, Held, Kind, Source, Verdict, Witness, judge_with
+from egress.deps import Confirming, EgressDeps
+from egress.identity import (
+    Acceptance,
+    Evidence,
+    HeldMessage,
+    SourceStream,
+    SourceVerdict,
+    VerdictKind,
+    Witness,
+    judge_with,
+)
 from egress.incarnations import Incarnation, older
-from egress.partition import Position, Slice, position
+from egress.partition import Partition, Position, position
 
 log = get_logger("egress.evidence")
 
@@ -40,7 +49,7 @@ PROBED = 20  # rows, one behind the other, that are looked for in the source
 ROWS_KEPT = 1_000
 
 
-class Archived(Protocol):
+class ArchivedSegments(Protocol):
     """The segments of a chain, as far as they are asked for; see `egress.archive.Archive`."""
 
     @property
@@ -72,7 +81,7 @@ class _Former:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownPast:
     """What is known of a chain's past.
 
     `created`: as `stream.json` has it. `archive`: the chain's segments. `older`: the chains of former
@@ -82,7 +91,7 @@ class Known:
     """
 
     created: str
-    archive: Archived
+    archive: ArchivedSegments
     older: Sequence[Chain] = ()
     received: Tip | None = None
     first: int = 1
@@ -96,7 +105,7 @@ class Known:
         return self.archive.end or before
 
 
-class Examiner:
+class IdentityProbe:
     """Compares the archive of one feed with its stream. Tips are read from the store once."""
 
     def __init__(self, store: SegmentStore, stream: str, filter_subject: str, threads: Threads) -> None:
@@ -105,7 +114,7 @@ class Examiner:
         self._tips: dict[str, Tip | None] = {}
         self._rows: dict[tuple[str, int], Tip | None] = {}
 
-    async def examine(self, client: FloeClient, known: Known) -> Evidence:
+    async def examine(self, client: FloeClient, known: KnownPast) -> Evidence:
         """What the source says now. Raises Unavailable where source or store cannot be asked."""
         info = await stream_info(client, self._stream)
         if info is None:
@@ -114,18 +123,18 @@ class Examiner:
         source = await self._own(client, whole)
         tips = await self._witnesses(client, known.archive, source)
         for others in (self._beside, self._before):
-            if all(witness.held is Held.ABSENT for witness in tips):
+            if all(witness.held is HeldMessage.ABSENT for witness in tips):
                 tips += await others(client, known, source)
         tips = [*await self._revenants(client, known.archive.newest), *tips]
         received = None if known.received is None else await self.compare(client, known.received, source)
-        matches = any(w.held is Held.EQUAL for w in (*tips, *([received] if received else [])))
+        matches = any(w.held is HeldMessage.EQUAL for w in (*tips, *([received] if received else [])))
         # A history that continues another one under one `created` holds messages of both.
         is_theirs = not matches and source.created != known.created
         older = await self._matching_incarnation(client, known, source) if is_theirs else None
         source = replace(whole, first_timestamp_ns=source.first_timestamp_ns)
         return Evidence(source, known.created, known.end, tuple(tips), received, older)
 
-    async def _own(self, client: FloeClient, source: Source) -> Source:
+    async def _own(self, client: FloeClient, source: SourceStream) -> SourceStream:
         """The stream as it begins for this feed, where acknowledgements decide what is held.
 
         There the first message may be one that another partition has yet to take, older than all of ours.
@@ -149,7 +158,7 @@ class Examiner:
         found = await self.next(client, silent.first)
         if found is None or found.sequence > silent.last:
             return []
-        return [Witness(Tip.of(found), Held.DIFFERENT)]
+        return [Witness(Tip.of(found), HeldMessage.DIFFERENT)]
 
     async def _silent_end(self, ref: SegmentRef) -> SequenceRange | None:
         """What the segment covers behind the last message examined for it; None: nothing, or unknown."""
@@ -164,7 +173,7 @@ class Examiner:
         """The first message at or after `sequence` that the feed would get; None if there is none."""
         return await next_message(client, self._stream, sequence, self._filter)
 
-    async def _beside(self, client: FloeClient, known: Known, source: Source) -> list[Witness]:
+    async def _beside(self, client: FloeClient, known: KnownPast, source: SourceStream) -> list[Witness]:
         """Of the first other partition that has something to compare: of one stream, theirs is as good.
 
         What differs behind this one's end says nothing about it.
@@ -175,25 +184,27 @@ class Examiner:
             telling = [
                 witness
                 for witness in found
-                if witness.held is Held.EQUAL
-                or (witness.held is Held.DIFFERENT and witness.tip.sequence <= known.end)
+                if witness.held is HeldMessage.EQUAL
+                or (witness.held is HeldMessage.DIFFERENT and witness.tip.sequence <= known.end)
             ]
             if telling:
                 return telling
         return []
 
-    async def _before(self, client: FloeClient, known: Known, source: Source) -> list[Witness]:
+    async def _before(self, client: FloeClient, known: KnownPast, source: SourceStream) -> list[Witness]:
         """Of the incarnation before, where this one has nothing to compare; newest first."""
         found: list[Witness] = []
         for chain in known.continued:
             found += await self._witnesses(client, await self._former(chain, source.first), source)
         return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
 
-    async def _matching_incarnation(self, client: FloeClient, known: Known, source: Source) -> int | None:
+    async def _matching_incarnation(
+        self, client: FloeClient, known: KnownPast, source: SourceStream
+    ) -> int | None:
         """The newest older incarnation of which a message is there, where this one has its own."""
         for chain in known.older:
             witnesses = await self._witnesses(client, await self._former(chain, source.first), source)
-            if any(each.held is Held.EQUAL and each.tip.sequence >= known.first for each in witnesses):
+            if any(each.held is HeldMessage.EQUAL and each.tip.sequence >= known.first for each in witnesses):
                 return chain.incarnation
         return None
 
@@ -202,7 +213,9 @@ class Examiner:
         view = await self._threads.run(reaching, self._store, chain, position, NONE)
         return _Former(chain, view.newest, self._store, self._threads)
 
-    async def _witnesses(self, client: FloeClient, archive: Archived, source: Source) -> list[Witness]:
+    async def _witnesses(
+        self, client: FloeClient, archive: ArchivedSegments, source: SourceStream
+    ) -> list[Witness]:
         """From the newest tip back to the first that is held; where that differs, the oldest held one too.
 
         Of one history whatever is older than an equal message is equal, so the oldest held one tells whether
@@ -211,20 +224,22 @@ class Examiner:
         streams that let single messages go, nothing is listed for all this.
         """
         found, row = await self._walk(client, archive.newest, source), list[Witness]()
-        if found and found[0].held is Held.ABSENT:
+        if found and found[0].held is HeldMessage.ABSENT:
             row = await self._newest_row(client, archive, source)
-        if not any(witness.held is Held.EQUAL for witness in (*found, *row)):
+        if not any(witness.held is HeldMessage.EQUAL for witness in (*found, *row)):
             found = await self._walk(client, await archive.look_back(source.first), source)
-        if found and found[-1].held is Held.DIFFERENT:
+        if found and found[-1].held is HeldMessage.DIFFERENT:
             oldest_first = sorted(await archive.at(source.first), key=lambda ref: ref.coverage)
             oldest = await self._walk(client, oldest_first, source)
             found += [witness for witness in oldest if witness.tip.sequence < found[-1].tip.sequence][-1:]
         found += row
-        if not any(witness.held is Held.EQUAL for witness in found):
+        if not any(witness.held is HeldMessage.EQUAL for witness in found):
             found += await self._oldest_row(client, archive, source)
         return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
 
-    async def _walk(self, client: FloeClient, refs: Iterable[SegmentRef], source: Source) -> list[Witness]:
+    async def _walk(
+        self, client: FloeClient, refs: Iterable[SegmentRef], source: SourceStream
+    ) -> list[Witness]:
         """The witnesses in the order of `refs`, up to the first that the source holds."""
         found: list[Witness] = []
         for ref in refs:
@@ -234,11 +249,13 @@ class Examiner:
             if tip is None:
                 continue
             found.append(await self.compare(client, tip, source))
-            if found[-1].held is not Held.ABSENT or len(found) >= ABSENT_TIPS:
+            if found[-1].held is not HeldMessage.ABSENT or len(found) >= ABSENT_TIPS:
                 break
         return found
 
-    async def _newest_row(self, client: FloeClient, archive: Archived, source: Source) -> list[Witness]:
+    async def _newest_row(
+        self, client: FloeClient, archive: ArchivedSegments, source: SourceStream
+    ) -> list[Witness]:
         """The newest message that the source holds of what is archived, beside its row.
 
         An older tip that is equal says nothing of what came behind it. Of a sample, where few messages have
@@ -255,7 +272,7 @@ class Examiner:
             client, ref, await self._sequences(ref, ref.coverage, newest=True), source
         )
 
-    async def _newest_held(self, client: FloeClient, source: Source, end: int) -> Message | None:
+    async def _newest_held(self, client: FloeClient, source: SourceStream, end: int) -> Message | None:
         """The last message that the source holds up to `end`, found by halves; None if it holds none."""
         low, high, found = source.first - 1, end, None  # behind `high` none is held
         while low < high:
@@ -267,7 +284,9 @@ class Examiner:
                 low, found = message.sequence, message
         return found
 
-    async def _oldest_row(self, client: FloeClient, archive: Archived, source: Source) -> list[Witness]:
+    async def _oldest_row(
+        self, client: FloeClient, archive: ArchivedSegments, source: SourceStream
+    ) -> list[Witness]:
         """The oldest row that the source holds, of the archive's first ones from the source's first on."""
         ref = choose(await archive.at(source.first), source.first)
         if ref is None or source.first_timestamp_ns is None:
@@ -276,7 +295,7 @@ class Examiner:
         return await self._first_held(client, ref, await self._sequences(ref, rows), source)
 
     async def _first_held(
-        self, client: FloeClient, ref: SegmentRef, sequences: Iterable[int], source: Source
+        self, client: FloeClient, ref: SegmentRef, sequences: Iterable[int], source: SourceStream
     ) -> list[Witness]:
         """The first of `sequences` that the source holds, beside the segment's row."""
         for sequence in sequences:
@@ -346,24 +365,24 @@ class Examiner:
             self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
         return self._tips[ref.key]
 
-    async def compare(self, client: FloeClient, tip: Tip, source: Source) -> Witness:
+    async def compare(self, client: FloeClient, tip: Tip, source: SourceStream) -> Witness:
         """The archived message `tip`, and what the stream holds in its place."""
         if not source.first <= tip.sequence <= source.last:
-            return Witness(tip, Held.ABSENT)
+            return Witness(tip, HeldMessage.ABSENT)
         message = await get_message(client, self._stream, tip.sequence)
         if message is None:
-            return Witness(tip, Held.ABSENT)
+            return Witness(tip, HeldMessage.ABSENT)
         return Witness(tip, _held(message, tip))
 
 
-def _held(message: Message, tip: Tip) -> Held:
-    return Held.EQUAL if Tip.of(message) == tip else Held.DIFFERENT
+def _held(message: Message, tip: Tip) -> HeldMessage:
+    return HeldMessage.EQUAL if Tip.of(message) == tip else HeldMessage.DIFFERENT
 
 
-def source_of(info: StreamInfo) -> Source:
+def source_of(info: StreamInfo) -> SourceStream:
     """The stream as identity sees it."""
     holds = info.messages > 0
-    return Source(
+    return SourceStream(
         info.created,
         max(1, info.first_sequence),
         info.last_sequence,
@@ -414,11 +433,11 @@ ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the arch
 
 async def first_unlike(
     client: FloeClient,
-    examiner: Examiner,
+    examiner: IdentityProbe,
     store: SegmentStore,
     threads: Threads,
     refs: Sequence[SegmentRef],
-    source: Source,
+    source: SourceStream,
     end: int,
 ) -> int:
     """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
@@ -445,11 +464,11 @@ def _sequences(store: SegmentStore, stretch: Stretch[SegmentRef]) -> list[int]:
 
 async def _last_equal(
     client: FloeClient,
-    examiner: Examiner,
+    examiner: IdentityProbe,
     threads: Threads,
     ref: SegmentRef,
     sequences: Sequence[int],
-    source: Source,
+    source: SourceStream,
 ) -> int | None:
     """The last of `sequences` whose message the stream holds as it was archived; None if it holds none so."""
     low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
@@ -461,17 +480,17 @@ async def _last_equal(
             high = middle
             continue
         tip = await threads.run(examiner.row, ref, sequences[place])
-        held = Held.ABSENT if tip is None else (await examiner.compare(client, tip, source)).held
-        if held is Held.DIFFERENT:
+        held = HeldMessage.ABSENT if tip is None else (await examiner.compare(client, tip, source)).held
+        if held is HeldMessage.DIFFERENT:
             high = middle
         else:
             low = place
-            equal = sequences[place] if held is Held.EQUAL else equal
+            equal = sequences[place] if held is HeldMessage.EQUAL else equal
     return equal
 
 
 async def _next_held(
-    client: FloeClient, examiner: Examiner, sequences: Sequence[int], first: int, end: int
+    client: FloeClient, examiner: IdentityProbe, sequences: Sequence[int], first: int, end: int
 ) -> int | None:
     """The first place in first..end-1 of `sequences` whose message the stream holds; None if there is none.
 
@@ -489,15 +508,15 @@ async def _next_held(
     return None
 
 
-Answer = tuple[Evidence, Verdict]
+Answer = tuple[Evidence, SourceVerdict]
 
 
 class Inquiry:
     """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
 
-    def __init__(self, part: Slice, parts: Parts, threads: Threads) -> None:
+    def __init__(self, part: Partition, parts: EgressDeps, threads: Threads) -> None:
         self._stream, self._filter, self._parts = part.stream, part.filter_subject, parts
-        self._examiner = Examiner(parts.store, part.stream, part.filter_subject, threads)
+        self._examiner = IdentityProbe(parts.store, part.stream, part.filter_subject, threads)
         self._lost: tuple[SequenceRange, ...] = ()
         self._threads = threads
         self.acceptance: Acceptance | None = None
@@ -527,7 +546,7 @@ class Inquiry:
     async def _examine(
         self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
     ) -> Answer:
-        known = Known(
+        known = KnownPast(
             current.stream.created,
             archive,
             older(current.chain),
@@ -539,7 +558,11 @@ class Inquiry:
         evidence = await self._examiner.examine(client, known)
         source = evidence.source
         is_theirs = source is not None and source.created != evidence.created and evidence.older is None
-        if source is not None and is_theirs and not any(tip.held is Held.EQUAL for tip in evidence.tips):
+        if (
+            source is not None
+            and is_theirs
+            and not any(tip.held is HeldMessage.EQUAL for tip in evidence.tips)
+        ):
             # Of a work queue, and of a stream that forgets, no message is left to tell.
             number = await self._threads.run(self._made_for, current, source.created)
             evidence = replace(evidence, older=number)
@@ -558,14 +581,18 @@ class Inquiry:
         return None
 
     async def proposal(
-        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: Verdict
+        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
     ) -> int | None:
         """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
 
         None where there is no stream or it cannot be told.
         """
         source = evidence.source
-        if source is None or verdict.kind not in (Kind.ROLLED_BACK, Kind.FORKED, Kind.UNKNOWN):
+        if source is None or verdict.kind not in (
+            VerdictKind.ROLLED_BACK,
+            VerdictKind.FORKED,
+            VerdictKind.UNKNOWN,
+        ):
             return None if source is None else source.first
         ask = self._parts.client, self._examiner, self._parts.store, self._threads
         try:
@@ -576,7 +603,7 @@ class Inquiry:
             return None
 
     def _known_of(
-        self, current: Incarnation, archive: Archive, source: Source, older: int | None
+        self, current: Incarnation, archive: Archive, source: SourceStream, older: int | None
     ) -> list[tuple[list[SegmentRef], int]]:
         """The segments of the history that the stream belongs to, and where each chain of it ended."""
         if older is None and (archive.end or not current.continued):
@@ -588,7 +615,7 @@ class Inquiry:
         listed = partial(self._parts.store.list, position=source.first)
         return [(listed(each), ends[each.partition]) for each in chains] or [([], 0)]
 
-    async def place(self, archive: Archive, source: Source) -> Position:
+    async def place(self, archive: Archive, source: SourceStream) -> Position:
         """Where to read. Raises Stopped where an empty listing may hide an archive.
 
         Where acknowledged messages leave the stream, its first sequence says nothing of what it holds behind:

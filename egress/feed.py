@@ -16,13 +16,13 @@ from common.clock import GOOD_WHILE, Backoff, Clock, end, first_of, orphaned, wa
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
-from common.leasing.balancer import Sharing
+from common.leasing.balancer import LeaseGroup
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from egress import metrics
-from egress.deps import Parts, Pools
-from egress.partition import Slice
+from egress.deps import EgressDeps, Pools
+from egress.partition import Partition
 from egress.report import FeedReport
 from egress.worker import Worker
 
@@ -43,9 +43,9 @@ class Feed:
 
     def __init__(
         self,
-        part: Slice,
-        parts: Parts,
-        sharing: Sharing,
+        part: Partition,
+        parts: EgressDeps,
+        sharing: LeaseGroup,
         health: Health,
         reexamine: float = REEXAMINE,
     ) -> None:
@@ -128,7 +128,7 @@ class Runs(Protocol):
 
 
 async def run_feeds(
-    feeds: Sequence[Runs], parts: Parts, health: Health, stop: asyncio.Event, shutdown_timeout: float
+    feeds: Sequence[Runs], parts: EgressDeps, health: Health, stop: asyncio.Event, shutdown_timeout: float
 ) -> bool:
     """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
 
@@ -164,7 +164,7 @@ async def _deadline(stop: asyncio.Event, clock: Clock, seconds: float) -> None:
     log.error("not drained in time", action="drain_timeout", seconds=seconds)
 
 
-async def _beat(parts: Parts, health: Health) -> None:
+async def _beat(parts: EgressDeps, health: Health) -> None:
     metrics.memory_limit.set(parts.budget.limit)
     while True:
         health.beat()

@@ -11,10 +11,10 @@ from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from egress.archive import Archive
-from egress.deps import Parts
-from egress.identity import Evidence, Held, Kind, Verdict
-from egress.incarnations import Closing, Closings, Decision, End, History, Incarnation, NextStream
-from egress.partition import Slice
+from egress.deps import EgressDeps
+from egress.identity import Evidence, HeldMessage, SourceVerdict, VerdictKind
+from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
+from egress.partition import Partition
 from egress.report import FeedReport
 
 log = get_logger("egress.succession")
@@ -25,7 +25,7 @@ POLL = 2.0  # seconds between two looks at what the other partitions have done, 
 class Succession:
     """Closes incarnations of one partition, and begins the next when all partitions are closed."""
 
-    def __init__(self, part: Slice, parts: Parts, history: History, report: FeedReport) -> None:
+    def __init__(self, part: Partition, parts: EgressDeps, history: History, report: FeedReport) -> None:
         self._part, self._parts, self._history, self._report = part, parts, history, report
         self._count = len(part.settings.filters())
         self._closings = Closings(parts.state)
@@ -61,7 +61,7 @@ class Succession:
         archive: Archive,
         info: StreamInfo,
         first: int,
-        decision: Decision | None,
+        decision: EndDecision | None,
     ) -> Closing:
         """Note that the partition ends where `archive` does, and goes on at `first` of the stream `info`.
 
@@ -106,19 +106,19 @@ class Succession:
         """Whether an operator has decided that the incarnation ends."""
         return (await self._closings.get(chain)).decision_for(created) is not None
 
-    def adopt(self, evidence: Evidence, verdict: Verdict, closing: Closing) -> Verdict:
+    def adopt(self, evidence: Evidence, verdict: SourceVerdict, closing: Closing) -> SourceVerdict:
         """The verdict of another partition of the same stream, where this one's own evidence tells nothing.
 
         A partition without messages has none to compare.
         """
         source = evidence.source
-        if verdict.kind is not Kind.UNKNOWN or source is None or source.created == evidence.created:
+        if verdict.kind is not VerdictKind.UNKNOWN or source is None or source.created == evidence.created:
             return verdict
-        if closing.decision is not None or any(tip.held is Held.EQUAL for tip in evidence.tips):
+        if closing.decision is not None or any(tip.held is HeldMessage.EQUAL for tip in evidence.tips):
             return verdict
         for number, end in sorted(closing.ends.items()):
             if number != self._part.partition and end.created == source.created:
-                return Verdict(Kind.RECREATED, f"as partition {number} found; {verdict.why}")
+                return SourceVerdict(VerdictKind.RECREATED, f"as partition {number} found; {verdict.why}")
         return verdict
 
 

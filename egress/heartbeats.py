@@ -282,7 +282,7 @@ class SignOfLife:
         return info.last_sequence, parse_time(info.last_timestamp) if info.messages else None
 
 
-class Reach:
+class Reachability:
     """Whether the store and NATS can be reached, as metrics of this process; both begin as not reached."""
 
     def __init__(self, clock: Clock) -> None:

@@ -6,7 +6,7 @@ import shlex
 
 from common.chain import Chain
 from common.service.exits import command
-from egress.partition import Slice
+from egress.partition import Partition
 
 
 def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
@@ -20,7 +20,7 @@ def repartition(feed: str) -> str:
     return command("egress repartition", "--feed", shlex.quote(feed))
 
 
-def bring_back(part: Slice, chain: Chain, *, continues: bool) -> str:
+def bring_back(part: Partition, chain: Chain, *, continues: bool) -> str:
     """Make the stream again with what the archive holds of it: of its incarnation, or of all where that goes
     on with the history of the one before.
     """

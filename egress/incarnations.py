@@ -26,9 +26,9 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
 from common.service.process import Threads
-from egress.archive import Marks
+from egress.archive import HighWaterMarks
 from egress.hints import believe_listing, repartition, resolve
-from egress.partition import Slice, slices
+from egress.partition import Partition, slices
 
 log = get_logger("egress.incarnations")
 
@@ -76,7 +76,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class EndDecision:
     """An operator lets the incarnation end for the stream created at `created`.
 
     `first`: where the partitions that cannot go on by themselves begin; the others begin behind their ends.
@@ -99,7 +99,7 @@ class Closing:
     """How far closing is. `next`: set once all partitions have their ends; nothing changes any more then."""
 
     ends: Mapping[int, End] = field(default_factory=dict)
-    decision: Decision | None = None
+    decision: EndDecision | None = None
     next: NextStream | None = None
 
     def noted(self, partition: int, end: End, count: int, stream: NextStream) -> Closing:
@@ -116,11 +116,11 @@ class Closing:
             return self
         return replace(self, ends={number: end for number, end in self.ends.items() if number != partition})
 
-    def decided(self, decision: Decision) -> Closing:
+    def decided(self, decision: EndDecision) -> Closing:
         """With the operator's decision. Unchanged once the incarnation is closed."""
         return self if self.next is not None else replace(self, decision=decision)
 
-    def decision_for(self, created: str) -> Decision | None:
+    def decision_for(self, created: str) -> EndDecision | None:
         """The decision, if it is about the stream created at `created`."""
         return self.decision if self.decision is not None and self.decision.created == created else None
 
@@ -147,16 +147,18 @@ class Closing:
         return cls(ends, _decision(wire.decision), stream)
 
 
-def _decision_wire(decision: Decision | None) -> _DecisionWire | None:
+def _decision_wire(decision: EndDecision | None) -> _DecisionWire | None:
     if decision is None:
         return None
     return _DecisionWire(decision.created, {str(number): first for number, first in decision.first.items()})
 
 
-def _decision(wire: _DecisionWire | None) -> Decision | None:
+def _decision(wire: _DecisionWire | None) -> EndDecision | None:
     if wire is None:
         return None
-    return Decision(wire.created, {int(number): _bounded(first, 1) for number, first in wire.first.items()})
+    return EndDecision(
+        wire.created, {int(number): _bounded(first, 1) for number, first in wire.first.items()}
+    )
 
 
 def _stream_wire(stream: NextStream | None) -> _StreamWire | None:
@@ -211,10 +213,10 @@ class History:
 
     def __init__(
         self,
-        part: Slice,
+        part: Partition,
         chains: ChainStore,
         objects: ObjectStore,
-        marks: Marks,
+        marks: HighWaterMarks,
         threads: Threads,
         clock: Clock,
     ) -> None:
@@ -428,7 +430,7 @@ def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
     return None if newest < 0 else newest
 
 
-def configured(part: Slice, first: int = 1) -> tuple[ChainDocument, ...]:
+def configured(part: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
     """What the configuration says that the chains of all partitions are; all begin at `first`."""
     parts, relay = slices(part.site, part.settings), part.settings.relay
     return tuple(ChainDocument(each.filters, len(parts), first, relay) for each in parts)

@@ -15,10 +15,10 @@ from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.service.cli import config_option, json_option, load_settings, print_json, run_command, table
 from common.settings.root import Settings
-from egress.acks import DoubtError
+from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of
-from egress.consumers import INTEREST, LIMITS, Wanted, create, ours
-from egress.partition import Slice, all_slices, is_of_site
+from egress.consumers import INTEREST, LIMITS, WantedMessages, create, ours
+from egress.partition import Partition, all_slices, is_of_site
 
 MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
 
@@ -86,15 +86,15 @@ async def _buckets(client: FloeClient, settings: Settings, streams: Sequence[Str
     return done
 
 
-async def _durable(client: FloeClient, part: Slice, info: StreamInfo) -> Done:
-    wanted = Wanted(part, str(info.config.get("retention", LIMITS)))
+async def _durable(client: FloeClient, part: Partition, info: StreamInfo) -> Done:
+    wanted = WantedMessages(part, str(info.config.get("retention", LIMITS)))
     if not wanted.is_durable:
         return Done("durable", part.durable, UNNEEDED, info.name, "limits retention")
     if found := await ours(client, wanted):
         return Done("durable", found[0], THERE, info.name)
     try:
         consumer = await create(client, wanted)
-    except DoubtError:  # a running egress replaced it just now
+    except ReaderResetError:  # a running egress replaced it just now
         return Done("durable", part.durable, THERE, info.name)
     return Done("durable", consumer.name, MADE, info.name, dropped(info))
 
@@ -109,7 +109,7 @@ def dropped(info: StreamInfo) -> str:
     return f"messages 1..{gone} were dropped before, as nobody wanted them any more"
 
 
-async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Slice]) -> list[Done]:
+async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[Done]:
     """Durables of this site that no configured slice reads: an interest stream keeps messages for them."""
     names = [name for name in await consumer_names(client, stream) if is_of_site(name, site)]
     return [

@@ -10,13 +10,13 @@ WINDOWS = 8
 LARGEST_WINDOW = 16 * 2**20  # bytes
 
 
-class Budget:
+class MemoryBudget:
     """At most about `limit` bytes over `chains` accounts. Nothing waits here: readers ask first."""
 
     def __init__(self, limit: int, chains: int = 1) -> None:
         self.limit = limit
         self._chains = max(1, chains)
-        self._accounts: list[Account] = []
+        self._accounts: list[MemoryAccount] = []
 
     @property
     def used(self) -> int:
@@ -33,13 +33,13 @@ class Budget:
         used = self.used
         return used == 0 or used + size <= self.limit
 
-    def account(self, on_release: Callable[[], None]) -> Account:
+    def account(self, on_release: Callable[[], None]) -> MemoryAccount:
         """A new account; `on_release` is called whenever any account gives bytes back."""
-        account = Account(self, on_release)
+        account = MemoryAccount(self, on_release)
         self._accounts.append(account)
         return account
 
-    def is_largest(self, account: Account) -> bool:
+    def is_largest(self, account: MemoryAccount) -> bool:
         """Whether no other account holds more."""
         return account.used == max(each.used for each in self._accounts)
 
@@ -48,16 +48,16 @@ class Budget:
         for account in list(self._accounts):
             account.on_release()
 
-    def close(self, account: Account) -> None:
+    def close(self, account: MemoryAccount) -> None:
         """Forget the account and what it had charged."""
         self._accounts.remove(account)
         self.released()
 
 
-class Account:
+class MemoryAccount:
     """What one chain holds in memory."""
 
-    def __init__(self, budget: Budget, on_release: Callable[[], None]) -> None:
+    def __init__(self, budget: MemoryBudget, on_release: Callable[[], None]) -> None:
         self.on_release = on_release
         self.used = 0
         self._budget = budget

@@ -18,7 +18,7 @@ _DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Partition:
     """Partition `partition` of the feed that `settings` describes, at `site`.
 
     `filter_subject`: the only subjects it takes; empty: all of the stream's.
@@ -73,9 +73,9 @@ def _hash(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:8]
 
 
-def slices(site: str, feed: FeedSettings) -> list[Slice]:
+def slices(site: str, feed: FeedSettings) -> list[Partition]:
     """All partitions of a feed, in their order."""
-    return [Slice(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
+    return [Partition(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
 
 
 def require_feeds(feeds: Sequence[FeedSettings]) -> None:
@@ -84,7 +84,7 @@ def require_feeds(feeds: Sequence[FeedSettings]) -> None:
         raise ConfigError(f"{source()}: egress.feeds: expected at least one feed, found none")
 
 
-def all_slices(site: str, feeds: Sequence[FeedSettings]) -> list[Slice]:
+def all_slices(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
     """All partitions of all feeds, in the order of the configuration."""
     return [each for feed in feeds for each in slices(site, feed)]
 

@@ -28,13 +28,13 @@ from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from egress import batch as lists
-from egress.acks import Acknowledging, DoubtError
-from egress.consumers import INTEREST, Taken, Wanted, drop_strays, take
+from egress.acks import Acknowledging, ReaderResetError
+from egress.consumers import INTEREST, Taken, WantedMessages, drop_strays, take
 from egress.deps import Pulling
-from egress.memory import Account
-from egress.partition import Slice
+from egress.memory import MemoryAccount
+from egress.partition import Partition
 
-__all__ = ["DoubtError", "Reader", "Target"]
+__all__ = ["Reader", "ReaderResetError", "ReaderTarget"]
 
 log = get_logger("egress.reader")
 
@@ -45,7 +45,7 @@ MESSAGE_ROOM = (
 MISSES = 4  # requests that ended without a message because the next one did not fit
 
 
-class Target(Protocol):
+class ReaderTarget(Protocol):
     """Where a reader hands over what it is sure of; called from the event loop, synchronously."""
 
     def messages(self, columns: Columns) -> None:
@@ -64,24 +64,24 @@ class Reader:
     what comes before `first` is not handed over: what is `archived` is acknowledged at once, the rest is left
     alone. `account`: charged for what is kept until then.
     `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
-    DoubtError, or with what handing over raised; nothing is handed to `target` afterwards.
+    ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
     """
 
     def __init__(
         self,
         client: FloeClient,
         created: str,
-        target: Target,
+        target: ReaderTarget,
         on_end: Callable[[Exception], None],
         *,
         first: int,
         clock: Clock,
         window: int,
         has_room: Callable[[int], bool],
-        part: Slice,
+        part: Partition,
         retention: str = "limits",
         archived: Sequence[SequenceRange] = (),
-        account: Account | None = None,
+        account: MemoryAccount | None = None,
         pulling: Pulling | None = None,
     ) -> None:
         self._client, self._stream, self._created = client, part.stream, created
@@ -89,7 +89,7 @@ class Reader:
         self._first, self._archived, self._account, self._clock = first, archived, account, clock
         self._pulling = pulling or Pulling()
         begin = archived[0].first if archived else first
-        self._wanted = Wanted(part, retention, first, begin, self._pulling.inactive)
+        self._wanted = WantedMessages(part, retention, first, begin, self._pulling.inactive)
         self._window = max(window, client.max_payload + MESSAGE_ROOM)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
@@ -112,7 +112,7 @@ class Reader:
         self._headers: list[bytes | None] = []
 
     async def open(self) -> None:
-        """Create the consumer and begin to pull. Raises DoubtError where the stream is not the one bound to.
+        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one bound to.
 
         Checked before and after creating it: a stream deleted and made again in between has no such consumer.
         """
@@ -162,27 +162,27 @@ class Reader:
         info = await stream_info(self._client, self._stream)
         if info is None or info.created != self._created:
             found = "no such stream" if info is None else f"one created at {info.created}"
-            raise DoubtError(
+            raise ReaderResetError(
                 "stream_changed", f"expected the stream created at {self._created}, found {found}"
             )
         return info
 
     async def check(self) -> None:
-        """Raises DoubtError unless the consumer still exists with the same creation time, on the same
+        """Raises ReaderResetError unless the consumer still exists with the same creation time, on the same
         connection.
         """
         self._check_generation()
         consumer = None if self._taken is None else self._taken.consumer
         found = consumer and await consumer_info(self._client, self._stream, consumer.name)
         if consumer is None or found is None or found.created != consumer.created:
-            raise DoubtError("consumer_gone", "the consumer does not exist any more")
+            raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
         self._check_generation()
 
     async def acknowledge(self, last: int) -> None:
         """Acknowledge everything received up to `last`, where the stream keeps messages until then.
 
         Returns when the server has taken it. Raises Unavailable, OutcomeUnknown (it may be called again),
-        DoubtError where the consumer is gone, Refused without the right.
+        ReaderResetError where the consumer is gone, Refused without the right.
         """
         if self._acks is None or self._taken is None:
             return
@@ -198,7 +198,7 @@ class Reader:
             self._behind_first.clear()
             try:
                 await acks.upto(self._first - 1)
-            except DoubtError as doubt:
+            except ReaderResetError as doubt:
                 self._doubt(doubt.reason, str(doubt))
             except FloeError as error:
                 log.warning("not acknowledged", action="acks_put_off", code=error.code, error=str(error))
@@ -211,7 +211,7 @@ class Reader:
 
     def _check_generation(self) -> None:
         if self._client.generation != self._generation:
-            raise DoubtError("reconnect", "the connection was lost meanwhile")
+            raise ReaderResetError("reconnect", "the connection was lost meanwhile")
 
     async def stop(self) -> None:
         """Hand over what has arrived, then take nothing more. What handing over raises goes to `on_end`."""
@@ -390,7 +390,7 @@ class Reader:
         self.pull()
 
     def _doubt(self, reason: str, text: str) -> None:
-        self._end(DoubtError(reason, text))
+        self._end(ReaderResetError(reason, text))
 
     def _fail(self, error: Exception) -> None:
         """What was received did not get where it belongs: it is read again, by the next reader."""

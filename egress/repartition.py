@@ -26,15 +26,15 @@ from common.jetstream.lease import Lease, owner_text
 from common.segments.documents import ChainDocument, StreamDocument
 from common.service.logs import get_logger
 from common.settings.egress import FeedSettings, PartitionSettings
-from egress.archive import Archive, Marks
-from egress.consumers import INTEREST, WORK_QUEUE, Wanted, create
-from egress.context import Opened
+from egress.archive import Archive, HighWaterMarks
+from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
+from egress.context import CommandContext
 from egress.evidence import Inquiry
 from egress.feed import lease_key
 from egress.handover import Succession
-from egress.identity import Acceptances, Source, Verdict, stopped_error
+from egress.identity import Acceptances, SourceStream, SourceVerdict, stopped_error
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
-from egress.partition import Position, Slice, slices
+from egress.partition import Partition, Position, slices
 from egress.report import LeftOut, look
 from egress.worker import Reading, Stand
 
@@ -42,7 +42,7 @@ log = get_logger("egress.repartition")
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class PartitionReach:
     """How far an old partition is: where its chain begins, and where its coverage ends (0: there is none)."""
 
     first: int
@@ -54,7 +54,7 @@ class Reach:
         return max(self.end, self.first - 1)
 
 
-def common_end(reaches: Sequence[Reach]) -> int:
+def common_end(reaches: Sequence[PartitionReach]) -> int:
     """Where all partitions are to end: the furthest that one of them is."""
     return max(reach.through for reach in reaches)
 
@@ -88,15 +88,15 @@ def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSet
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RepartitionPlan:
     """What is to be done. `current`: the incarnation that is open. `old`, `new`: its partitions, as they are
     and as configured. `reaches`: of the old ones. `is_done`: it is cut as configured already.
     """
 
     current: Chain
-    old: Sequence[Slice]
-    new: Sequence[Slice]
-    reaches: Sequence[Reach]
+    old: Sequence[Partition]
+    new: Sequence[Partition]
+    reaches: Sequence[PartitionReach]
     is_done: bool
 
     @property
@@ -111,7 +111,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RepartitionResult:
     """The next incarnation, where its partitions begin, and where those of the one before ended."""
 
     chain: Chain
@@ -122,13 +122,13 @@ class Result:
 class Repartition:
     """Cuts one feed anew."""
 
-    def __init__(self, opened: Opened, settings: FeedSettings) -> None:
+    def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
         self._opened, self._settings = opened, settings
         self._site = opened.settings.site
         self._new = slices(self._site, settings)
-        self._marks = Marks(opened.parts.state)
+        self._marks = HighWaterMarks(opened.parts.state)
 
-    async def plan(self) -> Plan:
+    async def plan(self) -> RepartitionPlan:
         """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
         parts, io = self._opened.parts, self._opened.pools.io
         number = await io.run(newest_incarnation, parts.chains, self._new[0].chain)
@@ -138,7 +138,9 @@ class Repartition:
         cut = await io.run(self._cut, chain)
         old = slices(self._site, settings_of(cut, self._settings))
         reaches = [await self._reach(each, number) for each in old]
-        return Plan(chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0])))
+        return RepartitionPlan(
+            chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0]))
+        )
 
     def _cut(self, chain: Chain) -> Sequence[ChainDocument]:
         chains = self._opened.parts.chains
@@ -151,14 +153,14 @@ class Repartition:
             )
         return stream.chains or ([document] if document else [])
 
-    async def _reach(self, part: Slice, number: int) -> Reach:
+    async def _reach(self, part: Partition, number: int) -> PartitionReach:
         current = await self._load(part)
         if current.chain.incarnation != number:
             raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
         archive = await self._archive(current)
-        return Reach(archive.first, archive.end)
+        return PartitionReach(archive.first, archive.end)
 
-    async def _load(self, part: Slice) -> Incarnation:
+    async def _load(self, part: Partition) -> Incarnation:
         found = await self.history(part).load()
         if found is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
@@ -169,7 +171,7 @@ class Repartition:
         await archive.load()
         return archive
 
-    async def left_out(self, plan: Plan) -> list[LeftOut]:
+    async def left_out(self, plan: RepartitionPlan) -> list[LeftOut]:
         """What the stream holds that an old partition takes and no new one does, by old partition."""
         client, stream = self._opened.parts.client, self._settings.stream
         filters = [part.filter_subject for part in plan.new]
@@ -184,7 +186,7 @@ class Repartition:
 
     # Doing it
 
-    async def run(self, stop: asyncio.Event) -> Result:
+    async def run(self, stop: asyncio.Event) -> RepartitionResult:
         """Do it, or complete it. Raises Unavailable where egress holds one of the leases: nothing is done."""
         await self._opened.parts.state.ensure()
         plan = await self.plan()
@@ -197,7 +199,7 @@ class Repartition:
             return await self._complete()
 
     @asynccontextmanager
-    async def _leases(self, plan: Plan) -> AsyncIterator[list[Lease]]:
+    async def _leases(self, plan: RepartitionPlan) -> AsyncIterator[list[Lease]]:
         """The leases of all partitions, old and new, kept for the length of the block."""
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
@@ -219,7 +221,7 @@ class Repartition:
         stack.push_async_callback(end, watched(lease.keep(), orphaned, name=f"lease {chain}"))
         return lease
 
-    async def _close(self, plan: Plan, leases: Sequence[Lease], stop: asyncio.Event) -> None:
+    async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: asyncio.Event) -> None:
         """Bring all old partitions to one end, and put the `stream.json` behind it."""
         ends: dict[int, int] = {}
         info: StreamInfo | None = None
@@ -242,17 +244,17 @@ class Repartition:
         """An interest stream keeps only what somebody asked for: the new ones ask before the old ones go."""
         if info.config.get("retention") == INTEREST:
             for part in self._new:
-                await create(self._opened.parts.client, Wanted(part, INTEREST, first))
+                await create(self._opened.parts.client, WantedMessages(part, INTEREST, first))
 
-    async def _drop_durables(self, info: StreamInfo, old: Sequence[Slice]) -> None:
+    async def _drop_durables(self, info: StreamInfo, old: Sequence[Partition]) -> None:
         """A work queue takes no two consumers of one subject: the old ones make room."""
         if info.config.get("retention") == WORK_QUEUE:
             client = self._opened.parts.client
             for name in await consumer_names(client, info.name):
-                if any(Wanted(part, WORK_QUEUE).is_ours(name) for part in old):
+                if any(WantedMessages(part, WORK_QUEUE).is_ours(name) for part in old):
                     await delete_consumer(client, info.name, name)
 
-    async def _complete(self) -> Result:
+    async def _complete(self) -> RepartitionResult:
         """Make what is missing of the incarnation that is open now."""
         found = []
         for part in self._new:
@@ -260,20 +262,20 @@ class Repartition:
             failpoint("repartition.after_chain")
         first, ends = found[0].document.first, dict(found[0].stream.previous or {})
         log.info("cut", action="repartitioned", first=first, ends=ends, **found[0].chain.log_context())
-        return Result(found[0].chain, first, ends)
+        return RepartitionResult(found[0].chain, first, ends)
 
     # For one old partition
 
     @property
-    def opened(self) -> Opened:
+    def opened(self) -> CommandContext:
         return self._opened
 
-    def history(self, part: Slice) -> History:
+    def history(self, part: Partition) -> History:
         """The incarnations of one partition."""
         parts = self._opened.parts
         return History(part, parts.chains, parts.objects, self._marks, self._opened.pools.io, parts.clock)
 
-    async def current(self, part: Slice) -> tuple[Incarnation, Archive]:
+    async def current(self, part: Partition) -> tuple[Incarnation, Archive]:
         """The open incarnation and its archive, with all holes: nothing reads it again."""
         current = await self._load(part)
         archive = await self._archive(current)
@@ -284,7 +286,7 @@ class Repartition:
 class _CatchingUp:
     """Reads one old partition on, to where the furthest one is and no further."""
 
-    def __init__(self, repartition: Repartition, part: Slice, lease: Lease) -> None:
+    def __init__(self, repartition: Repartition, part: Partition, lease: Lease) -> None:
         opened = repartition.opened
         parts, pools, report = opened.parts, opened.pools, opened.report(part)
         self._repartition, self._part, self._lease = repartition, part, lease
@@ -312,7 +314,7 @@ class _CatchingUp:
                 await self._reading.read(stand, bounded, self._lease, stop, leaving)
         raise Unavailable(f"{self._part.chain}: stopped before it was read up to {last}", hint="try again")
 
-    async def _judged(self, current: Incarnation, archive: Archive) -> Source:
+    async def _judged(self, current: Incarnation, archive: Archive) -> SourceStream:
         """The stream, where it is the same. Raises Stopped."""
         self.inquiry.acceptance = await self._acceptances.get(current.chain)
         held = self._reading.held
@@ -330,7 +332,7 @@ class _CatchingUp:
         return evidence.source
 
 
-def _closed(current: Incarnation, verdict: Verdict) -> Unavailable:
+def _closed(current: Incarnation, verdict: SourceVerdict) -> Unavailable:
     return Unavailable(
         f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
         hint="start egress as it was configured, wait until it has gone on, then try again",

@@ -14,8 +14,8 @@ from common.service.logs import escaped
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from egress.partition import Slice
-    from egress.repartition import Plan, Result
+    from egress.partition import Partition
+    from egress.repartition import RepartitionPlan, RepartitionResult
     from egress.report import LeftOut
 
 
@@ -55,7 +55,7 @@ async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json:
     return 0
 
 
-def _confirm(plan: Plan, left: Sequence[LeftOut], yes: bool) -> None:
+def _confirm(plan: RepartitionPlan, left: Sequence[LeftOut], yes: bool) -> None:
     for each in left:
         click.echo(escaped(f"warning: {each}"), err=True)
     if yes:
@@ -66,7 +66,7 @@ def _confirm(plan: Plan, left: Sequence[LeftOut], yes: bool) -> None:
     click.confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), abort=True, err=True)
 
 
-def _planned(plan: Plan, left: Sequence[LeftOut]) -> dict[str, Any]:
+def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
     return {
         "chain": str(plan.current),
         "nothing_to_do": plan.is_done,
@@ -86,7 +86,7 @@ def _planned(plan: Plan, left: Sequence[LeftOut]) -> dict[str, Any]:
     }
 
 
-def _planned_lines(plan: Plan, left: Sequence[LeftOut]) -> list[str]:
+def _planned_lines(plan: RepartitionPlan, left: Sequence[LeftOut]) -> list[str]:
     if plan.is_done:
         return [_nothing(plan.current)]
     behind = [
@@ -101,7 +101,7 @@ def _planned_lines(plan: Plan, left: Sequence[LeftOut]) -> list[str]:
     ]
 
 
-def _done(result: Result, plan: Plan) -> dict[str, Any]:
+def _done(result: RepartitionResult, plan: RepartitionPlan) -> dict[str, Any]:
     return {
         "chain": str(result.chain),
         "nothing_to_do": plan.is_done,
@@ -111,7 +111,7 @@ def _done(result: Result, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _done_lines(result: Result, plan: Plan) -> list[str]:
+def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
     if plan.is_done:
         return [_nothing(result.chain)]
     ends = [
@@ -134,7 +134,7 @@ def _feed(chain: Chain) -> str:
     return str(chain).rpartition("/")[0]
 
 
-def _filters(parts: Sequence[Slice]) -> str:
+def _filters(parts: Sequence[Partition]) -> str:
     from egress.incarnations import filters_text
 
     return filters_text([part.filter_subject for part in parts])

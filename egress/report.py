@@ -26,9 +26,9 @@ from common.service.process import Threads
 from common.subjects import matches
 from egress import metrics
 from egress.builder import Close
-from egress.identity import Evidence, Kind, Verdict
-from egress.partition import Slice
-from egress.sampling.sampler import Choices
+from egress.identity import Evidence, SourceVerdict, VerdictKind
+from egress.partition import Partition
+from egress.sampling.sampler import SampledBatch
 
 log = get_logger("egress.feed")
 
@@ -41,7 +41,7 @@ class SamplingReport:
         self._chain = chain
         begin("egress_", "sampled", site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
-    def chose(self, choices: Choices) -> None:
+    def chose(self, choices: SampledBatch) -> None:
         """A batch was sampled."""
         metrics.sample_keys_missing.labels(*self._labels).inc(choices.missing)
         metrics.forced_copies.labels(*self._labels).inc(choices.forced)
@@ -221,9 +221,9 @@ class FeedReport:
         log.info("reader given up", action="doubt", reason=reason, text=text, **self._chain.log_context())
         self.state("checking", ready=False, why=text)
 
-    def judged(self, evidence: Evidence, verdict: Verdict) -> None:
+    def judged(self, evidence: Evidence, verdict: SourceVerdict) -> None:
         """The stream was compared with the archive."""
-        metrics.unverified.labels(*self._labels).set(verdict.kind is Kind.UNVERIFIED)
+        metrics.unverified.labels(*self._labels).set(verdict.kind is VerdictKind.UNVERIFIED)
         if verdict.drifted and not self._status.get("drifted"):
             log.warning(
                 "created drifted", action="created_drifted", why=verdict.why, **self._chain.log_context()
@@ -438,7 +438,9 @@ def _sum(one: Unmatched, other: Unmatched) -> Unmatched:
     return Unmatched(one.messages + other.messages, one.subjects + other.subjects, example)
 
 
-async def watch(part: Slice, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock) -> None:
+async def watch(
+    part: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock
+) -> None:
     """Look now and every ten minutes, and tell `report`; until cancelled.
 
     Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.

@@ -11,9 +11,9 @@ from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.jetstream.api import stream_info
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from egress.archive import Archive, Marks
+from egress.archive import Archive, HighWaterMarks
 from egress.consumers import check_start
-from egress.context import Opened
+from egress.context import CommandContext
 from egress.evidence import Inquiry
 from egress.identity import (
     CODES,
@@ -21,8 +21,8 @@ from egress.identity import (
     Acceptances,
     Choice,
     Evidence,
-    Kind,
-    Verdict,
+    SourceVerdict,
+    VerdictKind,
     Witness,
     bounds,
     can_be_same,
@@ -31,8 +31,8 @@ from egress.identity import (
     never_begun,
     parting,
 )
-from egress.incarnations import Closings, Decision, History, Incarnation, newest_incarnation
-from egress.partition import Slice
+from egress.incarnations import Closings, EndDecision, History, Incarnation, newest_incarnation
+from egress.partition import Partition
 
 log = get_logger("egress.resolve")
 
@@ -49,12 +49,12 @@ class Case:
     begin, None where nothing is wrong. `incarnation`: the newest, where `current` cannot be read.
     """
 
-    part: Slice
+    part: Partition
     current: Incarnation | None = None
     first: int = 1
     end: int = 0
     evidence: Evidence | None = None
-    verdict: Verdict | None = None
+    verdict: SourceVerdict | None = None
     proposal: int | None = None
     error: FloeError | None = None
     incarnation: int = 0
@@ -95,7 +95,7 @@ class Case:
         """What to do where no command decides it; empty where one does, or where nothing is wrong."""
         if self.choices:
             return ""
-        if self.verdict is not None and self.verdict.kind is Kind.GONE:
+        if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
             continues = self.current is not None and self.current.stream.continues
             return gone_advice(self.part, self.chain, continues=continues)
         return self.error.hint if self.error else ""
@@ -131,10 +131,10 @@ def _witness(witness: Witness) -> dict[str, Any]:
     return {"sequence": witness.tip.sequence, "held": witness.held.value}
 
 
-async def look(opened: Opened, part: Slice) -> Case:
+async def look(opened: CommandContext, part: Partition) -> Case:
     """One partition as it is now. Raises Unavailable where nothing can be asked."""
     parts, io = opened.parts, opened.pools.io
-    history = History(part, parts.chains, parts.objects, Marks(parts.state), io, parts.clock)
+    history = History(part, parts.chains, parts.objects, HighWaterMarks(parts.state), io, parts.clock)
     number = 0
     try:
         newest = await io.run(newest_incarnation, parts.chains, part.chain)
@@ -149,7 +149,7 @@ async def look(opened: Opened, part: Slice) -> Case:
         return Case(part, error=error, incarnation=number)
     if current is None:
         return Case(part)
-    archive = await Archive.of(current, parts, Marks(parts.state), io)
+    archive = await Archive.of(current, parts, HighWaterMarks(parts.state), io)
     try:
         await archive.load()
     except (Unavailable, DataError) as error:
@@ -168,7 +168,7 @@ async def _lost(history: History, chain: Chain) -> FloeError | None:
         return spoiled
 
 
-async def _check_beginning(opened: Opened, part: Slice) -> None:
+async def _check_beginning(opened: CommandContext, part: Partition) -> None:
     """Raises Stopped where a feed cannot begin."""
     info = await stream_info(opened.parts.client, part.stream)
     if info is None:
@@ -176,7 +176,7 @@ async def _check_beginning(opened: Opened, part: Slice) -> None:
     check_start(info, part.settings)
 
 
-async def _judged(opened: Opened, part: Slice, current: Incarnation, archive: Archive) -> Case:
+async def _judged(opened: CommandContext, part: Partition, current: Incarnation, archive: Archive) -> Case:
     parts = opened.parts
     inquiry = Inquiry(part, parts, opened.pools.io)
     try:
@@ -188,12 +188,12 @@ async def _judged(opened: Opened, part: Slice, current: Incarnation, archive: Ar
     source = evidence.source
     is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
     error = archive.hollow(source.first) if is_hollow and source is not None else None
-    asked = not verdict.is_same and verdict.kind is not Kind.GONE
+    asked = not verdict.is_same and verdict.kind is not VerdictKind.GONE
     proposal = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
     return Case(part, current, archive.first, archive.end, evidence, verdict, proposal, error)
 
 
-def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> Decision:
+def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
     """Where the partitions that cannot go on begin anew: at `sequence`, or where each one's proposal is.
 
     The others begin behind their ends by themselves. Raises UsageError where that cannot be decided now.
@@ -209,7 +209,7 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> Decision:
     if len(created) > 1:
         raise UsageError("the stream was made anew while it was looked at", hint="look again")
     first = {case.part.partition: _first(case, sequence) for case in stopped}
-    return Decision(created.pop(), first)
+    return EndDecision(created.pop(), first)
 
 
 def _first(case: Case, sequence: int | None) -> int:
@@ -231,7 +231,7 @@ def warnings(case: Case, first: int) -> str:
     return f"{case.chain}: {case.proposal}..{first - 1} is not archived, and will not be"
 
 
-async def new_incarnation(opened: Opened, cases: Sequence[Case], decision: Decision) -> None:
+async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
     """Let the incarnation of all partitions end. Raises UsageError where it has ended already."""
     chain = cases[0].chain
     closing = await Closings(opened.parts.state).change(chain, lambda found: found.decided(decision))
@@ -252,7 +252,7 @@ def check_same(case: Case) -> Acceptance:
             hint="--new-incarnation loses nothing",
         )
     if not can_be_same(evidence, verdict):
-        is_unknown, parted = verdict.kind is Kind.UNKNOWN, parting(evidence, case.proposal)
+        is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, parting(evidence, case.proposal)
         why = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
         raise UsageError(
             f"{case.chain}: --same is not a choice {why}", hint="--new-incarnation loses nothing"
@@ -260,19 +260,19 @@ def check_same(case: Case) -> Acceptance:
     return Acceptance(evidence.source.created, evidence.end)
 
 
-async def same(opened: Opened, case: Case) -> None:
+async def same(opened: CommandContext, case: Case) -> None:
     """Accept the stream of this partition as the one that was archived."""
     await Acceptances(opened.parts.state).put(case.chain, check_same(case))
     log.info("decided", action="decided", what="same stream", **case.chain.log_context())
 
 
-async def believe_listing(opened: Opened, case: Case) -> int:
+async def believe_listing(opened: CommandContext, case: Case) -> int:
     """Have the mark where the listing ends, and forget what cannot be read; the mark."""
     if case.code not in OF_LISTING:
         raise UsageError(f"{case.chain}: nothing is wrong with its listing")
     parts, chain = opened.parts, case.chain
     end = max(case.end, case.first - 1)
-    await Marks(parts.state).set(chain, end)
+    await HighWaterMarks(parts.state).set(chain, end)
     try:
         await Acceptances(parts.state).get(chain)
     except DataError:

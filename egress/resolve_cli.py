@@ -21,7 +21,7 @@ from common.service.cli import (
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
-    from egress.context import Opened
+    from egress.context import CommandContext
     from egress.deps import Tuning
     from egress.resolve import Case
 
@@ -63,12 +63,12 @@ async def resolve(
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
         raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
-    wish = Wish(feed, partition, is_same, is_new, sequence, is_believed, yes, as_json)
+    wish = ResolveOptions(feed, partition, is_same, is_new, sequence, is_believed, yes, as_json)
     return await run(load_settings(config, quiet=True), wish, Tuning())
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ResolveOptions:
     """What the command line asks for."""
 
     feed: str
@@ -89,7 +89,7 @@ class Wish:
         click.confirm(question, abort=True, err=True)
 
 
-async def run(settings: Settings, wish: Wish, tuning: Tuning) -> int:
+async def run(settings: Settings, wish: ResolveOptions, tuning: Tuning) -> int:
     """Show or decide; the exit code. Raises UsageError for a decision that cannot be made."""
     from egress.context import feed_named, opened
     from egress.partition import slices
@@ -110,7 +110,7 @@ async def run(settings: Settings, wish: Wish, tuning: Tuning) -> int:
     return _show(chosen, wish.as_json)
 
 
-async def _new_incarnation(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
+async def _new_incarnation(opened: CommandContext, cases: Sequence[Case], wish: ResolveOptions) -> int:
     from egress.resolve import new_incarnation, plan_incarnation, warnings
 
     decision = plan_incarnation(cases, wish.sequence)
@@ -124,7 +124,7 @@ async def _new_incarnation(opened: Opened, cases: Sequence[Case], wish: Wish) ->
     return 0
 
 
-async def _same(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
+async def _same(opened: CommandContext, cases: Sequence[Case], wish: ResolveOptions) -> int:
     from egress.resolve import check_same, same
 
     stopped = [case for case in cases if case.code] or cases
@@ -139,7 +139,7 @@ async def _same(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
     return 0
 
 
-async def _believe(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
+async def _believe(opened: CommandContext, cases: Sequence[Case], wish: ResolveOptions) -> int:
     from egress.resolve import OF_LISTING, believe_listing
 
     stopped = [case for case in cases if case.code in OF_LISTING] or cases[:1]
@@ -150,7 +150,7 @@ async def _believe(opened: Opened, cases: Sequence[Case], wish: Wish) -> int:
     return 0
 
 
-def _done(wish: Wish, result: dict[str, object]) -> None:
+def _done(wish: ResolveOptions, result: dict[str, object]) -> None:
     if wish.as_json:
         print_json(result)
     else:

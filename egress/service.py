@@ -16,7 +16,7 @@ from common.jetstream.api import most_replicas
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
-from common.leasing.balancer import Scope, Sharing
+from common.leasing.balancer import LeaseGroup, LeaseScope
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
@@ -29,13 +29,13 @@ from common.service.monitor import Health, Monitor
 from common.service.process import Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings
 from egress import metrics
-from egress.deps import Parts, Tuning
+from egress.deps import EgressDeps, Tuning
 from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
-from egress.heartbeats import Heartbeats, Reach, SignOfLife
-from egress.memory import Budget
-from egress.partition import Slice, all_slices, require_feeds
+from egress.heartbeats import Heartbeats, Reachability, SignOfLife
+from egress.memory import MemoryBudget
+from egress.partition import Partition, all_slices, require_feeds
 from egress.report import FeedReport
-from egress.workers.link import Place
+from egress.workers.link import WorkerPlace
 
 log = get_logger("egress.service")
 
@@ -59,10 +59,10 @@ class SiteCounts:
         metrics.take_overs.labels(self._site).inc()
 
 
-def scope_of(site: str) -> Scope:
+def scope_of(site: str) -> LeaseScope:
     """The leases of a site: `egress.{site}.{feed}.{partition}`."""
     members = state_key("egress", "member", site) + "."
-    return Scope(state_key("egress", site) + ".*.*", members, "egress sharing")
+    return LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
 
 
 def share_site(
@@ -74,9 +74,9 @@ def share_site(
     rng: random.Random,
     health: Health,
     siblings: int = 1,
-) -> Sharing:
+) -> LeaseGroup:
     """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
-    return Sharing(leases, client, scope_of(site), keys, clock, rng, health, SiteCounts(site), siblings)
+    return LeaseGroup(leases, client, scope_of(site), keys, clock, rng, health, SiteCounts(site), siblings)
 
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ async def serve(
     *,
     tuning: Tuning | None = None,
     reexamine: float = REEXAMINE,
-    place: Place | None = None,
+    place: WorkerPlace | None = None,
 ) -> int:
     """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
 
@@ -106,7 +106,7 @@ async def serve(
         async with _stop(place, monitor.port) as stop:
             siblings = place.count if place else 1
             worker = place.index if place else None
-            service = Service(
+            service = EgressService(
                 settings,
                 tuning or Tuning(),
                 reexamine,
@@ -128,7 +128,7 @@ async def serve(
 
 
 @asynccontextmanager
-async def _stop(place: Place | None, port: int) -> AsyncIterator[asyncio.Event]:
+async def _stop(place: WorkerPlace | None, port: int) -> AsyncIterator[asyncio.Event]:
     """What ends the service: a signal, or for a worker also the end of its parent.
 
     A second signal is the parent's affair: a supervisor sends its signal to all processes, and the parent
@@ -150,7 +150,7 @@ class _StopAskedError(Exception):
     """The stop came before the start was complete."""
 
 
-class Service:
+class EgressService:
     """One egress process. What cannot be reached at the start is waited for, like later on.
 
     `objects`, if given, is used instead of the configured store; `siblings`: processes started together;
@@ -170,7 +170,7 @@ class Service:
         worker: int | None = None,
     ) -> None:
         self._objects, self._siblings, self._worker = objects, siblings, worker
-        self._reach = Reach(clock)
+        self._reach = Reachability(clock)
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
         self._rng = random.SystemRandom()
@@ -186,7 +186,7 @@ class Service:
                 feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout
             )
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], Parts]:
+    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
         settings = self._settings
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
@@ -199,14 +199,14 @@ class Service:
         store = open_store(settings, objects)
         parts_of_feeds = all_slices(settings.site, settings.egress.feeds)
         stack.callback(store.close)
-        parts = Parts(
+        parts = EgressDeps(
             client=data,
             connect=lambda: self._connect("check"),
             state=state,
             objects=objects,
             store=store,
             chains=chains,
-            budget=Budget(settings.egress.memory_limit, len(parts_of_feeds)),
+            budget=MemoryBudget(settings.egress.memory_limit, len(parts_of_feeds)),
             clock=self._clock,
             rng=self._rng,
             writer=f"floe {version()}",
@@ -232,7 +232,7 @@ class Service:
         host = socket.gethostname()
         return [Heartbeats(settings, leases, client, site, host, self._clock, self._rng, self._health)]
 
-    def _sharing(self, leases: Leases, client: FloeClient, chains: Sequence[Slice]) -> Sharing:
+    def _sharing(self, leases: Leases, client: FloeClient, chains: Sequence[Partition]) -> LeaseGroup:
         return share_site(
             leases,
             client,

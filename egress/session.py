@@ -25,31 +25,31 @@ from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from egress.acks import archived
 from egress.archive import Archive
-from egress.builder import Builder, Close, Closing, Emitted, Piece
-from egress.deps import Parts, Pools
-from egress.encoder import Draft, Encoder
+from egress.builder import Builder, Close, Emitted, Piece, SegmentLimits
+from egress.deps import EgressDeps, Pools
+from egress.encoder import Encoder, SegmentFile
 from egress.evidence import Inquiry
-from egress.identity import Source
+from egress.identity import SourceStream
 from egress.incarnations import Incarnation
 from egress.loops import Loops
-from egress.memory import Account
-from egress.partition import Position, Slice
-from egress.reader import DoubtError, Reader, Target
+from egress.memory import MemoryAccount
+from egress.partition import Partition, Position
+from egress.reader import ReaderResetError, Reader, ReaderTarget
 from egress.report import FeedReport
-from egress.sampling.filters import Sieve, Sifting
+from egress.sampling.filters import PreFilter, Sifting
 from egress.sampling.resume import Resumed
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot_store import Snapshots
 from egress.sampling.stage import Sampled
-from egress.uploader import Putter, RetakeError, closed
-from egress.watchdog import Liveness, Standing
+from egress.uploader import RetakeError, Uploader, closed
+from egress.watchdog import Liveness, SessionStanding
 
 log = get_logger("egress.session")
 
 
-def make_draft(parts: Parts, part: Slice, chain: Chain) -> Draft:
+def make_draft(parts: EgressDeps, part: Partition, chain: Chain) -> SegmentFile:
     """The next segment of `chain`."""
-    return Draft(
+    return SegmentFile(
         chain,
         parts.store.new_spool,
         writer=parts.writer,
@@ -61,9 +61,9 @@ def make_draft(parts: Parts, part: Slice, chain: Chain) -> Draft:
 
 
 def make_builder(
-    part: Slice,
+    part: Partition,
     clock: Clock,
-    account: Account,
+    account: MemoryAccount,
     emit: Callable[[Emitted], None],
     place: Position,
     hurry: float | None,
@@ -71,7 +71,7 @@ def make_builder(
     """What builds segments from `place` on."""
     segment = part.settings.segment
     return Builder(
-        Closing(segment.max_messages, segment.max_size, segment.max_age),
+        SegmentLimits(segment.max_messages, segment.max_size, segment.max_age),
         clock,
         account,
         emit,
@@ -82,7 +82,9 @@ def make_builder(
     )
 
 
-def make_target(part: Slice, source: Source, builder: Builder, sampled: Sampled | None) -> Target:
+def make_target(
+    part: Partition, source: SourceStream, builder: Builder, sampled: Sampled | None
+) -> ReaderTarget:
     """Where received messages go: to the builder, through a sieve where some may be left out."""
     feed = part.settings
     if sampled is not None:
@@ -91,7 +93,7 @@ def make_target(part: Slice, source: Source, builder: Builder, sampled: Sampled 
         return builder
     keep_ns = round(feed.max_age * NS_PER_S)
     newest_ns = source.last_timestamp_ns or 0
-    return Sifting(builder, Sieve(part.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns))
+    return Sifting(builder, PreFilter(part.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns))
 
 
 class Session:
@@ -103,15 +105,15 @@ class Session:
 
     def __init__(
         self,
-        parts: Parts,
-        part: Slice,
+        parts: EgressDeps,
+        part: Partition,
         pools: Pools,
         report: FeedReport,
         inquiry: Inquiry,
         lease: Lease,
         archive: Archive,
         current: Incarnation,
-        source: Source,
+        source: SourceStream,
         place: Position,
         hurry: float | None = None,
         *,
@@ -149,13 +151,13 @@ class Session:
                 parts, part, pools, lease, source, place, resumed, snapshots, self._builder
             )
         self._reader = self._make_reader(source, place, resumed.read_from if resumed else place.first)
-        self._putter = Putter(
+        self._putter = Uploader(
             archive, lease, self._reader, self._ended, report, parts.clock, Backoff(parts.rng)
         )
         patience, segment_age = parts.tuning.pace.stalled, self._feed.segment.max_age
         self._liveness = Liveness(patience, segment_age, self._is_waiting, report, parts.clock)
 
-    def _make_reader(self, source: Source, place: Position, first: int) -> Reader:
+    def _make_reader(self, source: SourceStream, place: Position, first: int) -> Reader:
         budget = self._parts.budget
         return Reader(
             self._parts.client,
@@ -179,7 +181,7 @@ class Session:
         return not is_held_up and self._encoder.has_room and self._parts.budget.has_room(size)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when all is put after `stop`. Raises what ended it: DoubtError, RetakeError, LeaseLost.
+        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError, LeaseLost.
 
         What nobody foresaw is raised too, as a group or as Unforeseen: nothing more is put then, and what was
         received is read again from the archive's position on.
@@ -267,7 +269,7 @@ class Session:
                 else:
                     # To the moment a segment closes by age: a tick later would be late on average by half.
                     await wait_for(encoder.wake, min(self._builder.due_in, self._parts.tuning.pace.tick))
-        except (FloeError, DoubtError) as error:
+        except (FloeError, ReaderResetError) as error:
             self._end_with(error)
 
     async def _stop_reading(self) -> None:
@@ -305,7 +307,7 @@ class Session:
             try:
                 self._known_source_first = await self._inquiry.first()
             except (Unavailable, OutcomeUnknown) as error:
-                raise DoubtError("unreachable", error.message) from error
+                raise ReaderResetError("unreachable", error.message) from error
         return self._known_source_first
 
     async def _without_looped(self, piece: Piece) -> Piece:
@@ -316,7 +318,7 @@ class Session:
             if self._ended.is_set():
                 return piece
             if isinstance(error, Unavailable | OutcomeUnknown):
-                raise DoubtError("unreachable", error.message) from error
+                raise ReaderResetError("unreachable", error.message) from error
             raise
 
     async def _gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
@@ -334,7 +336,7 @@ class Session:
         except (Unavailable, OutcomeUnknown) as error:
             if self._ended.is_set():
                 return missing
-            raise DoubtError("unreachable", error.message) from error
+            raise ReaderResetError("unreachable", error.message) from error
         return gone
 
     async def _put_loop(self) -> None:
@@ -350,7 +352,7 @@ class Session:
                     return
                 else:
                     await on_sealed.wait()
-        except (FloeError, DoubtError, RetakeError) as error:
+        except (FloeError, ReaderResetError, RetakeError) as error:
             self._end_with(error)
 
     async def _put(self, spooled: SpooledSegment) -> None:
@@ -377,11 +379,11 @@ class Session:
                 continue
             self._report.judged(evidence, verdict)
             if not verdict.is_same:
-                self._end_with(DoubtError("identity", verdict.why))
+                self._end_with(ReaderResetError("identity", verdict.why))
             elif (doubt := await self._look_for_next() or await self._look(evidence.source)) is not None:
                 self._end_with(doubt)
 
-    async def _look_for_next(self) -> DoubtError | None:
+    async def _look_for_next(self) -> ReaderResetError | None:
         """Whether somebody has begun the next incarnation; None too where that cannot be told."""
         try:
             return closed(self._archive) if await self._archive.is_closed() else None
@@ -389,11 +391,11 @@ class Session:
             log.info("check put off", action="check_put_off", error=str(error))
             return None
 
-    async def _look(self, source: Source | None) -> DoubtError | None:
+    async def _look(self, source: SourceStream | None) -> ReaderResetError | None:
         """Whether the chain moves; None too where that cannot be told."""
         if source is None:
             return None
-        standing = Standing(
+        standing = SessionStanding(
             self._reader.count,
             self._builder.end,
             self._archive.end,

@@ -13,7 +13,7 @@ from common.jetstream.lease import Lease
 from common.segments.reader import SpooledSegment
 from common.segments.segment import SegmentRef
 from common.service.logs import get_logger
-from egress.acks import DoubtError
+from egress.acks import ReaderResetError
 from egress.archive import Archive
 from egress.reader import Reader
 from egress.report import FeedReport
@@ -27,7 +27,7 @@ class RetakeError(Exception):
     """The position must be taken from the listing again; the text says why."""
 
 
-class Putter:
+class Uploader:
     """Puts into one archive under a lease. `reader` says whether its history is in doubt.
 
     What cannot be reached is tried again until `ended` is set.
@@ -48,7 +48,7 @@ class Putter:
         self.puts = 0
 
     async def put(self, spooled: SpooledSegment) -> None:
-        """Put, read back, announce, mark, acknowledge. Raises LeaseLost, RetakeError, DoubtError."""
+        """Put, read back, announce, mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
         started = self._clock.monotonic()
         ref = await self._persist(lambda: self._put_checked(spooled))
         require(self._lease, self._archive)
@@ -92,9 +92,9 @@ class Putter:
                 return result
 
 
-def closed(archive: Archive) -> DoubtError:
+def closed(archive: Archive) -> ReaderResetError:
     """Why nothing is put any more: somebody began the next incarnation, of this source or of another one."""
-    return DoubtError("closed", f"{archive.chain}: the next incarnation exists")
+    return ReaderResetError("closed", f"{archive.chain}: the next incarnation exists")
 
 
 def require(lease: Lease, archive: Archive) -> None:

@@ -23,15 +23,15 @@ from common.errors import FloeError
 from common.jetstream.api import StreamInfo, next_message, parse_time, stream_info
 from common.jetstream.client import FloeClient
 from common.service.logs import get_logger
-from egress.acks import DoubtError
-from egress.partition import Slice
+from egress.acks import ReaderResetError
+from egress.partition import Partition
 from egress.report import FeedReport
 
 log = get_logger("egress.watchdog")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SessionStanding:
     """Where a session stands.
 
     `count`: messages received; `received`: the last sequence accounted for; `archived`: the last one put;
@@ -69,7 +69,7 @@ class Stall:
     heals: bool = False
 
 
-class Progress:
+class ProgressCheck:
     """Compares each standing with the one before; `patience` and `segment_age` in seconds.
 
     `moves`: whether the last one showed progress, or nothing to do.
@@ -77,11 +77,11 @@ class Progress:
 
     def __init__(self, patience: float, segment_age: float, now: float) -> None:
         self._patience, self._segment_age = patience, segment_age
-        self._seen: Standing | None = None
+        self._seen: SessionStanding | None = None
         self.moves = False
         self._received_at = self._archived_at = now
 
-    def judge(self, standing: Standing, now: float) -> Stall | None:
+    def judge(self, standing: SessionStanding, now: float) -> Stall | None:
         """What holds the chain up at `now` (monotonic seconds); None while it moves or has nothing to do."""
         seen = self._seen
         if seen is None or _reading(standing) != _reading(seen) or not standing.waits:
@@ -94,20 +94,20 @@ class Progress:
         self._seen = standing
         return self._unread(standing, now) or self._unarchived(standing, now)
 
-    def excuse(self, standing: Standing, now: float) -> Stall | None:
+    def excuse(self, standing: SessionStanding, now: float) -> Stall | None:
         """What seemed to wait does not; whether something else holds the chain up."""
         self._received_at = now
         self.moves = not standing.is_open
         return self._unarchived(standing, now)
 
-    def _unread(self, standing: Standing, now: float) -> Stall | None:
+    def _unread(self, standing: SessionStanding, now: float) -> Stall | None:
         since = now - self._received_at
         if since < self._patience:
             return None
         pending = f"sequences {standing.received + 1}..{standing.source} are not received"
         return Stall(pending, since, unread=True, heals=standing.asks)
 
-    def _unarchived(self, standing: Standing, now: float) -> Stall | None:
+    def _unarchived(self, standing: SessionStanding, now: float) -> Stall | None:
         since = now - self._archived_at
         if since < self._segment_age + self._patience:
             return None
@@ -115,7 +115,7 @@ class Progress:
         return Stall(pending, since)
 
 
-def _reading(standing: Standing) -> tuple[int, int, int]:
+def _reading(standing: SessionStanding) -> tuple[int, int, int]:
     # What was archived counts too: memory that is given back lets the reader ask again.
     return standing.count, standing.received, standing.archived
 
@@ -135,10 +135,10 @@ class Liveness:
         report: FeedReport,
         clock: Clock,
     ) -> None:
-        self._progress = Progress(patience, segment_age, clock.monotonic())
+        self._progress = ProgressCheck(patience, segment_age, clock.monotonic())
         self._waiting, self._report, self._clock = waiting, report, clock
 
-    async def look(self, standing: Standing) -> DoubtError | None:
+    async def look(self, standing: SessionStanding) -> ReaderResetError | None:
         """Why the reader is to be given up; None where it is not. Raises what `waiting` raises."""
         now = self._clock.monotonic()
         stall = self._progress.judge(standing, now)
@@ -149,35 +149,37 @@ class Liveness:
                 self._report.moves()
             return None
         self._report.stalled(stall.pending, stall.since)
-        return DoubtError("stalled", f"{stall.pending} for {stall.since:.0f} s") if stall.heals else None
+        return (
+            ReaderResetError("stalled", f"{stall.pending} for {stall.since:.0f} s") if stall.heals else None
+        )
 
 
 LOOKS = 10  # of the first sequence; the pace is taken from the oldest to the newest
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StreamLimits:
     """`max_age_ns`: 0 without one. `by_size`: whether a number or a size makes the stream drop its oldest."""
 
     max_age_ns: int = 0
     by_size: bool = False
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Limits:
+    def of(cls, config: dict[str, Any]) -> StreamLimits:
         """Those of a stream's configuration as STREAM.INFO gives it."""
         limited = int(config.get("max_msgs", -1)) > 0 or int(config.get("max_bytes", -1)) > 0
         drops = config.get("discard", "old") == "old" and config.get("retention", "limits") == "limits"
         return cls(int(config.get("max_age", 0)), limited and drops)
 
 
-def left_by_age(limits: Limits, waiting_since_ns: int, server_ns: int) -> float:
+def left_by_age(limits: StreamLimits, waiting_since_ns: int, server_ns: int) -> float:
     """Seconds until a message of that time expires, not below 0; infinite without a limit."""
     if not limits.max_age_ns:
         return math.inf
     return max(0.0, (waiting_since_ns + limits.max_age_ns - server_ns) / NS_PER_S)
 
 
-def left_by_size(limits: Limits, waiting: int, first: int, pace: float) -> float:
+def left_by_size(limits: StreamLimits, waiting: int, first: int, pace: float) -> float:
     """Seconds until the stream's first sequence has risen from `first` to above `waiting`, at `pace`
     sequences a second; infinite where it does not rise.
     """
@@ -204,7 +206,7 @@ class Rise:
 class Expiry:
     """Looks every now and then, and tells the report. `position`: the first sequence not archived."""
 
-    def __init__(self, part: Slice, client: FloeClient, report: FeedReport, clock: Clock) -> None:
+    def __init__(self, part: Partition, client: FloeClient, report: FeedReport, clock: Clock) -> None:
         self._slice, self._client, self._report, self._clock = part, client, report, clock
         self._rise = Rise()
         self.position: Callable[[], int] | None = None
@@ -231,8 +233,8 @@ class Expiry:
         if info is None:
             return math.inf
         pace = self._rise.look(self._clock.monotonic(), info.first_sequence)
-        limits = Limits.of(info.config)
-        if limits == Limits() or position > info.last_sequence:
+        limits = StreamLimits.of(info.config)
+        if limits == StreamLimits() or position > info.last_sequence:
             return math.inf
         part = self._slice
         waiting = await next_message(self._client, part.stream, max(1, position), part.filter_subject)

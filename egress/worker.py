@@ -20,16 +20,24 @@ from common.jetstream.lease import Lease
 from common.segments.reader import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
-from egress.acks import DoubtError
+from egress.acks import ReaderResetError
 from egress.advisories.advisory import look_for_loop, refuse_loop
-from egress.archive import Archive, Marks, Walk
+from egress.archive import Archive, ArchiveWalks, HighWaterMarks
 from egress.consumers import LIMITS, check_start, first_sequence, hold, is_set
-from egress.deps import Parts, Pools
+from egress.deps import EgressDeps, Pools
 from egress.evidence import Inquiry
 from egress.handover import Succession
-from egress.identity import Acceptances, Evidence, Kind, Source, Verdict, never_begun, stopped_error
-from egress.incarnations import Closing, Decision, History, Incarnation
-from egress.partition import Position, Slice
+from egress.identity import (
+    Acceptances,
+    Evidence,
+    SourceStream,
+    SourceVerdict,
+    VerdictKind,
+    never_begun,
+    stopped_error,
+)
+from egress.incarnations import Closing, EndDecision, History, Incarnation
+from egress.partition import Partition, Position
 from egress.report import FeedReport, watch
 from egress.sampling.resume import Resumed, resume
 from egress.sampling.settings import Sampling
@@ -42,7 +50,7 @@ log = get_logger("egress.worker")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Unflushed:
     """Sealed segments of one history, not put; `received`: the tip of the last message received."""
 
     archive: Archive
@@ -99,7 +107,7 @@ class Stand:
 
     current: Incarnation
     archive: Archive
-    source: Source
+    source: SourceStream
 
 
 class Reading:
@@ -107,19 +115,19 @@ class Reading:
 
     def __init__(
         self,
-        part: Slice,
-        parts: Parts,
+        part: Partition,
+        parts: EgressDeps,
         pools: Pools,
         report: FeedReport,
         inquiry: Inquiry,
         succession: Succession,
-        walk: Walk | None = None,
+        walk: ArchiveWalks | None = None,
     ) -> None:
         self._slice, self._parts, self._pools, self._report = part, parts, pools, report
         self._inquiry, self._succession, self._walk = inquiry, succession, walk
         self._backoff = Backoff(parts.rng)
         self._hurry: float | None = None
-        self.held: Held | None = None
+        self.held: Unflushed | None = None
 
     async def run(self, stand: Stand, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event) -> None:
         """One session from the position on, until `stop` is set, it ends, or an operator ends it.
@@ -195,7 +203,7 @@ class Reading:
             except FloeError as error:
                 log.info("decisions not read", action="decisions_put_off", error=str(error))
 
-    async def _watch_walk(self, stand: Stand, walk: Walk, ending: asyncio.Event) -> None:
+    async def _watch_walk(self, stand: Stand, walk: ArchiveWalks, ending: asyncio.Event) -> None:
         """End the session where a walk has found a hole that the source still holds: it comes next."""
         while not ending.is_set():
             await walk.news.wait()
@@ -221,15 +229,15 @@ class Reading:
                 "position taken again", action="retake", reason=str(retake), **archive.chain.log_context()
             )
             await self._pause(session, stop)
-        except DoubtError as doubt:
+        except ReaderResetError as doubt:
             self._report.doubt(doubt.reason, str(doubt))
-            self.held = Held(archive, await session.seal(), session.received)
+            self.held = Unflushed(archive, await session.seal(), session.received)
             lasted = self._parts.clock.monotonic() - started
             self._hurry = None if session.puts else max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
             await self._pause(session, stop)
         except LeaseLost:
             # Whoever holds the lease reads it again; if the stream is gone by then, this is the last copy.
-            self.held = Held(archive, await session.seal(), session.received)
+            self.held = Unflushed(archive, await session.seal(), session.received)
             raise
         finally:
             await session.close()
@@ -243,17 +251,17 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Findings:
     """What a round found: where the chain is, how far its incarnation is with closing, what the stream is."""
 
     current: Incarnation
     archive: Archive
     closing: Closing
     evidence: Evidence
-    verdict: Verdict
+    verdict: SourceVerdict
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> EndDecision | None:
         """What an operator decided about the stream as it is now."""
         source = self.evidence.source
         return None if source is None else self.closing.decision_for(source.created)
@@ -265,14 +273,14 @@ class Worker:
     `run` may be called again after whatever it raised; it goes on from the listing.
     """
 
-    def __init__(self, part: Slice, parts: Parts, pools: Pools, report: FeedReport) -> None:
+    def __init__(self, part: Partition, parts: EgressDeps, pools: Pools, report: FeedReport) -> None:
         self._slice, self._parts, self._pools, self._report = part, parts, pools, report
         self._chain = part.chain
-        self._marks, self._acceptances = Marks(parts.state), Acceptances(parts.state)
+        self._marks, self._acceptances = HighWaterMarks(parts.state), Acceptances(parts.state)
         self._history = History(part, parts.chains, parts.objects, self._marks, pools.io, parts.clock)
         self._succession = Succession(part, parts, self._history, report)
         self._inquiry = Inquiry(part, parts, pools.io)
-        self._walk = Walk(pools.io, parts.clock, parts.tuning.pace)
+        self._walk = ArchiveWalks(pools.io, parts.clock, parts.tuning.pace)
         self._reading = Reading(part, parts, pools, report, self._inquiry, self._succession, self._walk)
         self._expiry = Expiry(part, parts.client, report, parts.clock)
         self._has_begun = False
@@ -328,7 +336,7 @@ class Worker:
 
     async def _judge(
         self, current: Incarnation, archive: Archive, closing: Closing, leaving: asyncio.Event
-    ) -> Found | None:
+    ) -> Findings | None:
         """None where `leaving` came first and nothing is held back that would depend on the answer."""
         held = self._reading.held
         self._inquiry.acceptance = await self._acceptances.get(current.chain)
@@ -339,10 +347,10 @@ class Worker:
         evidence, verdict = answer
         verdict = self._succession.adopt(evidence, verdict, closing)
         self._report.judged(evidence, verdict)
-        return Found(current, archive, closing, evidence, verdict)
+        return Findings(current, archive, closing, evidence, verdict)
 
     async def _go_on(
-        self, found: Found, source: Source, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event
+        self, found: Findings, source: SourceStream, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event
     ) -> None:
         """The stream is the same: read on, unless an operator lets the incarnation end."""
         if self._reading.held is not None and source.retention != LIMITS:
@@ -357,10 +365,10 @@ class Worker:
             stand = Stand(found.current, found.archive, source)
             await self._reading.run(stand, lease, stop, leaving)
 
-    async def _turn(self, found: Found, lease: Lease, leaving: asyncio.Event) -> None:
+    async def _turn(self, found: Findings, lease: Lease, leaving: asyncio.Event) -> None:
         """The stream is another one, or not what it was: end the incarnation where that may be done."""
         decision, source = found.decision, found.evidence.source
-        if found.verdict.kind not in (Kind.RECREATED, Kind.GONE) and decision is None:
+        if found.verdict.kind not in (VerdictKind.RECREATED, VerdictKind.GONE) and decision is None:
             raise await self._stopped(found)
         await self._put_held(lease)
         halts = self._slice.settings.on_recreated == "halt"
@@ -370,7 +378,7 @@ class Worker:
             await self._history.check_interval(found.current.chain, source.first)
         await self._close(found, source, decision, lease, leaving)
 
-    async def _stopped(self, found: Found) -> Stopped:
+    async def _stopped(self, found: Findings) -> Stopped:
         """Why the chain stops, with the choices that there are."""
         proposal = await self._inquiry.proposal(found.current, found.archive, found.evidence, found.verdict)
         current = found.current
@@ -425,7 +433,12 @@ class Worker:
     # The end of an incarnation
 
     async def _close(
-        self, found: Found, source: Source, decision: Decision | None, lease: Lease, leaving: asyncio.Event
+        self,
+        found: Findings,
+        source: SourceStream,
+        decision: EndDecision | None,
+        lease: Lease,
+        leaving: asyncio.Event,
     ) -> None:
         """Note where the partition ends; wait for the others a while, if there are any."""
         info = await self._inquiry.info()
@@ -440,10 +453,12 @@ class Worker:
         if closing.next is None:
             await self._succession.wait(found.current, closing, info.created, lease, leaving)
 
-    def _next_first(self, archive: Archive, verdict: Verdict, decision: Decision | None) -> int | None:
+    def _next_first(
+        self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None
+    ) -> int | None:
         """Where the partition goes on in the next incarnation; None where an operator has yet to say so."""
         if decision is not None and self._slice.partition in decision.first:
             return decision.first[self._slice.partition]
         if verdict.is_same:
             return max(archive.end + 1, archive.first)
-        return 1 if verdict.kind is Kind.RECREATED else None
+        return 1 if verdict.kind is VerdictKind.RECREATED else None

@@ -25,7 +25,7 @@ LONGEST_PAUSE = 2.0  # seconds; a stream's duplicate window up to this is waited
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AwkwardReport:
     """What became of the messages; `stored`: how many of each kind; `deleted`: sequences removed again."""
 
     published: Published
@@ -57,7 +57,7 @@ async def publish_awkward(
     deleted_share: float = DELETED_SHARE,
     largest: int | None = None,
     clock: Clock | None = None,
-) -> Report:
+) -> AwkwardReport:
     """Publish `count` awkward messages into `stream` and delete some of them again.
 
     The stream must take `{subject_root}.>`. `largest`: bytes of the largest messages, headers included; by
@@ -83,7 +83,7 @@ async def publish_awkward(
             await publisher.publish(message.subject, message.payload, message.headers, make=unchecked_frame)
         published = await publisher.settle()
     deleted = await _delete_some(client, stream, sorted(sequences.values()), rng, deleted_share)
-    return Report(published, Counter(kinds[number] for number in sequences), deleted)
+    return AwkwardReport(published, Counter(kinds[number] for number in sequences), deleted)
 
 
 async def _config(client: FloeClient, stream: str) -> dict[str, Any]:

@@ -100,11 +100,11 @@ async def emulate(**options: Any) -> None:
 @json_option
 @run_command
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
-    from infra.demo import STEPS, Options, run_demo
+    from infra.demo import STEPS, DemoOptions, run_demo
     from infra.demo_publish import Load
     from infra.demo_view import ConsoleView, QuietView
 
-    options = Options(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
+    options = DemoOptions(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
     clock = SystemClock()
     if as_json:
         result = await _until_terminated(run_demo(options, QuietView(), clock))

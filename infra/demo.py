@@ -19,9 +19,9 @@ from common.errors import ConfigError
 from infra.demo_compare import ask_advisories, ask_spark, read_chains
 from infra.demo_drill import ask_drill
 from infra.demo_publish import Load
-from infra.demo_result import COLUMNS, Result
+from infra.demo_result import COLUMNS, DemoResult
 from infra.demo_run import Run
-from infra.demo_view import View
+from infra.demo_view import DemoView
 from infra.demo_world import World
 from infra.local.nats import nats_server_binary
 
@@ -29,7 +29,7 @@ STEPS = 9
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """`load`: what is published. `keep`: leave the folder with all data, logs and configurations behind."""
 
     load: Load
@@ -59,7 +59,7 @@ def require_servers() -> None:
         raise ConfigError(str(error), hint="pip install 'floe-jetstream[local]'", code="E-DEMO") from error
 
 
-async def run_demo(options: Options, view: View, clock: Clock) -> Result:
+async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoResult:
     """Run all of it. Raises FloeError where a part does not start, fails, or ends by itself."""
     require_spark()
     require_java()
@@ -75,7 +75,7 @@ async def run_demo(options: Options, view: View, clock: Clock) -> Result:
             view.say(f"kept: {world.folder}")
 
 
-async def _steps(run: Run, view: View, world: World) -> Result:
+async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
     started = run.clock.monotonic()
     view.step(
         "start the servers", "Two sites and a centre with NATS JetStream, and an S3 server between them."
@@ -114,7 +114,7 @@ async def _steps(run: Run, view: View, world: World) -> Result:
     return result
 
 
-async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> Result:
+async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> DemoResult:
     """Read each chain in its three places, and let Spark count the archive too; `wrong`: known already."""
     readings, problems = await read_chains(run.clients, run.archive)
     told, untrue = await ask_advisories(run.clients)
@@ -122,7 +122,7 @@ async def _compare(run: Run, world: World, started: float, wrong: list[str]) -> 
     run.view.say("asking Spark to count the archive")
     counted, differences = await ask_spark(world, readings)
     run.view.say(counted)
-    return Result(
+    return DemoResult(
         readings=tuple(readings),
         published=sum(publisher.sent() for publisher in run.publishers),
         publishing_seconds=run.publishing_seconds,

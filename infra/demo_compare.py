@@ -26,7 +26,7 @@ from infra.oracle_streams import Arrived, source_trace, target_traces
 
 
 @dataclass(frozen=True, slots=True)
-class Archived:
+class ArchivedChain:
     """One chain of the archive, read through the cover rule. `segments`: how many by level.
 
     `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those merged into others since.
@@ -41,17 +41,17 @@ class Archived:
     holes: tuple[str, ...] = ()
 
 
-def read_archive(world: World) -> dict[Chain, Archived]:
+def read_archive(world: World) -> dict[Chain, ArchivedChain]:
     """All chains in the bucket, with subjects as the target has them."""
     settings = loader.load(str(world.central_config))
     with closing(open_store(settings)) as store:
         return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
 
 
-def _read_chain(store: SegmentStore, chain: Chain) -> Archived:
+def _read_chain(store: SegmentStore, chain: Chain) -> ArchivedChain:
     refs = store.list(chain)
     taken = {stretch.segment.key: stretch.segment.size for stretch in cover(refs, 1)}
-    return Archived(
+    return ArchivedChain(
         Trace.of(archived(store, chain), prefixed(PREFIX)),
         Counter(ref.level for ref in refs),
         sum(taken.values()),
@@ -73,7 +73,7 @@ def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
 
 
 async def read_chains(
-    clients: Mapping[str, FloeClient], archive: Mapping[Chain, Archived]
+    clients: Mapping[str, FloeClient], archive: Mapping[Chain, ArchivedChain]
 ) -> tuple[list[Readings], list[str]]:
     """Each chain as it stands in source, archive and target; and what is wrong beside the messages."""
     arrived = await target_traces(clients["central"], TARGET)
@@ -82,7 +82,7 @@ async def read_chains(
     readings = []
     for chain in expected:
         source = await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
-        held = archive.get(chain, Archived())
+        held = archive.get(chain, ArchivedChain())
         problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
         target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
         sizes = (held.segments, held.stored_bytes, held.waiting_bytes, held.left_out)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from common.clock import Clock, wait_for
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from infra.awkward import Report, publish_awkward
+from infra.awkward import AwkwardReport, publish_awkward
 from infra.demo_world import AWKWARD, NODES, STREAMS
-from infra.emulator import Emulator, Pace
+from infra.emulator import Emulator, PublishSchedule
 from infra.facts import Facts
 from infra.fleet import Fleet
 
@@ -48,7 +48,7 @@ class SitePublisher:
     facts: Facts
     clock: Clock
     emulators: list[Emulator] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[AwkwardReport] = field(default_factory=list)
 
     async def make_streams(self) -> None:
         """Make the site's streams."""
@@ -83,12 +83,12 @@ class SitePublisher:
         fleet = Fleet(self.facts, seed=self._seed(), nodes=load.nodes)
         leavers = Leavers(self.facts, seed=self._seed(), nodes=LEAVERS)
         self.emulators = [
-            self._emulator(fleet, Pace(load.nodes, rate=load.rate, duration=load.seconds)),
-            self._emulator(leavers, Pace(LEAVERS, rate=LEAVERS, duration=load.seconds / 2)),
+            self._emulator(fleet, PublishSchedule(load.nodes, rate=load.rate, duration=load.seconds)),
+            self._emulator(leavers, PublishSchedule(LEAVERS, rate=LEAVERS, duration=load.seconds / 2)),
         ]
         return self.emulators
 
-    def _emulator(self, fleet: Fleet, pace: Pace) -> Emulator:
+    def _emulator(self, fleet: Fleet, pace: PublishSchedule) -> Emulator:
         return Emulator(self.client, fleet, pace, self.clock, subject=f"{NODES.lower()}.{{sender}}")
 
     async def _bursts(self, stop: asyncio.Event) -> None:

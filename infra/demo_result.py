@@ -72,7 +72,7 @@ class Readings:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class DemoResult:
     """The end of a demo. `problems`: what else is wrong, beside messages; `seconds`: how long all took."""
 
     readings: tuple[Readings, ...]

@@ -13,10 +13,10 @@ from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
-from infra.demo_compare import Archived, read_archive
+from infra.demo_compare import ArchivedChain, read_archive
 from infra.demo_publish import Load, SitePublisher
-from infra.demo_services import Service, run_command
-from infra.demo_view import View
+from infra.demo_services import DemoService, run_command
+from infra.demo_view import DemoView
 from infra.demo_world import ADVISORIES, SAMPLE_SECONDS, TARGET, Services, World
 from infra.facts import read_facts
 from infra.fleet import describe
@@ -33,12 +33,12 @@ class Run:
 
     load: Load
     world: World
-    view: View
+    view: DemoView
     clock: Clock
     stack: AsyncExitStack
     clients: dict[str, FloeClient] = field(default_factory=dict)
     publishers: list[SitePublisher] = field(default_factory=list)
-    archive: dict[Chain, Archived] = field(default_factory=dict)
+    archive: dict[Chain, ArchivedChain] = field(default_factory=dict)
     publishing_seconds: float = 0.0
     published_until: float = 0.0
 
@@ -91,7 +91,7 @@ class Run:
     async def _disturb(self) -> None:
         """Kill each service in turn, then two at once; each is started again after a moment."""
         first, second = self.services.egress.values()
-        turns: list[tuple[Service, ...]] = [
+        turns: list[tuple[DemoService, ...]] = [
             (first,),
             (self.services.ingress,),
             (second, self.services.ingress),

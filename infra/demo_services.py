@@ -18,7 +18,7 @@ PROJECT = Path(__file__).parents[1]  # where floe.py stands, in a checkout and w
 STOP_TIMEOUT = 30.0  # seconds until a drain has taken too long
 
 
-class Service:
+class DemoService:
     """One long-running `floe …` command with a log file of its own."""
 
     def __init__(self, folder: Path, name: str, config: Path, *command: str) -> None:

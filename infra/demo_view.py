@@ -16,7 +16,7 @@ from common.clock import Clock
 SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be rewritten
 
 
-class View(Protocol):
+class DemoView(Protocol):
     """Where the demo speaks."""
 
     def step(self, title: str, why: str) -> None:

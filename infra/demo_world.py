@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from common.errors import FloeError
-from infra.demo_services import Service
+from infra.demo_services import DemoService
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
 
@@ -77,10 +77,10 @@ LEASE_TTL = "3s"
 class Services:
     """The processes of Floe, by what the demo calls them."""
 
-    egress: Mapping[str, Service]
-    ingress: Service
+    egress: Mapping[str, DemoService]
+    ingress: DemoService
 
-    def all(self) -> list[Service]:
+    def all(self) -> list[DemoService]:
         return [*self.egress.values(), self.ingress]
 
     def check(self) -> None:
@@ -115,11 +115,11 @@ class World:
     def write_configs(self) -> Services:
         """Write a configuration for each site and one for the centre; their services, not yet started."""
         egress = {
-            site: Service(self.folder, f"egress {site}", self._site_config(site), "egress", "run")
+            site: DemoService(self.folder, f"egress {site}", self._site_config(site), "egress", "run")
             for site in SITES
         }
         central = self._write(self.central_config, self._central())
-        ingress = Service(self.folder, "ingress", central, "ingress", "run")
+        ingress = DemoService(self.folder, "ingress", central, "ingress", "run")
         self.services = Services(egress, ingress)
         return self.services
 

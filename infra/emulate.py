@@ -11,7 +11,7 @@ from common.jetstream.client import connect
 from common.service.logs import get_logger
 from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
-from infra.emulator import Emulator, Pace, check_stored, open_stream
+from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
 from infra.facts import read_facts
 from infra.fleet import Fleet, Sizes, describe
 
@@ -22,7 +22,7 @@ log = get_logger("infra.emulate")
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """What to publish, where and for how long. Sizes in bytes, times in seconds; see `Pace` for the rest."""
+    """What to publish, where and for how long. Sizes in bytes, times in seconds."""
 
     settings: NatsSettings
     stream: str
@@ -37,8 +37,8 @@ class Emulation:
     duration: float | None
     seed: int
 
-    def pace(self) -> Pace:
-        return Pace(self.nodes, self.interval, self.rate, self.count, self.duration)
+    def pace(self) -> PublishSchedule:
+        return PublishSchedule(self.nodes, self.interval, self.rate, self.count, self.duration)
 
 
 async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dict[str, object]:

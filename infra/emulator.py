@@ -19,7 +19,7 @@ TICK = 0.05  # seconds between two looks at what is due
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PublishSchedule:
     """When which message is due, in seconds after the start.
 
     `interval`: every node publishes once in so many seconds, one after the other. `rate`: messages per second
@@ -57,7 +57,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Progress:
+class EmulatorProgress:
     """How far an emulation has come; read while it runs."""
 
     published: Published = field(default_factory=Published)
@@ -75,10 +75,10 @@ class Emulator:
     """
 
     def __init__(
-        self, client: FloeClient, fleet: Fleet, pace: Pace, clock: Clock, *, subject: str = SUBJECT
+        self, client: FloeClient, fleet: Fleet, pace: PublishSchedule, clock: Clock, *, subject: str = SUBJECT
     ) -> None:
         subject_filter(subject)
-        self.progress = Progress()
+        self.progress = EmulatorProgress()
         self._client, self._fleet, self._pace, self._clock = client, fleet, pace, clock
         self._subject = subject
         self._documents = self._endless()

@@ -40,7 +40,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class IntentPiece:
     """A stretch of one segment: the sequences `rows` are accounted for by `count` messages of it,
     perhaps none.
 
@@ -59,7 +59,7 @@ class Piece:
     def chain(self) -> Chain:
         return self.segment.chain
 
-    def joined(self, following: Piece) -> Piece | None:
+    def joined(self, following: IntentPiece) -> IntentPiece | None:
         """Both as one piece; None unless `following` continues this one in the same segment."""
         both = (self, following)
         if following.segment != self.segment or not following.rows.follows(self.rows):
@@ -67,7 +67,9 @@ class Piece:
         if any(piece.out_of_turn for piece in both):
             return None
         rows = SequenceRange(self.rows.first, following.rows.last)
-        return Piece(self.segment, rows, self.count + following.count, self.left_out + following.left_out)
+        return IntentPiece(
+            self.segment, rows, self.count + following.count, self.left_out + following.left_out
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Intent:
     """
 
     base: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[IntentPiece, ...]
     is_shared: bool = False
 
     @property
@@ -97,7 +99,7 @@ class Intent:
         last = next((piece for piece in reversed(self.pieces) if piece.count), None)
         return None if last is None else Ending(last.chain, last.rows)
 
-    def ends(self, stored: int) -> dict[int, Piece]:
+    def ends(self, stored: int) -> dict[int, IntentPiece]:
         """The pieces with messages that end among the first `stored` messages, by the target sequence of
         their last one.
         """
@@ -108,7 +110,7 @@ class Intent:
                 found[at] = piece
         return found
 
-    def piece_at(self, index: int) -> tuple[int, Piece]:
+    def piece_at(self, index: int) -> tuple[int, IntentPiece]:
         """Which piece holds message `index` (0 is the first), and how many messages stand before
         that piece.
         """
@@ -185,7 +187,7 @@ class TargetState:
 
 
 def open_intent(
-    state: TargetState, pieces: Sequence[Piece], base: int | None = None, *, is_shared: bool = False
+    state: TargetState, pieces: Sequence[IntentPiece], base: int | None = None, *, is_shared: bool = False
 ) -> TargetState:
     """`state` with an intent over `pieces`. Raises CheckpointConflict where one is open or a piece
     does not fit.
@@ -222,7 +224,7 @@ def close_intent(state: TargetState, base: int | None = None) -> TargetState:
     return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions, ending=ending))
 
 
-def advanced(positions: Mapping[Chain, int], pieces: Sequence[Piece]) -> dict[Chain, int]:
+def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
     """`positions` behind `pieces`; each piece must begin exactly where its chain stands (a new one:
     anywhere; one that is out of turn: below).
 
@@ -241,9 +243,9 @@ def advanced(positions: Mapping[Chain, int], pieces: Sequence[Piece]) -> dict[Ch
     return moved
 
 
-def merged(pieces: Sequence[Piece]) -> list[Piece]:
+def merged(pieces: Sequence[IntentPiece]) -> list[IntentPiece]:
     """`pieces` with neighbours that continue each other joined; the order of the messages is unchanged."""
-    joined: list[Piece] = []
+    joined: list[IntentPiece] = []
     for piece in pieces:
         both = joined[-1].joined(piece) if joined else None
         if both is None:

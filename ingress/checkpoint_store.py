@@ -19,8 +19,8 @@ from ingress.checkpoint import (
     Ending,
     Gap,
     Intent,
+    IntentPiece,
     ParkedAs,
-    Piece,
     TargetState,
     advanced,
 )
@@ -92,7 +92,7 @@ def _parked_json(parked: ParkedAs) -> list[Any]:
     return [parked.created, *([chain and str(chain), first] for chain, first in parked.anew)]
 
 
-def _piece_json(piece: Piece) -> list[Any]:
+def _piece_json(piece: IntentPiece) -> list[Any]:
     row = [str(piece.chain), _segment_text(piece.segment), piece.rows.first, piece.rows.last, piece.count]
     return [*row, list(piece.left_out), piece.out_of_turn] if piece.left_out or piece.out_of_turn else row
 
@@ -140,13 +140,13 @@ def _intent(document: Any) -> Intent | None:
 
 def _piece(
     chain: str, segment: str, first: int, last: int, count: int, left_out: Any = (), out_of_turn: Any = False
-) -> Piece:
+) -> IntentPiece:
     rows = SequenceRange(_count(first, "first"), _count(last, "last"))
     without = tuple(_count(sequence, "left out") for sequence in left_out)
     most = len(rows) - len(without)
     if not 0 <= _count(count, "count") <= most or any(sequence not in rows for sequence in without):
         raise ValueError(f"piece {segment}: expected at most {most} of {rows}, found {count}")
-    return Piece(_segment(Chain.parse(chain), segment, rows), rows, count, without, out_of_turn is True)
+    return IntentPiece(_segment(Chain.parse(chain), segment, rows), rows, count, without, out_of_turn is True)
 
 
 def _segment(chain: Chain, text: str, rows: SequenceRange) -> SegmentName | Gap:
@@ -172,7 +172,7 @@ ROLE = "ingress"
 MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default
 
 
-class Entry(Protocol):
+class StateEntry(Protocol):
     """A value of the bucket and its revision."""
 
     @property
@@ -184,7 +184,7 @@ class Entry(Protocol):
 class Bucket(Protocol):
     """The verbs of `common.jetstream.kv.KeyValue` that are needed here."""
 
-    async def get(self, key: str) -> Entry | None: ...
+    async def get(self, key: str) -> StateEntry | None: ...
     async def create(self, key: str, value: bytes) -> int | None: ...
     async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
 

@@ -31,7 +31,7 @@ from ingress.checkpoint import (
 )
 from ingress.checkpoint_store import StateMoved, Stored
 from ingress.interfaces import RowSource, Settling, StateKeeper
-from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, Unclear
+from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
 from ingress.rows.prepare import ServerLimits
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import Settled
@@ -43,7 +43,7 @@ SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything is be
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
 
 
-class Sender:
+class IntentSender:
     """Publishes into one target. `trouble`: why nothing is stored at the moment; empty while all is well."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Sender:
         failpoint("ingress.after_commit")
         return settled.base
 
-    def _note(self, outcome: Outcome, unclear: Unclear) -> None:
+    def _note(self, outcome: Outcome, unclear: UnknownOutcome) -> None:
         metrics.unclear.labels(self.target).inc()
         if unclear.err_code:
             metrics.refused_batches.labels(self.target, str(unclear.err_code)).inc()
@@ -105,7 +105,7 @@ class Sender:
             why=unclear.why,
         )
 
-    async def _pause(self, slow: int, unclear: Unclear) -> None:
+    async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:
         """Wait the longer, the more attempts in a row stored nothing. Raises Unavailable after too many."""
         if slow >= SLOW_ROUNDS:
             message = f"target {self.target} takes nothing: {unclear.why}"
@@ -131,7 +131,7 @@ IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
-class Carrier:
+class Delivery:
     """Carries into one target, as long as the lease may be used.
 
     `is_settled`: whether target and state agreed since this carrier began.
@@ -150,7 +150,7 @@ class Carrier:
     ) -> None:
         self.target, self.is_settled = target, False
         self._keeper, self._settler = keeper, settler
-        self._sender = Sender(target, settler, publisher, clock, limits)
+        self._sender = IntentSender(target, settler, publisher, clock, limits)
         self._limits = limits
         self._supply, self._clock, self._before_close = supply, clock, before_close
         self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()

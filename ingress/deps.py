@@ -11,7 +11,7 @@ from common.jetstream.api import most_replicas, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases
-from common.leasing.balancer import Scope, Sharing
+from common.leasing.balancer import LeaseGroup, LeaseScope
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.metrics import begin
@@ -73,7 +73,7 @@ async def _replicas(client: FloeClient, target: TargetSettings) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class IngressTuning:
     """Seconds: between the three looks that confirm a verdict, until a stopped target is looked at again,
     between two reports of what goes on, between two looks for parked messages that are asked for, until a
     chain that stopped is looked at again.
@@ -87,7 +87,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class IngressDeps:
     """The components. `connect` opens a fresh connection to the targets' server."""
 
     settings: IngressSettings
@@ -97,10 +97,10 @@ class Parts:
     documents: ChainStore
     threads: Threads
     discovery: Discovery
-    sharing: Sharing
+    sharing: LeaseGroup
     health: Health
     clock: Clock
-    pace: Pace = field(default_factory=Pace)
+    pace: IngressTuning = field(default_factory=IngressTuning)
 
     @property
     def memory_limit(self) -> int:
@@ -109,7 +109,7 @@ class Parts:
 
 
 # A target's lease is `ingress.{target}`, of two tokens; a member's key has four.
-SCOPE = Scope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
+SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
 
 
 class TargetCounts:
@@ -142,7 +142,7 @@ def share_targets(
     clock: Clock,
     rng: random.Random,
     health: Health,
-) -> Sharing:
+) -> LeaseGroup:
     """This process as one of all that have the same targets."""
     keys = map(lease_key, targets)
-    return Sharing(leases, client, SCOPE, keys, clock, rng, health, TargetCounts())
+    return LeaseGroup(leases, client, SCOPE, keys, clock, rng, health, TargetCounts())

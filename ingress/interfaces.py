@@ -10,7 +10,7 @@ from common.chain import Chain
 from ingress.checkpoint import Intent, TargetState
 from ingress.checkpoint_store import Stored
 from ingress.rows.rows import Rows
-from ingress.verdict.verdict import Origin, Reading, Sending, Settled, Unread
+from ingress.verdict.verdict import Origin, Sending, Settled, TargetReading, Unread
 
 
 class StateKeeper(Protocol):
@@ -23,14 +23,14 @@ class StateKeeper(Protocol):
 class Looker(Protocol):
     """Who looks at the target (`ingress.verdict.verdict.Target`)."""
 
-    async def read(self) -> Reading | None: ...
-    async def read_fresh(self) -> Reading | None: ...
+    async def read(self) -> TargetReading | None: ...
+    async def read_fresh(self) -> TargetReading | None: ...
     async def origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]: ...
     async def described(self, place: int) -> str: ...
 
 
 class Settling(Protocol):
-    """Who settles what is unclear: `ingress.verdict.settle.Settler` for exclusive targets,
+    """Who settles what is unclear: `ingress.verdict.settle.Reconciler` for exclusive targets,
     `ingress.verdict.settle.SharedSettler` for others.
     """
 
@@ -38,7 +38,7 @@ class Settling(Protocol):
     def steps_over(self) -> bool: ...  # messages of others
     @property
     def sending(self) -> Sending: ...  # what this process sent of the open intent
-    async def first(self) -> tuple[Stored, Reading | None]: ...
+    async def first(self) -> tuple[Stored, TargetReading | None]: ...
     async def settle(self, known: Stored, rows: Rows | None) -> Settled: ...
     async def check_moved(self, known: Stored) -> None: ...
     def check_lease(self) -> None: ...
@@ -51,7 +51,7 @@ class Recaller(Protocol):
 
 
 class RowSource(Protocol):
-    """Who has rows ready (`ingress.chains.prefetch.Supply`)."""
+    """Who has rows ready (`ingress.chains.prefetch.Prefetcher`)."""
 
     @property
     def recall(self) -> Recaller: ...

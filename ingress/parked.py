@@ -57,7 +57,7 @@ class ParkedName:
 
 
 @dataclass(slots=True)
-class Entry:
+class ParkedEntry:
     """What a listing shows of one parked message. `size`, `since` (seconds since 1970): its object's."""
 
     name: ParkedName
@@ -129,18 +129,18 @@ class ParkedKeys:
     def answered(self, name: ParkedName, number: int) -> str:
         return f"{self.folder(name)}answered-{number:04d}"
 
-    def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, Entry]:
+    def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
         """What a listing says of each message, in order; foreign keys are passed over."""
-        found: dict[ParkedName, Entry] = {}
+        found: dict[ParkedName, ParkedEntry] = {}
         for info in listing:
             match = _KEY.fullmatch(info.key.removeprefix(self.prefix))
             name = match and _name(match)
             if match and name:
-                _note(found.setdefault(name, Entry(name)), match, info)
+                _note(found.setdefault(name, ParkedEntry(name)), match, info)
         return dict(sorted(found.items()))
 
 
-def _note(entry: Entry, match: re.Match[str], info: ObjectInfo) -> None:
+def _note(entry: ParkedEntry, match: re.Match[str], info: ObjectInfo) -> None:
     if match["what"] == "message":
         entry.is_kept, entry.size, entry.since = True, info.size, info.modified
     elif match["what"] == "left_out":
@@ -163,7 +163,7 @@ def _name(match: re.Match[str]) -> ParkedName | None:
     return ParkedName(chain, sequence, created)
 
 
-def waiting(entries: Mapping[ParkedName, Entry]) -> int:
+def waiting(entries: Mapping[ParkedName, ParkedEntry]) -> int:
     """How many of the messages are left out and not delivered."""
     return sum(entry.state in (State.PARKED, State.ASKED) for entry in entries.values())
 
@@ -277,12 +277,12 @@ class ParkedStore:
         """The intent that holds the message is stored and may be closed."""
         self._keep(self.keys.delivered(name), b"{}")
 
-    def answer(self, entry: Entry, why: str) -> None:
+    def answer(self, entry: ParkedEntry, why: str) -> None:
         """The request of `entry` was looked at: the message stays parked, and why."""
         body = json.dumps({"why": why}).encode()
         self._objects.put(self.keys.answered(entry.name, entry.asked), body)
 
-    def ask(self, *entries: Entry) -> None:
+    def ask(self, *entries: ParkedEntry) -> None:
         """Ask the service to try these again, once more than before."""
         for entry in entries:
             self._keep(self.keys.asked(entry.name, entry.answered + 1), b"{}")
@@ -305,18 +305,18 @@ class ParkedStore:
 
     # Reading
 
-    def entries(self, *, all_targets: bool = False) -> dict[ParkedName, Entry]:
+    def entries(self, *, all_targets: bool = False) -> dict[ParkedName, ParkedEntry]:
         """Everything that was put aside and counts now, or all that was for streams of the target's name."""
         if all_targets:
             return self.keys.entries(self._objects.list(self.keys.prefix))
-        found: dict[ParkedName, Entry] = {}
+        found: dict[ParkedName, ParkedEntry] = {}
         for name in self.kept_as.names():
             found |= self.keys.entries(self._objects.list(self.keys.created_prefix(name)))
         return {name: found[name] for name in sorted(found) if name == self.name(name.chain, name.sequence)}
 
-    def entry(self, name: ParkedName) -> Entry:
+    def entry(self, name: ParkedName) -> ParkedEntry:
         """What there is of one message now, by one short listing."""
-        return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, Entry(name))
+        return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, ParkedEntry(name))
 
     def read(self, name: ParkedName) -> Message | None:
         """The message; None if it is not there. Raises DataError (E-PARKED) where it is spoiled."""
@@ -324,7 +324,7 @@ class ParkedStore:
         raw = self._objects.get(key)
         return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
 
-    def why(self, entry: Entry) -> str:
+    def why(self, entry: ParkedEntry) -> str:
         """Why it is parked: the last answer, else what was said when it was put aside."""
         if entry.answered:
             return _why(self._objects.get(self.keys.answered(entry.name, entry.answered)))

@@ -15,7 +15,7 @@ from common.jetstream.requests import ApiError
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself
-from ingress.rows.prepare import Shape
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.subjects import Accepting, rule_of
 
 log = get_logger("ingress.preflight")
@@ -183,7 +183,7 @@ def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
             yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 
 
-def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> Shape:
+def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:
     """What the target takes: its subjects, and the lesser of its and its server's greatest message."""
     limits = [client.max_payload]
     if (size := int(info.config.get("max_msg_size", -1))) >= 0:
@@ -191,7 +191,7 @@ def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> 
     subjects = info.config.get("subjects") or [settings.stream]
     parks = settings.on_oversize == "park"
     headers = control_headers(settings)
-    return Shape(
+    return TargetLimits(
         Accepting(subjects),
         min(limits),
         headers,

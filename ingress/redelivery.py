@@ -14,12 +14,12 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from ingress import metrics
 from ingress.chains.pauses import Pauses
-from ingress.chains.prefetch import Supply
+from ingress.chains.prefetch import Prefetcher
 from ingress.chains.recall import Recall
-from ingress.checkpoint import Intent, Piece, TargetState
+from ingress.checkpoint import Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import Stored
 from ingress.interfaces import StateKeeper
-from ingress.parked import Entry, ParkedName, ParkedStore, State, waiting
+from ingress.parked import ParkedEntry, ParkedName, ParkedStore, State, waiting
 from ingress.rows.prepare import RowRefused
 from ingress.rows.rows import Block, Rows
 
@@ -67,7 +67,7 @@ async def in_threads(threads: Threads, call: Callable[[T], R], each: Iterable[T]
 class ParkedSource:
     """The rows of a supply, with parked messages that are tried again among them."""
 
-    def __init__(self, supply: Supply, parked: ParkedStore, threads: Threads) -> None:
+    def __init__(self, supply: Prefetcher, parked: ParkedStore, threads: Threads) -> None:
         self._supply, self._parked, self._threads = supply, parked, threads
         self._offered: dict[ParkedName, int] = {}
 
@@ -158,7 +158,7 @@ class ParkedSource:
         # The listing that corrects it comes only now and then.
         metrics.parked_waiting.labels(self._parked.target).inc(len(names) - len(delivered))
 
-    def _name(self, piece: Piece) -> ParkedName:
+    def _name(self, piece: IntentPiece) -> ParkedName:
         return self._parked.name(piece.chain, piece.rows.first)
 
 
@@ -168,7 +168,7 @@ MAX_OFFERED = 16 * 1024 * 1024  # bytes on their way at a time, or one larger me
 ROOM_SPACING = 0.1  # seconds between two looks whether there is room
 
 
-class Decisions(Protocol):
+class PausedChains(Protocol):
     """Who knows which chains are paused (`ingress.chains.pauses.PauseStore`)."""
 
     async def read(self) -> Pauses: ...
@@ -187,7 +187,7 @@ class Retries:
         threads: Threads,
         clock: Clock,
         reshape: Callable[[], Awaitable[None]],
-        decisions: Decisions,
+        decisions: PausedChains,
         spacing: float = SPACING,
     ) -> None:
         self._parked, self._source, self._threads = parked, source, threads
@@ -195,7 +195,7 @@ class Retries:
         self._clock, self._spacing = clock, spacing
         self._seen: object = None  # at the last listing of everything
         self._listed_at = float("-inf")
-        self._open: list[Entry] = []
+        self._open: list[ParkedEntry] = []
         self._told: set[ParkedName] = set()
 
     async def run(self) -> None:
@@ -240,7 +240,7 @@ class Retries:
             entries = await in_threads(self._threads, self._parked.entry, names)
         self._open = [entry for entry in entries if entry.state is State.ASKED]
 
-    async def _try_one(self, entry: Entry) -> None:
+    async def _try_one(self, entry: ParkedEntry) -> None:
         """Try it; one that cannot be tried now keeps nothing else waiting, and is told of once."""
         try:
             await self._try(entry)
@@ -251,7 +251,7 @@ class Retries:
         else:
             self._told.discard(entry.name)
 
-    async def _try(self, entry: Entry) -> None:
+    async def _try(self, entry: ParkedEntry) -> None:
         try:
             block = await self._source.recall.again(entry.name)
         except RowRefused as error:
@@ -261,11 +261,11 @@ class Retries:
         else:
             self._source.offer(block)
 
-    async def _answer(self, entry: Entry, why: str) -> None:
+    async def _answer(self, entry: ParkedEntry, why: str) -> None:
         await self._threads.run(self._parked.answer, entry, why)
         self._tell("message stays parked", entry, "parked_refused", why)
 
-    def _tell(self, what: str, entry: Entry, action: str, why: str) -> None:
+    def _tell(self, what: str, entry: ParkedEntry, action: str, why: str) -> None:
         context = entry.name.chain.log_context()
         target, sequence = self._parked.target, entry.name.sequence
         log.warning(what, action=action, target=target, sequence=sequence, why=why, **context)

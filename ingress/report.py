@@ -19,10 +19,10 @@ from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from ingress import metrics
-from ingress.chains.chain_state import Lane
-from ingress.chains.prefetch import Supply
+from ingress.chains.chain_state import ChainState
+from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent
-from ingress.delivery import Carrier
+from ingress.delivery import Delivery
 from ingress.discovery.sites import Sites
 from ingress.rows.rows import Block
 
@@ -64,7 +64,7 @@ class Lags:
 
     def measure(
         self,
-        lanes: Iterable[Lane],
+        lanes: Iterable[ChainState],
         positions: Mapping[Chain, int],
         ready: Iterable[Block],
         intent: Intent | None,
@@ -78,7 +78,7 @@ class Lags:
         counts, times = _decoded(ready, intent)
         found: dict[Labels, Lag] = {}
         stopped = paused = 0
-        newest: dict[Labels, Lane] = {}
+        newest: dict[Labels, ChainState] = {}
         for lane in lanes:
             lag = self._lag(lane, positions, counts[lane.chain], times.get(lane.chain), now)
             labels = self._labels(lane.chain)
@@ -97,7 +97,7 @@ class Lags:
         self._shown |= set(found)
         metrics.lag_measured.labels(self._target).set(now)
 
-    def _show_source(self, labels: Labels, lag: Lag, lane: Lane, sighting: Sighting) -> None:
+    def _show_source(self, labels: Labels, lag: Lag, lane: ChainState, sighting: Sighting) -> None:
         left = sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
         if left is not None:  # else the last value stands
             metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
@@ -120,13 +120,13 @@ class Lags:
                 each.remove(self._target)
         self._shown.clear()
 
-    def of(self, lane: Lane, positions: Mapping[Chain, int], now: float) -> float:
+    def of(self, lane: ChainState, positions: Mapping[Chain, int], now: float) -> float:
         """Seconds: age of the oldest message of the chain that is not carried; 0: none, or not measured."""
         at, since = self._oldest.get(lane.chain, (0, now))
         return max(0.0, now - since) if at == _position(lane, positions) else 0.0
 
     def _lag(
-        self, lane: Lane, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
+        self, lane: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
     ) -> Lag:
         at = _position(lane, positions)
         # What lies behind the end of the incarnation is never carried.
@@ -142,7 +142,7 @@ class Lags:
             0 if lane.plan.hole is None else len(lane.plan.hole),
         )
 
-    def _since(self, lane: Lane, at: int, oldest: float | None, now: float) -> float:
+    def _since(self, lane: ChainState, at: int, oldest: float | None, now: float) -> float:
         """When the oldest message not carried was published; the same as long as nothing is carried."""
         known = self._oldest.get(lane.chain)
         if known is None or known[0] != at:
@@ -174,7 +174,7 @@ def _show(labels: Labels, lag: Lag) -> None:
     metrics.late_sequences.labels(*labels).set(lag.late)
 
 
-def _position(lane: Lane, positions: Mapping[Chain, int]) -> int:
+def _position(lane: ChainState, positions: Mapping[Chain, int]) -> int:
     return positions.get(lane.chain, lane.position or 1)
 
 
@@ -248,7 +248,7 @@ class TargetReport:
         why = {other: reason for other, reason in against.items() if reason}
         log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
 
-    def carries(self, carrier: Carrier, supply: Supply) -> None:
+    def carries(self, carrier: Delivery, supply: Prefetcher) -> None:
         """What goes on now; to be told every second."""
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
@@ -259,11 +259,11 @@ class TargetReport:
             supply.roster, supply.positions, supply.ready(), carrier.state.intent, now, self._sites
         )
 
-    def _carrying(self, carrier: Carrier, supply: Supply) -> dict[str, Any]:
+    def _carrying(self, carrier: Delivery, supply: Prefetcher) -> dict[str, Any]:
         state, now = carrier.state, self._clock.now()
         positions = state.checkpoint.positions
 
-        def chain(lane: Lane) -> dict[str, Any]:
+        def chain(lane: ChainState) -> dict[str, Any]:
             told = {**lane.status(positions), "lag_seconds": round(self._lags.of(lane, positions, now))}
             return {**told, **self._source(lane)}
 
@@ -275,7 +275,7 @@ class TargetReport:
             "chains": {str(lane.chain): chain(lane) for lane in list(supply.roster)[:CHAINS]},
         }
 
-    def _source(self, lane: Lane) -> dict[str, Any]:
+    def _source(self, lane: ChainState) -> dict[str, Any]:
         """What egress says of the chain, where it says anything."""
         sighting = self._sites and self._sites.of(lane.chain)
         if not sighting or not self._sites:

@@ -19,12 +19,12 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings
 from ingress import metrics
-from ingress.deps import Pace, Parts, kv_replicas, share_targets
+from ingress.deps import IngressDeps, IngressTuning, kv_replicas, share_targets
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Sites
 from ingress.errors import check_targets, passes_by_itself
-from ingress.target import Runner
+from ingress.target import TargetSupervisor
 
 T = TypeVar("T")
 
@@ -48,10 +48,10 @@ class Controller:
         health: Health,
         clock: Clock,
         *,
-        pace: Pace | None = None,
+        pace: IngressTuning | None = None,
     ) -> None:
         self._settings, self._store, self._documents = settings, store, documents
-        self._health, self._clock, self._pace = health, clock, pace or Pace()
+        self._health, self._clock, self._pace = health, clock, pace or IngressTuning()
         self._threads = Threads("ingress", THREADS)
         # Of its own: a look does not wait until segments are read.
         self._lookers = Threads("look", LOOKERS)
@@ -96,7 +96,9 @@ class Controller:
             ),
         ]
         targets = [
-            asyncio.create_task(self._run(Runner(parts, target), stop), name=f"target-{target.stream}")
+            asyncio.create_task(
+                self._run(TargetSupervisor(parts, target), stop), name=f"target-{target.stream}"
+            )
             for target in parts.settings.targets
         ]
         try:
@@ -107,12 +109,12 @@ class Controller:
             if not task.cancelled():
                 task.result()
 
-    def _parts(self, client: FloeClient, leases: Leases) -> Parts:
+    def _parts(self, client: FloeClient, leases: Leases) -> IngressDeps:
         settings, clock, health = self._settings.ingress, self._clock, self._health
         targets = [target.stream for target in settings.targets]
         documents, lookers = self._documents, self._lookers
         sites = Sites(documents, lookers, clock, settings.silent_after)
-        return Parts(
+        return IngressDeps(
             settings,
             client,
             self._connect,
@@ -157,7 +159,7 @@ class Controller:
 
     # Running
 
-    async def _run(self, runner: Runner, stop: asyncio.Event) -> None:
+    async def _run(self, runner: TargetSupervisor, stop: asyncio.Event) -> None:
         """One target; an error that ends it for this process leaves the others alone."""
         try:
             await runner.run(stop)

@@ -15,12 +15,12 @@ from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.settings.ingress import TargetSettings
-from ingress.chains.chain_state import Roster
+from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
-from ingress.chains.prefetch import Supply
+from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint_store import ROLE, StateStore
-from ingress.delivery import Carrier
-from ingress.deps import Parts, lease_key
+from ingress.delivery import Delivery
+from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.interfaces import StateKeeper
 from ingress.parked import ParkedStore
@@ -29,17 +29,17 @@ from ingress.publishers.choose import choose, make, offered
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.redelivery import ParkedKeeper, ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
-from ingress.rows.prepare import ServerLimits, Shape, oversize_hint
-from ingress.verdict.settle import Settler, SharedSettler
-from ingress.verdict.verdict import Choices, Sending, Target
+from ingress.rows.prepare import ServerLimits, TargetLimits, oversize_hint
+from ingress.verdict.settle import Reconciler, SharedSettler
+from ingress.verdict.verdict import Sending, TargetErrors, TargetStream
 
 log = get_logger("ingress.target")
 
 
-class Carriage:
+class Target:
     """Makes the components that carry into one target, and runs them; `run` may be called again."""
 
-    def __init__(self, parts: Parts, settings: TargetSettings, report: TargetReport) -> None:
+    def __init__(self, parts: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
         self._parts, self._settings, self._report = parts, settings, report
         self._target = settings.stream
         self._sending: tuple[Lease | None, Sending] = (None, Sending())
@@ -72,8 +72,8 @@ class Carriage:
 
     async def _run_beside(
         self,
-        carrier: Carrier,
-        supply: Supply,
+        carrier: Delivery,
+        supply: Prefetcher,
         lease: Lease,
         stop: asyncio.Event,
         retries: Coroutine[Any, Any, None],
@@ -85,7 +85,7 @@ class Carriage:
         except BaseExceptionGroup as errors:
             raise leading(errors) from None
 
-    async def _watch(self, carrier: Carrier, supply: Supply, lease: Lease) -> None:
+    async def _watch(self, carrier: Delivery, supply: Prefetcher, lease: Lease) -> None:
         """Report what goes on, and end everything when the lease is lost."""
         while not lease.lost.is_set():
             # A target that was stopped stays so until it is known to be mended.
@@ -94,7 +94,7 @@ class Carriage:
             await first_of(lease.lost.wait(), seconds=self._parts.pace.watch)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
 
-    def _says(self, carrier: Carrier) -> PositionsReport:
+    def _says(self, carrier: Delivery) -> PositionsReport:
         """What those read who delete."""
         parts, sources = self._parts, self._settings.sources
         pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
@@ -119,7 +119,7 @@ class Carriage:
         if create is not None and await stream_info(client, self._target) is None:
             keeper = self._keeper(await self._bucket(create.replicas))
             if (await keeper.load()).state is not None:
-                raise Choices(self._target).no_checkpoint(None)
+                raise TargetErrors(self._target).no_checkpoint(None)
         return await ensure_target(client, settings)
 
     # The components
@@ -129,7 +129,7 @@ class Carriage:
         return ParkedStore(documents.objects, documents.layout, self._target, info.created)
 
     def _retries(
-        self, parked: ParkedStore, source: ParkedSource, roster: Roster, decisions: PauseStore
+        self, parked: ParkedStore, source: ParkedSource, roster: ChainRegistry, decisions: PauseStore
     ) -> Retries:
         parts = self._parts
 
@@ -138,17 +138,17 @@ class Carriage:
 
         return Retries(parked, source, parts.threads, parts.clock, reshape, decisions, parts.pace.parked)
 
-    async def _shape(self) -> Shape:
+    async def _shape(self) -> TargetLimits:
         """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
         info = await stream_info(self._parts.client, self._target)
         if info is None:
             raise Unavailable(f"target {self._target}: no such stream any more")
         return shape_of(self._parts.client, info, self._settings)
 
-    def _supply(self, info: StreamInfo, parked: ParkedStore, decisions: PauseStore) -> Supply:
+    def _supply(self, info: StreamInfo, parked: ParkedStore, decisions: PauseStore) -> Prefetcher:
         parts = self._parts
-        roster = Roster(self._settings, shape_of(parts.client, info, self._settings))
-        return Supply(
+        roster = ChainRegistry(self._settings, shape_of(parts.client, info, self._settings))
+        return Prefetcher(
             self._target,
             roster,
             parts.store,
@@ -185,19 +185,24 @@ class Carriage:
         return StateStore(bucket, state_key(ROLE, self._target), self._target)
 
     def _carrier(
-        self, keeper: StateKeeper, source: ParkedSource, publisher: Publisher, lease: Lease, roster: Roster
-    ) -> Carrier:
+        self,
+        keeper: StateKeeper,
+        source: ParkedSource,
+        publisher: Publisher,
+        lease: Lease,
+        roster: ChainRegistry,
+    ) -> Delivery:
         settler = self._settler(keeper, lease)
         client, clock, name = self._parts.client, self._parts.clock, self._target
         limits = ServerLimits(client, roster, self._shape, source.reset, oversize_hint(name))
-        return Carrier(name, keeper, settler, publisher, source, clock, source.before_close, limits)
+        return Delivery(name, keeper, settler, publisher, source, clock, source.before_close, limits)
 
-    def _settler(self, keeper: StateKeeper, lease: Lease) -> Settler:
-        parts, choices = self._parts, Choices(self._target)
-        looker = Target(parts.client, self._target, parts.connect, control_headers(self._settings))
+    def _settler(self, keeper: StateKeeper, lease: Lease) -> Reconciler:
+        parts, choices = self._parts, TargetErrors(self._target)
+        looker = TargetStream(parts.client, self._target, parts.connect, control_headers(self._settings))
         if self._sending[0] is not lease:
             self._sending = (lease, Sending())
-        kind = Settler if self._settings.exclusive else SharedSettler
+        kind = Reconciler if self._settings.exclusive else SharedSettler
         spacing, sending = parts.pace.look_spacing, self._sending[1]
         return kind(choices, keeper, looker, lease, parts.clock, spacing, sending)
 
@@ -205,16 +210,16 @@ class Carriage:
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between attempts
 
 
-class Runner:
+class TargetSupervisor:
     """Carries into one target for as long as the service runs."""
 
-    def __init__(self, parts: Parts, settings: TargetSettings) -> None:
+    def __init__(self, parts: IngressDeps, settings: TargetSettings) -> None:
         self.target = settings.stream
         self._parts = parts
         self._report = TargetReport(
             settings.stream, parts.health, parts.clock, parts.discovery.sites, parts.sharing.owner
         )
-        self._carriage = Carriage(parts, settings, self._report)
+        self._carriage = Target(parts, settings, self._report)
         self._seat = parts.sharing.seat(lease_key(settings.stream), self._report)
         self._was_checked, self._pause = False, FIRST_PAUSE
 

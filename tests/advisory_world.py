@@ -19,9 +19,9 @@ from common.jetstream.headers import header
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from common.settings.service import NatsSettings
-from egress.advisories.advisory import Advisory, Document, Event, parse
+from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
 from egress.advisories.senders import Advisories
-from egress.partition import Slice
+from egress.partition import Partition
 from infra.oracle_streams import read_stream
 from tests.support import unique
 
@@ -64,7 +64,7 @@ class World:
         return f"S_{self.prefix}"
 
     @property
-    def part(self) -> Slice:
+    def part(self) -> Partition:
         feed = FeedSettings.model_validate(
             {
                 "stream": self.feed,
@@ -76,7 +76,7 @@ class World:
                 },
             }
         )
-        return Slice(SITE, feed)
+        return Partition(SITE, feed)
 
     async def make_stream(self, **config: Any) -> None:
         """With a duplicate window too short to help, unless told otherwise."""
@@ -115,9 +115,9 @@ class World:
             ack_timeout=ack_timeout,
         )
 
-    async def stored(self, foreign: int = 0) -> list[Document]:
+    async def stored(self, foreign: int = 0) -> list[AdvisoryDocument]:
         """What the stream holds, each checked against its header; beside so many foreign messages."""
-        found: list[Document] = []
+        found: list[AdvisoryDocument] = []
         others = 0
 
         def take(message: Any) -> None:

@@ -25,9 +25,9 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, is_gapless
 from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings
-from egress.archive import Marks
-from egress.deps import Confirming, Pace, Pulling, Tuning
-from egress.service import Service
+from egress.archive import HighWaterMarks
+from egress.deps import Confirming, EgressTuning, Pulling, Tuning
+from egress.service import EgressService
 from infra.oracle import Comparison, Trace, compare
 from infra.oracle_archive import archived
 from infra.oracle_streams import source_trace
@@ -36,7 +36,7 @@ from tests.support import PATIENCE, SharedS3, soon, unique
 SITE = "site"
 QUICK = Tuning(
     pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
-    pace=Pace(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0),
+    pace=EgressTuning(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0),
     confirming=Confirming(times=3, span=0.3, attempts=12),
 )
 
@@ -138,7 +138,7 @@ class Bench:
         """Run egress as a task, over `objects` instead of the bench's own and by `clock`, if given."""
         clock = clock or SystemClock()
         health, stop = Health(clock), asyncio.Event()
-        service = Service(settings, tuning, reexamine, clock, health, stop, objects)
+        service = EgressService(settings, tuning, reexamine, clock, health, stop, objects)
         return Running(health, stop, asyncio.create_task(service.run()))
 
     @asynccontextmanager
@@ -234,7 +234,7 @@ class Bench:
 
     async def mark(self, feed: str, incarnation: int = 0) -> int | None:
         state = await KeyValue.open(self.client, self.state_bucket)
-        return await Marks(state).get(self.chain(feed, incarnation))
+        return await HighWaterMarks(state).get(self.chain(feed, incarnation))
 
     def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
         """The archive accounts once for every sequence from `first` on; segments balance (I5, I7)."""

@@ -15,7 +15,7 @@ from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message, SegmentRef
 from common.service.monitor import Health
-from ingress.checkpoint import Checkpoint, Piece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from tests.ingress_world import CHAIN, Arrived, Centre, arrived
 from tests.support import PATIENCE, soon
 
@@ -48,7 +48,7 @@ async def left_open(
     """What a killed instance leaves: an intent over the whole segment, after `base`; returns the state."""
     positions = {CHAIN: ref.coverage.first} if base else {}
     state = TargetState(Checkpoint(base, created, positions))
-    opened = open_intent(state, [Piece(ref.segment, ref.coverage, len(ref.coverage))])
+    opened = open_intent(state, [IntentPiece(ref.segment, ref.coverage, len(ref.coverage))])
     assert await (await centre.state(client)).save(opened, 0) is not None
     return opened
 

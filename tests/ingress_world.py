@@ -30,14 +30,14 @@ from common.settings.loader import load
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
 from ingress.checkpoint_store import StateStore
-from ingress.deps import Pace
+from ingress.deps import IngressTuning
 from ingress.service import Controller
 from tests.segment_files import message, write_segment
 from tests.support import PATIENCE, soon, unique
 
 CHAIN = Chain("us-east", "NODES")
 PREFIX = "data"
-QUICK = Pace(look_spacing=0.1, reexamine=0.3, parked=0.3, look_at_stopped=1.0)
+QUICK = IngressTuning(look_spacing=0.1, reexamine=0.3, parked=0.3, look_at_stopped=1.0)
 
 
 class Archive:

@@ -13,10 +13,10 @@ from common.jetstream.client import FloeClient
 from common.segments.columns import record_batch
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoint import Piece
+from ingress.checkpoint import IntentPiece
 from ingress.publishers.choose import make
 from ingress.publishers.publisher import Publisher, Replies
-from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting, SubjectRule
 from tests.ingress_world import Arrived, arrived
@@ -46,7 +46,7 @@ async def publisher(
 def rows_for(stream: str, count: int, size: int | Sequence[int] = 20, first: int = 1) -> Rows:
     """The rows of sequences `first` and on; `size`: of their payloads, in turn, beside the number."""
     sizes = [size] if isinstance(size, int) else size
-    preparer = Preparer(CHAIN, SubjectRule(stream.encode()), Shape(Accepting([">"]), 1 << 24))
+    preparer = Preparer(CHAIN, SubjectRule(stream.encode()), TargetLimits(Accepting([">"]), 1 << 24))
     last = first + count - 1
     blocks = []
     for begin in range(first, last + 1, IN_BLOCK):
@@ -56,7 +56,7 @@ def rows_for(stream: str, count: int, size: int | Sequence[int] = 20, first: int
             [HEADERS if s % 3 else None for s in taken], [payload_of(s, sizes) for s in taken],
         )  # fmt: skip
         name = SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16)
-        piece = Piece(name, SequenceRange(taken[0], taken[-1]), len(taken))
+        piece = IntentPiece(name, SequenceRange(taken[0], taken[-1]), len(taken))
         blocks.append(Block(piece, preparer.prepare(batch).material))
     return Rows(blocks)
 

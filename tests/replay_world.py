@@ -17,7 +17,7 @@ from common.jetstream.client import FloeClient
 from ingress.replay.outlook import Outlook
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
-from ingress.replay.request import Options, Request, Result
+from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from tests.ingress_world import CHAIN, Archive, Centre, arrived, rows_of
 from tests.support import unique
 
@@ -41,16 +41,16 @@ class World:
         base = {"name": self.target, "subjects": [f"{self.target}.>"], "storage": "memory"}
         await create_stream(self.client, {**base, "allow_atomic": True, "allow_batched": True, **config})
 
-    def replay(self, options: Options | None = None, **asked: Any) -> Replay:
+    def replay(self, options: ReplayOptions | None = None, **asked: Any) -> Replay:
         asked = {"site": "us-east", "feed": "NODES", "target": self.target, "prefix": self.target, **asked}
         settings = self.centre.settings()
-        options = replace(options or Options(), look_spacing=0.05)
+        options = replace(options or ReplayOptions(), look_spacing=0.05)
         archive = self.archive
         return Replay(
             settings, Request(**asked), options, archive.store, archive.documents, SystemClock(), Teller()
         )
 
-    async def run(self, options: Options | None = None, **asked: Any) -> Result:
+    async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
         work = self.replay(options, **asked)
         async with work.connected() as client:
             return await work.run(client, asyncio.Event())
@@ -68,7 +68,7 @@ class World:
         return [sequence for _, sequence in await self.held()]
 
 
-async def refused(world: World, code: str, options: Options | None = None, **asked: Any) -> FloeError:
+async def refused(world: World, code: str, options: ReplayOptions | None = None, **asked: Any) -> FloeError:
     with pytest.raises(FloeError) as caught:
         await world.run(options, **asked)
     assert caught.value.code == code, caught.value

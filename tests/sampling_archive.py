@@ -21,8 +21,8 @@ from common.service.process import Threads
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import Advisory
 from egress.archive import Archive
-from egress.identity import Source
-from egress.partition import Position, Slice
+from egress.identity import SourceStream
+from egress.partition import Partition, Position
 from egress.sampling.resume import Resumed, resume
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
@@ -84,7 +84,7 @@ class SampledArchive:
         self.layout, self.clock = Layout("data"), ManualClock()
         self.store = SegmentStore(self.objects, self.layout, spool_dir=folder / "spool", clock=self.clock)
         self.chains = ChainStore(self.objects, self.layout)
-        self.part = Slice(SITE, feed(**keys))
+        self.part = Partition(SITE, feed(**keys))
 
     @property
     def sampling(self) -> Sampling:
@@ -94,7 +94,7 @@ class SampledArchive:
 
     def set(self, **keys: Any) -> None:
         """Other settings from now on."""
-        self.part = Slice(SITE, feed(**keys), self.part.partition, self.part.filter_subject)
+        self.part = Partition(SITE, feed(**keys), self.part.partition, self.part.filter_subject)
 
     def begin(
         self, chain: Chain = CHAIN, created: str = CREATED, previous: dict[int, int] | None = None
@@ -197,7 +197,7 @@ class SampledArchive:
                 chain,
                 archive,
                 Position(place),
-                Source(CREATED, source, 10**6, source_time_ns, retention=retention),
+                SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention),
                 self.snapshots(chain, objects),
                 self.store,
                 threads,

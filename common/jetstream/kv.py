@@ -47,7 +47,7 @@ class BucketGone(Unavailable):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KvEntry:
     """The value of a key and its revision, which rises with every change of the bucket."""
 
     value: bytes
@@ -112,10 +112,10 @@ class KeyValue:
                 code="E-KV-TTL",
             )
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> KvEntry | None:
         """The value of `key` by the leader; None where there is none, it was deleted, or it expired."""
         last = await self._last(key)
-        return None if last is None or _is_marker(last) else Entry(last.payload, last.sequence)
+        return None if last is None or _is_marker(last) else KvEntry(last.payload, last.sequence)
 
     async def create(self, key: str, value: bytes) -> int | None:
         """Set `key` unless it has a value; its revision, or None where it has one."""

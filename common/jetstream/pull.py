@@ -35,7 +35,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PulledMessage:
     """One message; `payload` is empty where only headers were asked for."""
 
     sequence: int
@@ -69,7 +69,7 @@ async def scan(
     subject: str = "",
     headers_only: bool = False,
     asked: Asked | None = None,
-) -> AsyncGenerator[Sequence[Found]]:
+) -> AsyncGenerator[Sequence[PulledMessage]]:
     """The messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
 
     A piece may be empty: the stream is quiet. Raises Unavailable where the consumer or the connection is
@@ -139,7 +139,7 @@ class _Reading:
         self._client.send(frame(ask, json.dumps(request).encode(), None, self._inbox.encode()))
         self._owed = self._asked.batch
 
-    async def next(self) -> list[Found]:
+    async def next(self) -> list[PulledMessage]:
         """What has arrived; waits for a frame of any kind, a heartbeat at the latest."""
         try:
             await asyncio.wait_for(self._arrived.wait(), SILENT * self._asked.heartbeat)
@@ -155,7 +155,7 @@ class _Reading:
             self._pull()
         return found
 
-    def _take(self, reply: bytes, payload: bytes, headers: bytes | None) -> Found | None:
+    def _take(self, reply: bytes, payload: bytes, headers: bytes | None) -> PulledMessage | None:
         if not reply:
             self._on_status(headers)
             return None
@@ -166,7 +166,7 @@ class _Reading:
         if number != self._next:
             raise Unavailable(f"stream {self._stream}: expected message {self._next}, found {number}")
         self._next, self._owed, self.passed = number + 1, self._owed - 1, sequence
-        return Found(sequence, payload, headers)
+        return PulledMessage(sequence, payload, headers)
 
     def _on_status(self, headers: bytes | None) -> None:
         status = parse_status(headers)

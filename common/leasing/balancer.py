@@ -19,7 +19,7 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError
-from common.leasing.members import Bell, Members
+from common.leasing.members import LeaseWatcher, Members
 from common.service.logs import get_logger
 from common.service.monitor import Health
 
@@ -57,14 +57,14 @@ class Told(Protocol):
     def waits(self, error: FloeError) -> None: ...
 
 
-class Seat:
+class LeaseSlot:
     """The place of the lease `key`. `told` hears who holds it instead.
 
     `lease`: what this member holds, from the moment it is acquired until `vacate`. `is_told`: whether `told`
     has heard anything since then. `rests_until`: given back, and not taken again before (monotonic seconds).
     """
 
-    def __init__(self, key: str, told: Told, vacated: Callable[[Seat, bool], None]) -> None:
+    def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
         self.key, self._told, self._vacated = key, told, vacated
         self.lease: Lease | None = None
         self.rests_until = 0.0
@@ -116,7 +116,7 @@ HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class LeaseScope:
     """A kind of work that is shared out by leases.
 
     `leases`: the pattern that their keys have in the bucket, such as `egress.us-east.*.*`. `members`: what
@@ -152,7 +152,7 @@ FOR_SIBLINGS = 3.0  # seconds to wait for the other processes of this host befor
 NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError)  # what a cluster says while it finds itself, too
 
 
-class Sharing:
+class LeaseGroup:
     """Shares the leases `keys` of `scope` with all members that have the same.
 
     `siblings`: how many processes were started together; the first leases wait until they are members too.
@@ -162,7 +162,7 @@ class Sharing:
         self,
         leases: Leases,
         client: FloeClient,
-        scope: Scope,
+        scope: LeaseScope,
         keys: Iterable[str],
         clock: Clock,
         rng: random.Random,
@@ -175,8 +175,8 @@ class Sharing:
         self._keys = sorted(set(keys))
         members = f"{scope.members}{circle_of(self._keys)}."
         self._members = Members(leases, members)
-        self._bell = Bell(leases, client, scope.leases, members, self._keys)
-        self._seats: dict[str, Seat] = {}
+        self._bell = LeaseWatcher(leases, client, scope.leases, members, self._keys)
+        self._seats: dict[str, LeaseSlot] = {}
         self._share, self._count, self._asking = 0, 0, 0
         self._failure = ""
 
@@ -185,12 +185,12 @@ class Sharing:
         """What this member's leases are held by."""
         return self._leases.owner
 
-    def seat(self, key: str, told: Told) -> Seat:
+    def seat(self, key: str, told: Told) -> LeaseSlot:
         """The place of one of the keys; once for each."""
-        self._seats[key] = Seat(key, told, self._vacated)
+        self._seats[key] = LeaseSlot(key, told, self._vacated)
         return self._seats[key]
 
-    async def retire(self, seat: Seat) -> None:
+    async def retire(self, seat: LeaseSlot) -> None:
         """Nobody works on this key in this process any more; it still counts for the fair share."""
         self._seats.pop(seat.key, None)
         if (lease := seat.clear()) is not None:
@@ -290,7 +290,7 @@ class Sharing:
             if waiting and self._count > 1:
                 await self._clock.sleep(self._rng.uniform(0, JITTER))
 
-    async def _try(self, seat: Seat) -> None:
+    async def _try(self, seat: LeaseSlot) -> None:
         try:
             lease = await self._ask(seat)
             if lease is None:
@@ -300,7 +300,7 @@ class Sharing:
         except NO_ANSWER as error:
             seat.fails(error)
 
-    async def _ask(self, seat: Seat) -> Lease | None:
+    async def _ask(self, seat: LeaseSlot) -> Lease | None:
         """The lease; None where it is not free, or not for this member now."""
         if self._room() <= 0 or self._rests(seat):
             return None
@@ -310,7 +310,7 @@ class Sharing:
         finally:
             self._asking -= 1
 
-    def _rests(self, seat: Seat) -> bool:
+    def _rests(self, seat: LeaseSlot) -> bool:
         """Whether it was given back just now, and nobody has had it since."""
         return self._clock.monotonic() < seat.rests_until and seat.key not in self._bell.taken
 
@@ -318,7 +318,7 @@ class Sharing:
         """How many leases more this member may ask for: those it asks for now count as held."""
         return self._share - len(self._held()) - self._asking
 
-    def _acquired(self, seat: Seat, lease: Lease) -> None:
+    def _acquired(self, seat: LeaseSlot, lease: Lease) -> None:
         if seat.holder is not None and seat.holder != self._leases.owner:
             self._counts.taken_over()
             log.info("lease taken over", action="take_over", key=seat.key, held_before=seat.holder)
@@ -330,10 +330,10 @@ class Sharing:
     def _held(self) -> list[str]:
         return [key for key, seat in self._seats.items() if seat.lease is not None]
 
-    def _free(self) -> list[Seat]:
+    def _free(self) -> list[LeaseSlot]:
         return [seat for seat in self._seats.values() if seat.lease is None]
 
-    def _vacated(self, seat: Seat, lost: bool) -> None:
+    def _vacated(self, seat: LeaseSlot, lost: bool) -> None:
         """What was given back is left to others for a while, what was lost is looked for at once."""
         lease = seat.clear()
         given_back = lease is not None and lease.give_back.is_set()

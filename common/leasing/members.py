@@ -65,7 +65,7 @@ class Members:
 RETRY = 10.0  # seconds until a subscription that failed is tried again
 
 
-class Bell:
+class LeaseWatcher:
     """Hears of the leases `keys` under `pattern`, and of members whose keys begin with `prefix`.
 
     `rung` is set when there is a reason to look; `released` holds the keys heard to be free.

@@ -15,7 +15,7 @@ _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
 
 
 @dataclass(slots=True)
-class Entry:
+class YamlEntry:
     """A key of a mapping.
 
     `value`: text, a number, true or false; a list of text; entries of a mapping; or a list of such mappings.
@@ -34,10 +34,10 @@ class Variable(str):
     __slots__ = ()
 
 
-class Entries(list[Entry]):
+class Entries(list[YamlEntry]):
     """A mapping. `notes`: comments that stand above it, where it is an item of a list."""
 
-    def __init__(self, entries: Iterable[Entry] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(self, entries: Iterable[YamlEntry] = (), notes: Sequence[str] = ()) -> None:
         super().__init__(entries)
         self.notes = tuple(notes)
 
@@ -53,7 +53,7 @@ def _mapping(entries: Entries) -> Iterator[str]:
         yield from _entry(entry)
 
 
-def _entry(entry: Entry) -> Iterator[str]:
+def _entry(entry: YamlEntry) -> Iterator[str]:
     key, value = scalar(entry.key), entry.value
     if isinstance(value, Entries):
         yield f"{key}:" if value else f"{key}: {{}}"

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.migration.entries import Entries, Entry, Variable
+from common.migration.entries import Entries, Variable, YamlEntry
 from common.migration.read import Connection, Given, Note, convert, read_url
 from common.settings.yaml import Problems
 from common.subjects import first_overlap
@@ -57,7 +57,7 @@ class Path:
 
 
 @dataclass(slots=True)
-class Feed:
+class PlannedFeed:
     """A feed of a site: `paths` all ask the same of it and lead to different targets, or are its partitions,
     which `filters` then holds in their order.
     """
@@ -76,35 +76,35 @@ class Feed:
 class Site:
     name: str
     connection: Connection
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[PlannedFeed] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Target:
+class PlannedTarget:
     """A target stream. `sources`: the site and feed that flow into it, with the path that says how."""
 
     stream: str
-    sources: list[tuple[Site, Feed, Path]] = field(default_factory=list)
+    sources: list[tuple[Site, PlannedFeed, Path]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Centre:
     connection: Connection
-    targets: list[Target] = field(default_factory=list)
+    targets: list[PlannedTarget] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MigrationPlan:
     """Everything that the paths become."""
 
     sites: Sequence[Site]
     centres: Sequence[Centre]
 
 
-def plan(name: str, paths: Sequence[Path]) -> Plan:
+def plan(name: str, paths: Sequence[Path]) -> MigrationPlan:
     """The sites and centres that do what `paths` say; a first site is called `name`."""
     sites = list(_sites(name, paths))
-    return Plan(sites, _centres(sites))
+    return MigrationPlan(sites, _centres(sites))
 
 
 def _sites(name: str, paths: Sequence[Path]) -> Iterable[Site]:
@@ -116,14 +116,14 @@ def _sites(name: str, paths: Sequence[Path]) -> Iterable[Site]:
         yield Site(name[: 63 - len(tail)] + tail, group[0].source, _feeds(group))
 
 
-def _feeds(paths: Sequence[Path]) -> list[Feed]:
-    feeds: list[Feed] = []
+def _feeds(paths: Sequence[Path]) -> list[PlannedFeed]:
+    feeds: list[PlannedFeed] = []
     for group, filters in _bundles(paths):
         shared = next((feed for feed in feeds if _may_share(feed, group, filters)), None)
         if shared is not None:
             shared.paths += group
         else:
-            feeds.append(Feed(_name(group[0], {feed.name for feed in feeds}), group, filters))
+            feeds.append(PlannedFeed(_name(group[0], {feed.name for feed in feeds}), group, filters))
     return feeds
 
 
@@ -142,7 +142,7 @@ def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
     return found
 
 
-def _may_share(feed: Feed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
+def _may_share(feed: PlannedFeed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
     """Whether the feed is what the group asks for, and none of its targets would get it twice."""
     taken = {path.route[:2] for path in feed.paths}
     return (
@@ -167,7 +167,7 @@ def _centres(sites: Sequence[Site]) -> list[Centre]:
             centre = centres.setdefault(path.target.identity, Centre(path.target))
             target = next((t for t in centre.targets if t.stream == path.target_stream), None)
             if target is None:
-                target = Target(path.target_stream)
+                target = PlannedTarget(path.target_stream)
                 centre.targets.append(target)
             target.sources.append((site, feed, path))
     return list(centres.values())
@@ -184,7 +184,7 @@ def within(inner: str, outer: str) -> bool:
     return len(inside) == len(outside)
 
 
-def _text(entries: Sequence[Entry]) -> str:
+def _text(entries: Sequence[YamlEntry]) -> str:
     values = [
         _text(entry.value) if isinstance(entry.value, Entries) else repr(entry.value) for entry in entries
     ]
@@ -215,7 +215,7 @@ class _Feed:
         self._notes: list[Note] = []
 
     def read(self) -> tuple[Entries, list[Note]]:
-        self._entries.append(Entry("stream", self._stream.text("stream"), self._stream.at("stream")))
+        self._entries.append(YamlEntry("stream", self._stream.text("stream"), self._stream.at("stream")))
         self._leave_out()
         self._start()
         self._duration("max_age")
@@ -232,7 +232,7 @@ class _Feed:
         self._problems.add(self._stream.at(key), (self._stream.place(key),), text)
 
     def _put(self, key: str, value: object) -> None:
-        self._entries.append(Entry(key, value, self._stream.at(key)))
+        self._entries.append(YamlEntry(key, value, self._stream.at(key)))
 
     def _duration(self, key: str) -> None:
         text = self._stream.text(key)
@@ -307,9 +307,9 @@ class _Feed:
         given: Given | None = self._stream.get("advisory")
         if given is None or not given.text("subject"):
             return
-        entries = Entries([Entry("subject", given.text("subject"), given.at("subject"))])
+        entries = Entries([YamlEntry("subject", given.text("subject"), given.at("subject"))])
         if given.has("reliable"):
-            entries.append(Entry("reliable", given.get("reliable"), given.at("reliable")))
+            entries.append(YamlEntry("reliable", given.get("reliable"), given.at("reliable")))
         self._put("advisory", entries)
 
     def _unsampled(self) -> None:
@@ -344,9 +344,9 @@ def heartbeats(given: Given | None, sites: Sequence[Site], problems: Problems) -
     site = _site(given, sites, problems, notes)
     entries = Entries(_interval(given, problems))
     if headers := _headers(given, subjects, notes):
-        entries.append(Entry("headers", headers, given.at("headers")))
+        entries.append(YamlEntry("headers", headers, given.at("headers")))
     items = [Entries([_subject(subject), *_interval(subject, problems)]) for subject in subjects]
-    entries.append(Entry("subjects", items, given.at("subjects")))
+    entries.append(YamlEntry("subjects", items, given.at("subjects")))
     return site, entries, notes
 
 
@@ -361,17 +361,17 @@ def _site(given: Given, sites: Sequence[Site], problems: Problems, notes: list[N
     return sites[0]
 
 
-def _subject(given: Given) -> Entry:
-    return Entry("subject", given.text("subject"), given.at("subject"))
+def _subject(given: Given) -> YamlEntry:
+    return YamlEntry("subject", given.text("subject"), given.at("subject"))
 
 
-def _interval(given: Given, problems: Problems) -> list[Entry]:
+def _interval(given: Given, problems: Problems) -> list[YamlEntry]:
     try:
         interval = convert(given.text("interval"))
     except ValueError as error:
         problems.add(given.at("interval"), (given.place("interval"),), str(error))
         return []
-    return [] if interval == "0s" else [Entry("interval", interval, given.at("interval"))]
+    return [] if interval == "0s" else [YamlEntry("interval", interval, given.at("interval"))]
 
 
 def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
@@ -383,7 +383,7 @@ def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> En
     else:
         why = "headers are the same for all subjects in Floe; those of this one are left out"
         notes += [Note(s.place("headers"), s.at("headers"), why) for s in subjects if s.has("headers")]
-    return Entries(Entry(name, _hidden(name, text), given.at("headers")) for name, text in common.items())
+    return Entries(YamlEntry(name, _hidden(name, text), given.at("headers")) for name, text in common.items())
 
 
 def _hidden(name: str, text: str) -> str:

@@ -12,12 +12,12 @@ from enum import StrEnum
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from common.migration.entries import Entries, Entry, Variable
+from common.migration.entries import Entries, Variable, YamlEntry
 from common.settings.types import MAX_DURATION, format_duration
 from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar
 
 
-class Kind(StrEnum):
+class ValueKind(StrEnum):
     """What a key holds; the value is how a message calls it."""
 
     TEXT = "text"
@@ -35,48 +35,52 @@ class Many:
     of: Shape
 
 
-Shape = Mapping[str, "Kind | Many | Shape"]
+Shape = Mapping[str, "ValueKind | Many | Shape"]
 
-TLS: Shape = dict.fromkeys(("ca", "cert", "key"), Kind.TEXT)
-CHORIA: Shape = dict.fromkeys(("seed_file", "jwt_file", "collective"), Kind.TEXT)
-ADVISORY: Shape = {"subject": Kind.TEXT, "reliable": Kind.FLAG}
-HEARTBEAT_SUBJECT: Shape = {"subject": Kind.TEXT, "interval": Kind.TEXT, "headers": Kind.HEADERS}
+TLS: Shape = dict.fromkeys(("ca", "cert", "key"), ValueKind.TEXT)
+CHORIA: Shape = dict.fromkeys(("seed_file", "jwt_file", "collective"), ValueKind.TEXT)
+ADVISORY: Shape = {"subject": ValueKind.TEXT, "reliable": ValueKind.FLAG}
+HEARTBEAT_SUBJECT: Shape = {
+    "subject": ValueKind.TEXT,
+    "interval": ValueKind.TEXT,
+    "headers": ValueKind.HEADERS,
+}
 HEARTBEATS: Shape = {
-    "leader_election": Kind.FLAG,
-    "interval": Kind.TEXT,
-    "headers": Kind.HEADERS,
+    "leader_election": ValueKind.FLAG,
+    "interval": ValueKind.TEXT,
+    "headers": ValueKind.HEADERS,
     "subjects": Many(HEARTBEAT_SUBJECT),
     "tls": TLS,
     "choria": CHORIA,
-    "url": Kind.TEXT,
+    "url": ValueKind.TEXT,
 }
 STREAM: Shape = {
-    **dict.fromkeys(("name", "stream", "filter_subject", "target_stream"), Kind.TEXT),
-    **dict.fromkeys(("target_subject_prefix", "target_subject_remove"), Kind.TEXT),
-    **dict.fromkeys(("source_url", "target_url"), Kind.TEXT),
-    **dict.fromkeys(("no_target_create", "ephemeral", "target_initiated"), Kind.FLAG),
-    "start_sequence": Kind.WHOLE,
-    **dict.fromkeys(("start_time", "start_delta"), Kind.TEXT),
-    "start_at_end": Kind.FLAG,
+    **dict.fromkeys(("name", "stream", "filter_subject", "target_stream"), ValueKind.TEXT),
+    **dict.fromkeys(("target_subject_prefix", "target_subject_remove"), ValueKind.TEXT),
+    **dict.fromkeys(("source_url", "target_url"), ValueKind.TEXT),
+    **dict.fromkeys(("no_target_create", "ephemeral", "target_initiated"), ValueKind.FLAG),
+    "start_sequence": ValueKind.WHOLE,
+    **dict.fromkeys(("start_time", "start_delta"), ValueKind.TEXT),
+    "start_at_end": ValueKind.FLAG,
     **dict.fromkeys(("tls", "source_tls", "target_tls"), TLS),
     **dict.fromkeys(("choria", "source_choria", "target_choria"), CHORIA),
-    **dict.fromkeys(("max_age", "inspect_field", "inspect_force_field", "inspect_header"), Kind.TEXT),
-    "inspect_subject_token": Kind.ANY_WHOLE,
-    **dict.fromkeys(("inspect_duration", "warn_duration"), Kind.TEXT),
-    "size_trigger": Kind.NUMBER,
-    "leader_election_name": Kind.TEXT,
+    **dict.fromkeys(("max_age", "inspect_field", "inspect_force_field", "inspect_header"), ValueKind.TEXT),
+    "inspect_subject_token": ValueKind.ANY_WHOLE,
+    **dict.fromkeys(("inspect_duration", "warn_duration"), ValueKind.TEXT),
+    "size_trigger": ValueKind.NUMBER,
+    "leader_election_name": ValueKind.TEXT,
     "advisory": ADVISORY,
 }
 FILE: Shape = {
-    "name": Kind.TEXT,
+    "name": ValueKind.TEXT,
     "streams": Many(STREAM),
-    "state_store": Kind.TEXT,
+    "state_store": ValueKind.TEXT,
     "tls": TLS,
     "choria": CHORIA,
-    "monitor_port": Kind.WHOLE,
-    "profiling": Kind.FLAG,
-    "logfile": Kind.TEXT,
-    "loglevel": Kind.TEXT,
+    "monitor_port": ValueKind.WHOLE,
+    "profiling": ValueKind.FLAG,
+    "logfile": ValueKind.TEXT,
+    "loglevel": ValueKind.TEXT,
     "heartbeats": HEARTBEATS,
 }
 
@@ -86,7 +90,7 @@ def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
     for key, kind in shape.items():
         yield prefix + key
         below = kind.of if isinstance(kind, Many) else kind
-        if not isinstance(below, Kind):
+        if not isinstance(below, ValueKind):
             yield from every_key(below, f"{prefix}{key}.")
 
 
@@ -144,12 +148,12 @@ def _unknown(key: str, shape: Shape) -> str:
     return f"unknown key of stream-replicator; {hint}"
 
 
-def _value(node: Node, kind: Kind | Many | Shape, problems: Problems, path: str) -> Any:
+def _value(node: Node, kind: ValueKind | Many | Shape, problems: Problems, path: str) -> Any:
     if isinstance(kind, Many):
         return _many(node, kind, problems, path)
-    if kind is Kind.HEADERS:
+    if kind is ValueKind.HEADERS:
         return _headers(node, problems, path)
-    if isinstance(kind, Kind):
+    if isinstance(kind, ValueKind):
         return _scalar(node, kind, problems, path)
     if not isinstance(node, Keys):
         problems.add(node.mark, (path,), "expected a mapping, found something else")
@@ -170,29 +174,29 @@ def _headers(node: Node, problems: Problems, path: str) -> dict[str, str] | None
         problems.add(node.mark, (path,), "expected a mapping of text, found something else")
         return None
     found = {
-        name: _scalar(item, Kind.TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
+        name: _scalar(item, ValueKind.TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
     }
     return {name: text for name, text in found.items() if text is not None}
 
 
-def _scalar(node: Node, kind: Kind, problems: Problems, path: str) -> Any:
+def _scalar(node: Node, kind: ValueKind, problems: Problems, path: str) -> Any:
     value = node.value() if isinstance(node, Scalar) else None
     if _fits(value, kind):
         return value
-    quote = "; quote it" if kind is Kind.TEXT and isinstance(value, bool | int | float) else ""
+    quote = "; quote it" if kind is ValueKind.TEXT and isinstance(value, bool | int | float) else ""
     # Never what was found: a password may stand where none belongs.
     problems.add(node.mark, (path,), f"expected {kind}{quote}, found something else")
     return None
 
 
-def _fits(value: Any, kind: Kind) -> bool:
-    if kind is Kind.FLAG or isinstance(value, bool):
-        return isinstance(value, bool) and kind is Kind.FLAG
-    if kind is Kind.TEXT:
+def _fits(value: Any, kind: ValueKind) -> bool:
+    if kind is ValueKind.FLAG or isinstance(value, bool):
+        return isinstance(value, bool) and kind is ValueKind.FLAG
+    if kind is ValueKind.TEXT:
         return isinstance(value, str)
-    if kind is Kind.NUMBER:
+    if kind is ValueKind.NUMBER:
         return isinstance(value, int | float) and value >= 0
-    return isinstance(value, int) and (kind is Kind.ANY_WHOLE or value >= 0)
+    return isinstance(value, int) and (kind is ValueKind.ANY_WHOLE or value >= 0)
 
 
 FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
@@ -307,15 +311,17 @@ class Connection:
     def entries(self, side: Side, mark: Mark) -> Entries:
         """The section `nats`; a secret is a variable, `variable(side)`."""
         url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
-        found = Entries([Entry("url", url, mark)])
-        found += [Entry(key, value, mark) for key, value in self.login]
+        found = Entries([YamlEntry("url", url, mark)])
+        found += [YamlEntry(key, value, mark) for key, value in self.login]
         if self.secret:
             note = f"set {self.variable(side)} in the environment, or use {self.secret_key}_file"
-            found.append(Entry(self.secret_key, Variable(f"${{{self.variable(side)}}}"), mark, [note]))
+            found.append(YamlEntry(self.secret_key, Variable(f"${{{self.variable(side)}}}"), mark, [note]))
         if self.tls:
-            found.append(Entry("tls", Entries([Entry(key, value, mark) for key, value in self.tls]), mark))
+            found.append(
+                YamlEntry("tls", Entries([YamlEntry(key, value, mark) for key, value in self.tls]), mark)
+            )
         if self.connect_timeout:
-            found.append(Entry("connect_timeout", self.connect_timeout, mark))
+            found.append(YamlEntry("connect_timeout", self.connect_timeout, mark))
         return found
 
     def variable(self, side: Side) -> str:

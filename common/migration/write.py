@@ -6,15 +6,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from common.migration.entries import Entries, Entry, Variable, comment, origins, render
+from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
 from common.migration.plan import (
     Beats,
     Centre,
-    Feed,
+    MigrationPlan,
     Path,
-    Plan,
+    PlannedFeed,
+    PlannedTarget,
     Site,
-    Target,
     feed_of,
     heartbeats,
     plan,
@@ -55,7 +55,7 @@ class File:
         return tuple(dict.fromkeys(_VARIABLE.findall(self.text)))
 
 
-def files(top: Given, found: Plan, beats: Beats, came_from: str) -> list[File]:
+def files(top: Given, found: MigrationPlan, beats: Beats, came_from: str) -> list[File]:
     """The files, in the order of the plan; `came_from`: the imported file, for the first line of each."""
     sites = [_SiteFile(top, site, beats, len(found.sites) > 1).file(came_from) for site in found.sites]
     centres = [_centre_file(top, c, number, came_from) for number, c in enumerate(found.centres, 1)]
@@ -64,7 +64,7 @@ def files(top: Given, found: Plan, beats: Beats, came_from: str) -> list[File]:
 
 def bare_site(top: Given, name: str, came_from: str, notes: list[Note]) -> File:
     """The file of a site without streams."""
-    entries = Entries([Entry("site", name, top.at("name")), _store(), *_log(top, notes)])
+    entries = Entries([YamlEntry("site", name, top.at("name")), _store(), *_log(top, notes)])
     return _file("site.yaml", name, entries, [*_left_out(top), *notes], came_from, _SITE_HEAD)
 
 
@@ -81,7 +81,7 @@ def _left_out(top: Given) -> list[Note]:
     return [Note(key, top.at(key), why) for key, why in LEFT_OUT.items() if top.has(key)]
 
 
-def _store() -> Entry:
+def _store() -> YamlEntry:
     keys = (
         ("url", "s3://${FLOE_BUCKET}"),
         ("endpoint_url", "${FLOE_S3_ENDPOINT:-}"),
@@ -90,10 +90,10 @@ def _store() -> Entry:
     )
     notes = ["the bucket between site and centre: set the variables, or write the values here;"]
     notes += ["FLOE_S3_ENDPOINT only where the store is not Amazon's"]
-    return Entry("store", Entries(Entry(key, Variable(value)) for key, value in keys), notes=notes)
+    return YamlEntry("store", Entries(YamlEntry(key, Variable(value)) for key, value in keys), notes=notes)
 
 
-def _log(top: Given, notes: list[Note]) -> list[Entry]:
+def _log(top: Given, notes: list[Note]) -> list[YamlEntry]:
     level = top.text("loglevel")
     if not level:
         return []
@@ -102,7 +102,7 @@ def _log(top: Given, notes: list[Note]) -> list[Entry]:
             f"expected debug, info or warn; stream-replicator takes {level!r:.40} for info, and so does this"
         )
         notes.append(Note("loglevel", top.at("loglevel"), why))
-    return [Entry("log", Entries([Entry("level", _LEVELS.get(level, "info"))]), top.at("loglevel"))]
+    return [YamlEntry("log", Entries([YamlEntry("level", _LEVELS.get(level, "info"))]), top.at("loglevel"))]
 
 
 def _lines(notes: Iterable[Note]) -> list[str]:
@@ -117,41 +117,43 @@ class _SiteFile:
 
     def file(self, came_from: str) -> File:
         log = _log(self._top, self._notes)
-        egress = Entries([*self._monitor(), Entry("feeds", [self._feed(feed) for feed in self._site.feeds])])
+        egress = Entries(
+            [*self._monitor(), YamlEntry("feeds", [self._feed(feed) for feed in self._site.feeds])]
+        )
         if self._beats:
-            egress.append(Entry("heartbeats", self._beats))
+            egress.append(YamlEntry("heartbeats", self._beats))
         mark = self._site.feeds[0].paths[0].given.at("source_url")
-        nats = Entry("nats", self._site.connection.entries("source", mark), mark)
-        entries = Entries([self._name(), nats, _store(), *log, Entry("egress", egress)])
+        nats = YamlEntry("nats", self._site.connection.entries("source", mark), mark)
+        entries = Entries([self._name(), nats, _store(), *log, YamlEntry("egress", egress)])
         name = f"site-{self._site.name}.yaml" if self._several else "site.yaml"
         return _file(name, self._site.name, entries, _unique(self._notes), came_from, _SITE_HEAD)
 
-    def _name(self) -> Entry:
+    def _name(self) -> YamlEntry:
         notes = []
         if self._several:
             notes.append(f"the site of {self._site.connection.host}; unique over all sites of the bucket")
         if self._site.name != self._top.text("name"):
             notes.append("other than there: choose a name, and the same in the centre's sources")
-        return Entry("site", self._site.name, self._top.at("name"), notes)
+        return YamlEntry("site", self._site.name, self._top.at("name"), notes)
 
-    def _monitor(self) -> list[Entry]:
+    def _monitor(self) -> list[YamlEntry]:
         if not self._top.has("monitor_port"):
             return []
         port, mark = self._top.get("monitor_port"), self._top.at("monitor_port")
-        listen = Entry("listen", f":{port}" if port else "", mark)
+        listen = YamlEntry("listen", f":{port}" if port else "", mark)
         notes = ["ingress has a port of its own: ingress.monitor.listen, 127.0.0.1:9465 unless set"]
-        return [Entry("monitor", Entries([listen]), mark, notes)]
+        return [YamlEntry("monitor", Entries([listen]), mark, notes)]
 
-    def _feed(self, feed: Feed) -> Entries:
+    def _feed(self, feed: PlannedFeed) -> Entries:
         first = feed.paths[0]
         notes = _unique(note for path in feed.paths for note in path.notes)
         self._notes += notes
-        own = [] if feed.name == first.stream else [Entry("name", feed.name, first.given.at("name"))]
+        own = [] if feed.name == first.stream else [YamlEntry("name", feed.name, first.given.at("name"))]
         mark = first.given.at("filter_subject")
         if len(feed.filters) > 1:
-            own_filter = [Entry("partitions", list(feed.filters), mark)]
+            own_filter = [YamlEntry("partitions", list(feed.filters), mark)]
         else:
-            own_filter = [Entry("filter_subject", each, mark) for each in feed.filters if each]
+            own_filter = [YamlEntry("filter_subject", each, mark) for each in feed.filters if each]
         return Entries([*own, *first.feed, *own_filter], _lines(notes))
 
 
@@ -165,10 +167,10 @@ def _centre_file(top: Given, centre: Centre, number: int, came_from: str) -> Fil
     targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
     path = centre.targets[0].sources[0][2]
     mark = path.given.at("target_url")
-    nats = Entry("nats", centre.connection.entries("target", mark), mark)
+    nats = YamlEntry("nats", centre.connection.entries("target", mark), mark)
     new = "new and empty streams that only Floe writes to; docs/migration.md says how to change over"
-    ingress = Entries([Entry("targets", targets, notes=[new])])
-    entries = Entries([nats, _store(), *_log(top, []), Entry("ingress", ingress)])
+    ingress = Entries([YamlEntry("targets", targets, notes=[new])])
+    entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
     name = "central.yaml" if number == 1 else f"central-{number}.yaml"
     return _file(name, "", entries, _unique(notes), came_from, _CENTRE_HEAD)
 
@@ -188,42 +190,42 @@ def _created(centre: Centre) -> dict[str, list[str]]:
     }
 
 
-def _is_created(target: Target) -> bool:
+def _is_created(target: PlannedTarget) -> bool:
     return not any(path.given.get("no_target_create") for _, _, path in target.sources)
 
 
-def _target(target: Target, created: list[str], notes: list[Note]) -> Entries:
+def _target(target: PlannedTarget, created: list[str], notes: list[Note]) -> Entries:
     path = target.sources[0][2]
     key = "target_stream" if path.given.has("target_stream") else "stream"
-    entries = Entries([Entry("stream", target.stream, path.given.at(key))])
+    entries = Entries([YamlEntry("stream", target.stream, path.given.at(key))])
     entries += _create(created)
     sources = [_source(*source, notes) for source in target.sources]
-    entries.append(Entry("sources", sources, notes=() if len(entries) > 1 else [_NO_CREATE]))
+    entries.append(YamlEntry("sources", sources, notes=() if len(entries) > 1 else [_NO_CREATE]))
     return entries
 
 
-def _source(site: Site, feed: Feed, path: Path, notes: list[Note]) -> Entries:
+def _source(site: Site, feed: PlannedFeed, path: Path, notes: list[Note]) -> Entries:
     own = _unique(note for each in feed.paths if each.route == path.route for note in each.target_notes)
     notes += own
     entries = Entries(
-        [Entry("site", site.name), Entry("feed", feed.name, path.given.at("name"))], _lines(own)
+        [YamlEntry("site", site.name), YamlEntry("feed", feed.name, path.given.at("name"))], _lines(own)
     )
     for key in ("subject_prefix", "subject_remove"):
         if text := path.given.text(f"target_{key}"):
-            entries.append(Entry(key, text, path.given.at(f"target_{key}")))
+            entries.append(YamlEntry(key, text, path.given.at(f"target_{key}")))
     return entries
 
 
-def _create(subjects: list[str]) -> list[Entry]:
+def _create(subjects: list[str]) -> list[YamlEntry]:
     """The key `create`; none where the subjects of the target are not known, or it is not to be created."""
     if not subjects:
         return []
-    keys = [Entry("replicas", 1), Entry("storage", "file"), Entry("subjects", subjects)]
+    keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
     notes = ["stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"]
-    return [Entry("create", Entries(keys), notes=notes)]
+    return [YamlEntry("create", Entries(keys), notes=notes)]
 
 
-def _subjects(target: Target) -> list[str]:
+def _subjects(target: PlannedTarget) -> list[str]:
     """What the messages of all sources are published to; empty where it cannot be told."""
     found = [subject for _, feed, path in target.sources for subject in _mapped(feed, path)]
     if "" in found:
@@ -233,7 +235,7 @@ def _subjects(target: Target) -> list[str]:
     return [] if first_overlap(kept) else kept
 
 
-def _mapped(feed: Feed, path: Path) -> list[str]:
+def _mapped(feed: PlannedFeed, path: Path) -> list[str]:
     """The subjects of one source at the target; an empty one where it cannot be told."""
     prefix = path.given.text("target_subject_prefix").rstrip(".")
     removed = path.given.text("target_subject_remove")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from common.errors import FloeError, Refused
 from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ObjectStore
-from common.objects.s3 import Account, S3Objects, S3Options
+from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.objects.sqs import SqsQueue
 from common.segments.keys import Layout
 from common.service.logs import get_logger
@@ -55,7 +55,7 @@ def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
     secret = settings.secret_access_key.get_secret_value()
     verify = _options(settings).verification()
     region = settings.region or None
-    return SqsQueue(address, Account(settings.access_key_id or None, secret or None, region, None, verify))
+    return SqsQueue(address, S3Account(settings.access_key_id or None, secret or None, region, None, verify))
 
 
 def layout_of(settings: StoreSettings) -> Layout:

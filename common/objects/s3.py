@@ -142,11 +142,11 @@ class Doubts(threading.local):
             self._found |= status >= 500 and status not in _NOT_DONE
 
 
-__all__ = ["Account", "BotoCoreError", "ClientError", "make_client"]
+__all__ = ["BotoCoreError", "ClientError", "S3Account", "make_client"]
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class S3Account:
     """Who asks, and where.
 
     Without `access_key_id` the credential comes from where AWS tools find theirs. `endpoint_url` None: what
@@ -161,7 +161,7 @@ class Account:
     verify: bool | str | None = None
 
 
-def make_client(service: str, account: Account, place: str, **config: Any) -> Any:
+def make_client(service: str, account: S3Account, place: str, **config: Any) -> Any:
     """A client of `service`, `s3` or `sqs`; nothing is asked yet. `config`: as botocore's Config takes it.
 
     Raises ConfigError, which names `place`, where the address or the region is none.
@@ -214,7 +214,7 @@ class S3Objects:
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
         self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
-        self._account = Account(
+        self._account = S3Account(
             access_key_id, secret_access_key, region, endpoint_url, self._options.verification()
         )
         self._secret_file, self._renewing = secret_file, threading.Lock()
@@ -479,7 +479,7 @@ class S3Objects:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
             return self._wrong_scheme(verb, key)
         self._has_answered = True
-        explained = s3_errors.explain(s3_errors.Failure.of(verb, self._place(key), error.response))
+        explained = s3_errors.explain(s3_errors.S3Failure.of(verb, self._place(key), error.response))
         if isinstance(explained, Refused) and self._secret_file is not None:
             self._secret_file.read_again()
             if self._renew():

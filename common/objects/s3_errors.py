@@ -55,7 +55,7 @@ NOT_IMPLEMENTED = {"NotImplemented", "501"}
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class S3Failure:
     """A request that a server answered with an error.
 
     `verb`: of the object store port. `place`: `s3://bucket/key`. `code`: S3's name of the error, or the
@@ -70,7 +70,7 @@ class Failure:
     region: str = ""
 
     @classmethod
-    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> Failure:
+    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> S3Failure:
         """What boto3's ClientError holds as `response`."""
         told = response.get("Error", {})
         headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
@@ -93,7 +93,7 @@ def status_of(response: Mapping[str, Any]) -> int:
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def explain(failure: Failure) -> FloeError:
+def explain(failure: S3Failure) -> FloeError:
     """The error to raise for `failure`, as if its outcome were known."""
     if error := _refusal(failure) or _misconfiguration(failure):
         return error
@@ -113,7 +113,7 @@ def explain(failure: Failure) -> FloeError:
     )
 
 
-def _refusal(failure: Failure) -> FloeError | None:
+def _refusal(failure: S3Failure) -> FloeError | None:
     if "kms" in f"{failure.code} {failure.message}".lower() and failure.status < 500:
         hint = "grant kms:GenerateDataKey and kms:Decrypt on the key"
         return Refused(str(failure), hint=hint, code="E-S3-KMS")
@@ -131,7 +131,7 @@ def _grant(verb: str) -> str:
     return hint
 
 
-def _misconfiguration(failure: Failure) -> FloeError | None:
+def _misconfiguration(failure: S3Failure) -> FloeError | None:
     text, code = str(failure), failure.code
     if code == "NoSuchBucket":
         return ConfigError(text, hint="create the bucket, or correct store.url", code="E-S3-BUCKET")

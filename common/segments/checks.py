@@ -13,7 +13,7 @@ from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo, ObjectStore, Paged
 from common.segments.columns import SCHEMA, TEXT_COLUMNS, is_text, microseconds
 from common.segments.keys import MAX_LEVEL, Layout, SegmentName
-from common.segments.parquet_guard import Chunk, Limits, Metadata, bomb, chunk
+from common.segments.parquet_guard import Chunk, Metadata, ParquetLimits, bomb, chunk
 from common.segments.segment import FOOTER_KEY, Footer, decode_subject
 from common.sequences import SequenceRange
 
@@ -36,7 +36,7 @@ class RowGroup:
     raw_bytes: int
 
 
-def check_trailer(trailer: bytes, size: int, limits: Limits) -> int:
+def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
     """The stored size of the Parquet metadata, from the last eight bytes of a file of `size` bytes."""
     magic = trailer[4:]
     if magic == ENCRYPTED_MAGIC:

@@ -253,7 +253,7 @@ _MILLISECOND = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedSegment:
     """A segment in a listing, and which of its rows are taken from it."""
 
     ref: SegmentRef
@@ -285,14 +285,14 @@ class Listed:
         }
 
 
-def listed(refs: Sequence[SegmentRef]) -> list[Listed]:
+def listed(refs: Sequence[SegmentRef]) -> list[ListedSegment]:
     """Every segment, by level and end."""
-    return [Listed(ref, ref.coverage) for ref in refs]
+    return [ListedSegment(ref, ref.coverage) for ref in refs]
 
 
-def covered(refs: Sequence[SegmentRef]) -> list[Listed]:
+def covered(refs: Sequence[SegmentRef]) -> list[ListedSegment]:
     """The segments of the cover, ascending."""
-    return [Listed(stretch.segment, stretch.rows) for stretch in cover(refs, 1)]
+    return [ListedSegment(stretch.segment, stretch.rows) for stretch in cover(refs, 1)]
 
 
 def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def row_group_bytes(level: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ParquetLimits:
     """Bounds on one file; a file beyond any of them is refused as corrupt, code E-SEG-BOMB.
 
     `footer_bytes`: stored size of the Parquet metadata. `row_groups`, `columns`: their number.
@@ -167,7 +167,7 @@ class Limits:
     batch_rows: int = 16_384
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ParquetLimits()
 
 
 class SegmentGone(DataError):
@@ -281,7 +281,7 @@ class Metadata:
     values: Mapping[bytes, bytes]
 
 
-def parse(raw: bytes, limits: Limits) -> Metadata:
+def parse(raw: bytes, limits: ParquetLimits) -> Metadata:
     """Read the metadata, `raw` from the first to the last byte. Raises SegmentCorrupt."""
     bounds = Bounds(values=limits.metadata_values, elements=max(limits.row_groups, limits.columns))
     try:
@@ -317,7 +317,7 @@ def check_no_arrow_schema(metadata: Metadata) -> None:
         raise SegmentCorrupt("expected no ARROW:schema, found one", code="E-SEG-SCHEMA")
 
 
-def check_shape(metadata: Metadata, columns: int, limits: Limits) -> None:
+def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None:
     """The number of row groups and of `columns` in the schema; that row groups have both rows and columns."""
     for what, found, most in (
         ("row groups", len(metadata.groups), limits.row_groups),
@@ -378,7 +378,7 @@ def _check_codec(name: str, codec: Any) -> None:
         )
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes at offsets: what pyarrow calls a NativeFile."""
 
     def read_at(self, nbytes: int, offset: int) -> bytes: ...
@@ -419,7 +419,7 @@ class _Page:
     header_size: int
 
 
-def decoded_bytes(source: Source, chunk: Chunk, limits: Limits) -> int:
+def decoded_bytes(source: ByteSource, chunk: Chunk, limits: ParquetLimits) -> int:
     """The most bytes that decoding `chunk` yields, dictionary included but not expanded.
 
     Raises SegmentCorrupt where a page is not one the writer makes, or the limits are passed.
@@ -439,7 +439,7 @@ def decoded_bytes(source: Source, chunk: Chunk, limits: Limits) -> int:
     return total
 
 
-def _read_page(source: Source, chunk: Chunk, position: int, end: int, limits: Limits) -> _Page:
+def _read_page(source: ByteSource, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> _Page:
     fields, size = _read_header(source, chunk, position, end, limits)
     kind = _number(chunk, fields, _TYPE)
     inner = fields.get(_DATA_HEADER if kind == PageType.DATA else _DICTIONARY_HEADER)
@@ -460,7 +460,9 @@ def _read_page(source: Source, chunk: Chunk, position: int, end: int, limits: Li
     return page
 
 
-def _read_header(source: Source, chunk: Chunk, position: int, end: int, limits: Limits) -> tuple[Struct, int]:
+def _read_header(
+    source: ByteSource, chunk: Chunk, position: int, end: int, limits: ParquetLimits
+) -> tuple[Struct, int]:
     available = max(0, min(limits.page_header_bytes, end - position))
     for length in (min(_FIRST_READ, available), available):
         try:

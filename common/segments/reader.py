@@ -38,8 +38,8 @@ from common.segments.columns import (
 from common.segments.keys import Layout, SegmentName
 from common.segments.parquet_guard import (
     DEFAULT_LIMITS,
-    Limits,
     Metadata,
+    ParquetLimits,
     bomb,
     check_no_arrow_schema,
     check_shape,
@@ -69,12 +69,12 @@ def all_present(first: int, length: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SegmentSource:
     """The bytes of a segment. `key`: what errors call it. `cleanup`: runs when the reader is closed."""
 
     file: Any
     key: str
-    limits: Limits
+    limits: ParquetLimits
     fetch: Fetch
     cleanup: ExitStack
 
@@ -114,10 +114,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedSegment:
     """A segment whose metadata are checked. `leaves`: the number that each name has among the columns."""
 
-    source: Source
+    source: SegmentSource
     file: Any
     metadata: Metadata
     leaves: Mapping[str, int]
@@ -131,7 +131,7 @@ class Scan:
     it counts.
     """
 
-    def __init__(self, opened: Opened, names: list[str], rows: SequenceRange | None) -> None:
+    def __init__(self, opened: OpenedSegment, names: list[str], rows: SequenceRange | None) -> None:
         self._opened = opened
         self._source, footer = opened.source, opened.footer
         self._names = names
@@ -263,7 +263,7 @@ class SegmentReader:
     `footer` agrees with the key and the row counts; `row_groups` are the claims of the file's metadata.
     """
 
-    def __init__(self, opened: Opened, rows: SequenceRange | None = None) -> None:
+    def __init__(self, opened: OpenedSegment, rows: SequenceRange | None = None) -> None:
         self.footer = opened.footer
         self.row_groups = checks.row_groups(opened.metadata, opened.leaves["sequence"], opened.footer)
         self._opened = opened
@@ -276,8 +276,8 @@ class SegmentReader:
 
         Without `rows`: inside those that the segment was opened for, or all of it.
 
-        Row groups outside `rows` are not read. A batch aims at `Limits.batch_bytes` and never passes a row
-        group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and order
+        Row groups outside `rows` are not read. A batch aims at `ParquetLimits.batch_bytes` and never passes a
+        row group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and order
         say; ValueError for a column that the schema does not have.
         """
         unknown = set(columns or ()) - set(SCHEMA.names)
@@ -310,7 +310,7 @@ class SegmentReader:
 def open_file(
     source: Path | IOBase,
     expected: SegmentName,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: ParquetLimits = DEFAULT_LIMITS,
     *,
     key: str | None = None,
     rows: SequenceRange | None = None,
@@ -329,19 +329,19 @@ def open_file(
         if on_close is not None:
             cleanup.callback(on_close)
         file = cleanup.enter_context(native(source))
-        reader = _open(Source(file, name, limits, fetch, ExitStack()), expected, rows)
+        reader = _open(SegmentSource(file, name, limits, fetch, ExitStack()), expected, rows)
         reader._opened.source.cleanup.push(cleanup.pop_all())
     return reader
 
 
-def _open(source: Source, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
+def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
     metadata = source.metadata()
     check_no_arrow_schema(metadata)
     file = source.parquet()
     check_shape(metadata, file.metadata.num_columns, source.limits)
     columns = file.metadata.schema
     leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
-    opened = Opened(source, file, metadata, leaves, checks.read_footer(metadata, expected))
+    opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))
     return SegmentReader(opened, rows)
 
 
@@ -349,7 +349,7 @@ __all__ = [
     "DEFAULT_LIMITS",
     "SCHEMA",
     "Columns",
-    "Limits",
+    "ParquetLimits",
     "RowGroup",
     "SegmentReader",
     "SegmentWriter",

@@ -28,16 +28,16 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 @dataclass(slots=True)
-class Ending:
+class CommandEnding:
     """The exit code of a command that raises nothing."""
 
     code: int = 0
 
 
 @contextmanager
-def end_with() -> Iterator[Ending]:
+def end_with() -> Iterator[CommandEnding]:
     """Run a block, then exit: with the code it set, or as `report` says. Click's own exceptions pass."""
-    ending = Ending()
+    ending = CommandEnding()
     try:
         yield ending
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from common.settings.base import Section
 from common.settings.root import UNBUILT, Settings
-from common.settings.types import Kind, OneOrMore, Range
+from common.settings.types import OneOrMore, Range, TypeName
 
 # What a file needs no quotes for: a word, a duration, a size with its unit.
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
@@ -122,7 +122,7 @@ def _unbuilt_note(path: tuple[str, ...]) -> str:
 
 def type_name(field: FieldInfo) -> str:
     """What the documentation calls the type of a key."""
-    names = [m.name for m in field.metadata if isinstance(m, Kind)]
+    names = [m.name for m in field.metadata if isinstance(m, TypeName)]
     if OneOrMore in field.metadata:
         return f"{_annotation_name(get_args(field.annotation)[0])}, or a list"
     return names[-1] if names else _annotation_name(field.annotation)
@@ -138,7 +138,7 @@ def _annotation_name(annotation: Any) -> str:
         return " or ".join(_annotation_name(part) for part in inner if part is not type(None))
     if origin is dict or sections_of(annotation):
         return "mapping"
-    kinds = [part.name for part in inner if isinstance(part, Kind)]
+    kinds = [part.name for part in inner if isinstance(part, TypeName)]
     return kinds[-1] if kinds else _annotation_name(inner[0]) if inner else "text"
 
 

@@ -13,7 +13,6 @@ from common.settings.service import ServiceSettings, StartSettings
 from common.settings.types import (
     Duration,
     Flag,
-    Kind,
     Listen,
     OneOrMore,
     Range,
@@ -23,6 +22,7 @@ from common.settings.types import (
     StreamName,
     SubjectFilter,
     Text,
+    TypeName,
     Whole,
     matching,
     refuse,
@@ -141,9 +141,9 @@ class TargetSettings(Section):
     publisher: Literal["auto", "fast", "atomic", "single"] = option(
         "auto", "how messages are published; auto: the best that server and stream offer"
     )
-    control_headers: tuple[Annotated[Text, AfterValidator(_check_control_header), Kind("header")], ...] = (
-        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
-    )
+    control_headers: tuple[
+        Annotated[Text, AfterValidator(_check_control_header), TypeName("header")], ...
+    ] = option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
     on_oversize: Literal["halt", "park"] = option(
         "halt", "a message that with its headers is too large for the target: wait for you, or put it aside"
     )

@@ -38,7 +38,7 @@ from common.settings.yaml import (
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class ConfigDocument:
     """One YAML document that is a valid configuration. `warnings`: what is allowed and should not be."""
 
     settings: Settings
@@ -285,21 +285,21 @@ class _Found(NamedTuple):
     value: Any
 
 
-def refuse_unbuilt(document: Document) -> None:
+def refuse_unbuilt(document: ConfigDocument) -> None:
     """Raises ConfigError with a line for each key that is set and whose feature is not built."""
     problems = Problems(document.name)
     _add_unbuilt(document, problems)
     refuse(problems)
 
 
-def refuse_loops(document: Document) -> None:
+def refuse_loops(document: ConfigDocument) -> None:
     """Raises ConfigError with a line for each target that flows into itself."""
     problems = Problems(document.name)
     add_combinations((), document.settings.loops(), document.root, problems)
     refuse(problems)
 
 
-def refuse_unrunnable(document: Document) -> None:
+def refuse_unrunnable(document: ConfigDocument) -> None:
     """As `refuse_unbuilt` and `refuse_loops`, all problems at once."""
     problems = Problems(document.name)
     _add_unbuilt(document, problems)
@@ -307,7 +307,7 @@ def refuse_unrunnable(document: Document) -> None:
     refuse(problems)
 
 
-def _add_unbuilt(document: Document, problems: Problems) -> None:
+def _add_unbuilt(document: ConfigDocument, problems: Problems) -> None:
     for path in UNBUILT:
         for found in _values(document.settings, path.split("."), ()):
             if _is_asked_for(found):
@@ -344,7 +344,7 @@ def load(path: str) -> Settings:
     return load_document(path).settings
 
 
-def load_document(path: str) -> Document:
+def load_document(path: str) -> ConfigDocument:
     """As `load`, with the places of all values and the warnings."""
     data, warnings = _read(path)
     documents = parse_documents(data, path)
@@ -355,7 +355,7 @@ def load_document(path: str) -> Document:
         )
     refuse_unrunnable(documents[0])
     document = documents[0]
-    return Document(document.settings, document.root, document.name, (*warnings, *document.warnings))
+    return ConfigDocument(document.settings, document.root, document.name, (*warnings, *document.warnings))
 
 
 def parse(text: str, name: str) -> list[Settings]:
@@ -366,14 +366,16 @@ def parse(text: str, name: str) -> list[Settings]:
     return [document.settings for document in parse_documents(text.encode(), name)]
 
 
-def read_documents(path: str) -> list[Document]:
+def read_documents(path: str) -> list[ConfigDocument]:
     """The documents of the file `path`. Raises ConfigError as `parse`."""
     data, warnings = _read(path)
     found = parse_documents(data, path)
-    return [Document(d.settings, d.root, d.name, (*warnings, *d.warnings)) for d in found]
+    return [ConfigDocument(d.settings, d.root, d.name, (*warnings, *d.warnings)) for d in found]
 
 
-def parse_documents(data: bytes, name: str, environment: Mapping[str, str] | None = None) -> list[Document]:
+def parse_documents(
+    data: bytes, name: str, environment: Mapping[str, str] | None = None
+) -> list[ConfigDocument]:
     """As `parse`, with the places of all values. `environment`: for `${VAR}`; None: that of the process."""
     problems = Problems(name)
     text = read_text(data, problems)
@@ -384,7 +386,7 @@ def parse_documents(data: bytes, name: str, environment: Mapping[str, str] | Non
     return [document for document in found if document is not None]
 
 
-def _document(root: Keys, problems: Problems, environment: Mapping[str, str]) -> Document | None:
+def _document(root: Keys, problems: Problems, environment: Mapping[str, str]) -> ConfigDocument | None:
     values = to_values(root, problems, environment)
     try:
         settings = Settings.model_validate(values, context=FROM_FILE)
@@ -393,7 +395,7 @@ def _document(root: Keys, problems: Problems, environment: Mapping[str, str]) ->
         return None
     cautions = [f"compaction.{key}: {text}" for key, text in settings.compaction.cautions()]
     warnings = (*_insecure(settings), *_exposed(root, problems.name, settings), *cautions)
-    return Document(settings, root, problems.name, warnings)
+    return ConfigDocument(settings, root, problems.name, warnings)
 
 
 def _insecure(settings: Settings) -> list[str]:

@@ -16,7 +16,6 @@ from common.settings.types import (
     FROM_FILE,
     Duration,
     Flag,
-    Kind,
     Label,
     Path,
     Range,
@@ -25,6 +24,7 @@ from common.settings.types import (
     SiteName,
     Size,
     Text,
+    TypeName,
     Whole,
     check_host_url,
     check_store_url,
@@ -64,13 +64,13 @@ class EncryptionSettings(Section):
 class StoreSettings(Section):
     """Where segments are kept."""
 
-    url: Annotated[Text, AfterValidator(check_store_url), Kind("URL")] = needed(
+    url: Annotated[Text, AfterValidator(check_store_url), TypeName("URL")] = needed(
         "`s3://bucket` or `file:///folder`"
     )
     prefix: Annotated[
         Text, matching(_PREFIX, "parts of A-Z a-z 0-9 . _ = - joined by /, none beginning with . or _")
     ] = option("data", "what every key begins with; empty: nothing")
-    endpoint_url: Annotated[Text, AfterValidator(_check_endpoint), Kind("URL")] = option(
+    endpoint_url: Annotated[Text, AfterValidator(_check_endpoint), TypeName("URL")] = option(
         "", "a server that is not Amazon's: MinIO, SeaweedFS, Ceph"
     )
     region: Annotated[Text, matching(_REGION, "a region such as us-east-1"), Required] = option(

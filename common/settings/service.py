@@ -13,7 +13,6 @@ from common.settings.types import (
     BucketName,
     Duration,
     Flag,
-    Kind,
     Label,
     OneOrMore,
     Path,
@@ -24,6 +23,7 @@ from common.settings.types import (
     Subject,
     Text,
     Time,
+    TypeName,
     Whole,
     check_host_url,
 )
@@ -59,7 +59,7 @@ def _check_url(text: str) -> str:
     return check_host_url(text, ("nats", "tls"), "user and password_file")
 
 
-NatsUrl = Annotated[Text, AfterValidator(_check_url), Kind("URL")]
+NatsUrl = Annotated[Text, AfterValidator(_check_url), TypeName("URL")]
 
 
 class NatsTlsSettings(Section):

@@ -132,7 +132,7 @@ def refuse(expected: str, **context: Any) -> PydanticCustomError:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TypeName:
     """What a type is called in the documentation."""
 
     name: str
@@ -253,12 +253,12 @@ def _as_tuple(value: Any) -> Any:
 # Lists come as tuples: what is loaded never changes.
 OneOrMore = BeforeValidator(_as_tuple)
 
-Text = Annotated[str, BeforeValidator(_text), Kind("text")]
-Whole = Annotated[int, BeforeValidator(_whole), Kind("number")]
-Flag = Annotated[bool, BeforeValidator(_flag), Kind("true or false")]
-Duration = Annotated[float, BeforeValidator(_duration), Kind("duration")]
-Size = Annotated[int, BeforeValidator(_size), Kind("size")]
-Secret = Annotated[SecretStr, BeforeValidator(_secret), Kind("secret")]
+Text = Annotated[str, BeforeValidator(_text), TypeName("text")]
+Whole = Annotated[int, BeforeValidator(_whole), TypeName("number")]
+Flag = Annotated[bool, BeforeValidator(_flag), TypeName("true or false")]
+Duration = Annotated[float, BeforeValidator(_duration), TypeName("duration")]
+Size = Annotated[int, BeforeValidator(_size), TypeName("size")]
+Secret = Annotated[SecretStr, BeforeValidator(_secret), TypeName("secret")]
 
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,4095}")
 _LABEL = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
@@ -266,25 +266,27 @@ _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*")
 _FILTER = re.compile(r"([^\s.>\x00-\x1f\x7f]+(\.[^\s.>\x00-\x1f\x7f]+)*(\.>)?|>)")
 
-Path = Annotated[Text, matching(_PATH, "a path without control characters"), Kind("path")]
+Path = Annotated[Text, matching(_PATH, "a path without control characters"), TypeName("path")]
 Label = Annotated[Text, matching(_LABEL, "at most 255 characters on one line")]
 SiteName = Annotated[
     Text,
     matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"),
-    Kind("name"),
+    TypeName("name"),
 ]
 StreamName = Annotated[
     Text,
     matching(FEED_PATTERN, "a stream name: 1 to 255 characters without space . * > / \\"),
-    Kind("name"),
+    TypeName("name"),
 ]
-BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), Kind("name")]
-Subject = Annotated[Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), Kind("subject")]
+BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), TypeName("name")]
+Subject = Annotated[
+    Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), TypeName("subject")
+]
 SubjectFilter = Annotated[
-    Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), Kind("subject")
+    Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), TypeName("subject")
 ]
-Time = Annotated[Text, readable(parse_time, TIME_FORM), Kind("time")]
-Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), Kind("address")]
+Time = Annotated[Text, readable(parse_time, TIME_FORM), TypeName("time")]
+Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), TypeName("address")]
 
 
 def is_subject(text: str) -> bool:
@@ -379,7 +381,7 @@ def _check(template: str) -> str:
     return template
 
 
-AdvisorySubject = Annotated[Text, AfterValidator(_check), Kind("subject")]
+AdvisorySubject = Annotated[Text, AfterValidator(_check), TypeName("subject")]
 
 
 _KNOWN: list[weakref.ref[FileSecret]] = []

@@ -20,7 +20,7 @@ from common.jetstream.protocol import frame
 from common.settings.egress import FeedSettings
 from common.settings.types import EVENT, MAX_VALUE, VALUE
 from common.subjects import overlaps
-from egress.partition import Slice
+from egress.partition import Partition
 
 
 class Event(StrEnum):
@@ -54,7 +54,7 @@ MAX_KSUID_SECONDS = 2**32 - 1
 BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class Document(msgspec.Struct, frozen=True):
+class AdvisoryDocument(msgspec.Struct, frozen=True):
     """What is published, key by key in stream-replicator's order.
 
     `age`: seconds between `seen` and the moment of the event, whole ones where Floe wrote it. `seen`,
@@ -80,10 +80,10 @@ class Document(msgspec.Struct, frozen=True):
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Document)
+_DECODER = msgspec.json.Decoder(AdvisoryDocument)
 
 
-def parse(payload: bytes) -> Document | None:
+def parse(payload: bytes) -> AdvisoryDocument | None:
     """The advisory that `payload` is, Floe's or stream-replicator's; None for anything else."""
     try:
         document = _DECODER.decode(payload)
@@ -99,10 +99,10 @@ class Writer:
     chain: Chain
     inspect_field: str
 
-    def document(self, advisory: Advisory) -> Document:
+    def document(self, advisory: Advisory) -> AdvisoryDocument:
         """The same for the same advisory, whoever finds it and whenever."""
         age_ns = max(0, advisory.moment_ns - advisory.seen_ns)
-        return Document(
+        return AdvisoryDocument(
             protocol=PROTOCOL,
             event_id=event_id(self.chain, advisory),
             inspect_field=self.inspect_field,
@@ -203,14 +203,14 @@ def filter_of(template: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class AdvisoryMessage:
     """One message on the wire; `headers` carry its id, by which the stream knows it again."""
 
     subject: bytes
     payload: bytes
     headers: bytes
 
-    def checked(self, max_payload: int) -> Message:
+    def checked(self, max_payload: int) -> AdvisoryMessage:
         """Itself. Raises ValueError where the server would not take it, and end the connection."""
         size = len(self.headers) + len(self.payload)
         if size > max_payload:
@@ -229,11 +229,11 @@ class Letters:
     template: str
     writer: Writer
 
-    def message(self, advisory: Advisory) -> Message:
+    def message(self, advisory: Advisory) -> AdvisoryMessage:
         """The same for the same advisory."""
         document = self.writer.document(advisory)
         block = build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
-        return Message(subject_of(self.template, advisory).encode(), document.to_json(), block)
+        return AdvisoryMessage(subject_of(self.template, advisory).encode(), document.to_json(), block)
 
 
 CODE = "E-ADVISORY-LOOP"
@@ -254,7 +254,7 @@ def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tup
     return None
 
 
-def loop_of(part: Slice, chain: Chain, info: StreamInfo) -> Stopped | None:
+def loop_of(part: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
     """Why `part` cannot be read: the advisories of `chain` would come back with its messages."""
     template = part.settings.advisory.subject
     found = fed_back(template, info.config.get("subjects") or (), part.filter_subject) if template else None
@@ -271,13 +271,13 @@ def loop_of(part: Slice, chain: Chain, info: StreamInfo) -> Stopped | None:
     )
 
 
-def refuse_loop(part: Slice, chain: Chain, info: StreamInfo) -> None:
+def refuse_loop(part: Partition, chain: Chain, info: StreamInfo) -> None:
     """Raises Stopped where there is a loop."""
     if (loop := loop_of(part, chain, info)) is not None:
         raise loop
 
 
-async def look_for_loop(part: Slice, chain: Chain, client: FloeClient) -> None:
+async def look_for_loop(part: Partition, chain: Chain, client: FloeClient) -> None:
     """As `refuse_loop`, of the stream as it is now. Asks only where there are advisories."""
     info = await stream_info(client, part.stream) if part.settings.advisory.subject else None
     if info is not None:

@@ -18,7 +18,7 @@ from common.jetstream.pull import From, scan
 from common.service.cli import Duration, config_option, run_command
 from common.service.logs import escaped
 from common.settings.types import format_duration
-from egress.advisories.advisory import Document, parse
+from egress.advisories.advisory import AdvisoryDocument, parse
 
 if TYPE_CHECKING:
     from common.settings.root import Role, Settings
@@ -28,7 +28,7 @@ CODE = "E-STREAM"
 PAUSE = 1.0  # seconds until a connection that was lost is tried again
 
 
-def line_of(document: Document) -> str:
+def line_of(document: AdvisoryDocument) -> str:
     """One line for people; times are UTC. Raises ValueError for a time that no calendar has."""
     try:
         at = datetime.fromtimestamp(document.timestamp, UTC)
@@ -40,7 +40,7 @@ def line_of(document: Document) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedAdvisories:
     """What is looked for: advisories of `value` (None: of all) stored in the last `since` seconds.
 
     `follow`: and those that come.
@@ -52,15 +52,17 @@ class Wanted:
     follow: bool
 
 
-class Search:
+class AdvisorySearch:
     """One search; `foreign` counts the messages that were no advisories."""
 
-    def __init__(self, client: FloeClient, clock: Clock, wanted: Wanted, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, client: FloeClient, clock: Clock, wanted: WantedAdvisories, warn: Callable[[str], None]
+    ) -> None:
         self._client, self._clock, self._wanted, self._warn = client, clock, wanted, warn
         self._next = 0
         self.foreign = 0
 
-    async def documents(self) -> AsyncGenerator[Document]:
+    async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
         """What is found, in the stream's order; without an end where it follows, through lost connections."""
         start, last = await self._range()
         while True:
@@ -89,7 +91,7 @@ class Search:
         now_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
         return From(time_ns=now_ns - int(self._wanted.since * NS_PER_S)), info.last_sequence
 
-    async def _read(self, start: From, until: int | None) -> AsyncGenerator[Document]:
+    async def _read(self, start: From, until: int | None) -> AsyncGenerator[AdvisoryDocument]:
         async with aclosing(scan(self._client, self._wanted.stream, start, until=until)) as pieces:
             async for piece in pieces:
                 for message in piece:
@@ -98,7 +100,7 @@ class Search:
                     if document is not None and self._wanted.value in (None, document.value):
                         yield document
 
-    def _document(self, payload: bytes) -> Document | None:
+    def _document(self, payload: bytes) -> AdvisoryDocument | None:
         document = parse(payload)
         try:
             if document is not None:
@@ -141,7 +143,7 @@ async def advisories(
     _check_stream(stream)
     settings, clock = load_settings(config, quiet=True), SystemClock()
     client = await connect(settings.nats_for(role or _role(settings)), name="floe advisories", clock=clock)
-    search = Search(client, clock, Wanted(stream, value, since, follow), _to_stderr)
+    search = AdvisorySearch(client, clock, WantedAdvisories(stream, value, since, follow), _to_stderr)
     try:
         async with stop_on_signals() as stop:
             await unless(stop, _print(search, as_json))
@@ -165,7 +167,7 @@ def _role(settings: Settings) -> Role:
     return "egress" if settings.egress.feeds or not settings.ingress.targets else "ingress"
 
 
-async def _print(search: Search, as_json: bool) -> None:
+async def _print(search: AdvisorySearch, as_json: bool) -> None:
 
     async with aclosing(search.documents()) as documents:
         async for document in documents:

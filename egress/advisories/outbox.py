@@ -207,7 +207,7 @@ async def _look_into(
 CODE = "E-ADVISORIES"
 
 
-class Result(StrEnum):
+class SendResult(StrEnum):
     """What became of an advisory, or of one attempt to send it."""
 
     STORED = "stored"
@@ -219,7 +219,7 @@ class Result(StrEnum):
     DROPPED = "dropped"
 
 
-class Tally:
+class AdvisoryTally:
     """The tally of one chain."""
 
     def __init__(self, chain: Chain, template: str) -> None:
@@ -230,7 +230,7 @@ class Tally:
         self.waiting(0)
         metrics.advisories_failing.labels(*self._labels).set(0)
 
-    def count(self, advisory: Advisory, result: Result) -> None:
+    def count(self, advisory: Advisory, result: SendResult) -> None:
         """One more of this event and result."""
         metrics.advisories.labels(*self._labels, advisory.event.value, result.value).inc()
 
@@ -284,7 +284,7 @@ class Tally:
 
     def refused(self, advisory: Advisory, error: ValueError) -> None:
         """It can never be sent."""
-        self.count(advisory, Result.DROPPED)
+        self.count(advisory, SendResult.DROPPED)
         log.error(
             "advisory dropped",
             action="advisory_dropped",
@@ -295,7 +295,7 @@ class Tally:
         )
 
 
-def judge_ack(subject: str, payload: bytes) -> Result:
+def judge_ack(subject: str, payload: bytes) -> SendResult:
     """STORED or DUPLICATE where a stream says so.
 
     Raises ApiError or Unavailable where it refuses: nothing is stored; OutcomeUnknown for anything else, such
@@ -308,4 +308,4 @@ def judge_ack(subject: str, payload: bytes) -> Result:
         raise OutcomeUnknown(
             f"answer to {subject}: expected an acknowledgement of a stream, found {json.dumps(ack):.80}"
         )
-    return Result.DUPLICATE if duplicate else Result.STORED
+    return SendResult.DUPLICATE if duplicate else SendResult.STORED

@@ -13,8 +13,17 @@ from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from egress.advisories.advisory import Advisory, Letters, Writer, event_id, filter_of, inspect_field
-from egress.advisories.outbox import LIMIT, WAVE, Lateness, Outbox, Result, Tally, ids_stored, judge_ack
-from egress.partition import Slice
+from egress.advisories.outbox import (
+    LIMIT,
+    WAVE,
+    AdvisoryTally,
+    Lateness,
+    Outbox,
+    SendResult,
+    ids_stored,
+    judge_ack,
+)
+from egress.partition import Partition
 
 ACK_TIMEOUT = 5.0  # seconds
 TICK = 0.5  # seconds between looks at what nobody wakes us for
@@ -33,7 +42,7 @@ class ReliableSender:
         self,
         client: FloeClient,
         letters: Letters,
-        tally: Tally,
+        tally: AdvisoryTally,
         lateness: Lateness,
         clock: Clock,
         backoff: Backoff,
@@ -116,7 +125,7 @@ class ReliableSender:
     async def _without_late(self, advisories: list[Advisory]) -> list[Advisory]:
         late = await self._lateness.late(advisories)
         for advisory in late:
-            self._remove(advisory, Result.STALE)
+            self._remove(advisory, SendResult.STALE)
         return [each for each in advisories if each not in late]
 
     async def _send(self, wave: list[Advisory]) -> None:
@@ -134,7 +143,7 @@ class ReliableSender:
             result = await self._ask_to_store(advisory)
         except FloeError as error:
             is_unknown = isinstance(error, OutcomeUnknown)
-            self._tally.count(advisory, Result.UNKNOWN if is_unknown else Result.FAILED)
+            self._tally.count(advisory, SendResult.UNKNOWN if is_unknown else SendResult.FAILED)
             self._outbox.put_back(advisory, doubtful=is_unknown)
             self._failed.add(advisory)
             return error
@@ -145,7 +154,7 @@ class ReliableSender:
         self._remove(advisory, result)
         return None
 
-    async def _ask_to_store(self, advisory: Advisory) -> Result:
+    async def _ask_to_store(self, advisory: Advisory) -> SendResult:
         message = self._letters.message(advisory).checked(self._client.max_payload)
         answer, _ = await self._client.request_raw(
             message.subject, message.payload, message.headers, timeout=self._ack_timeout
@@ -159,7 +168,7 @@ class ReliableSender:
         wanted = await self._by_id(await self._without_late(doubtful))
         if wanted:
             for event in await self._stored(wanted):
-                self._remove(wanted.pop(event), Result.STORED)
+                self._remove(wanted.pop(event), SendResult.STORED)
         self._outbox.trust(wanted.values())
         self._changed()
 
@@ -195,7 +204,7 @@ class ReliableSender:
             self._tally.fails(error)
         await self._clock.sleep(self._backoff.next())
 
-    def _remove(self, advisory: Advisory, result: Result) -> None:
+    def _remove(self, advisory: Advisory, result: SendResult) -> None:
         self._tally.count(advisory, result)
         self._forget(advisory)
 
@@ -211,7 +220,7 @@ class PlainSender:
         self,
         client: FloeClient,
         letters: Letters,
-        tally: Tally,
+        tally: AdvisoryTally,
         lateness: Lateness,
         clock: Clock,
         may_send: Callable[[], bool],
@@ -229,7 +238,7 @@ class PlainSender:
         room = LIMIT - len(self._queue)
         self._queue.extend(advisories[:room])
         for advisory in advisories[room:]:
-            self._tally.count(advisory, Result.DROPPED)
+            self._tally.count(advisory, SendResult.DROPPED)
         if self._queue:
             self._idle.clear()
         self._wake.set()
@@ -266,13 +275,13 @@ class PlainSender:
         try:
             self._client.send(b"".join(frames.values()))
             await self._client.flush_writes()
-            result = Result.PUBLISHED
+            result = SendResult.PUBLISHED
         except Unavailable:
-            result = Result.DROPPED
+            result = SendResult.DROPPED
         for advisory in frames:
             self._tally.count(advisory, result)
         for advisory in late:
-            self._tally.count(advisory, Result.STALE)
+            self._tally.count(advisory, SendResult.STALE)
 
     def _frame(self, advisory: Advisory) -> bytes:
         """Empty for what can never be sent."""
@@ -298,7 +307,7 @@ class Advisories:
 
     def __init__(
         self,
-        part: Slice,
+        part: Partition,
         chain: Chain,
         client: FloeClient,
         clock: Clock,
@@ -311,7 +320,7 @@ class Advisories:
     ) -> None:
         feed = part.settings
         letters = Letters(feed.advisory.subject, Writer(chain, inspect_field(feed)))
-        tally = Tally(chain, feed.advisory.subject)
+        tally = AdvisoryTally(chain, feed.advisory.subject)
         lateness = Lateness(client, feed.stream, round(feed.inspect_duration * NS_PER_S), clock)
         self._sender: ReliableSender | PlainSender
         if feed.advisory.reliable:

@@ -24,7 +24,7 @@ from common.service.cli import (
     run_command,
 )
 from common.service.logs import escaped
-from egress.sampling.key_table import Known, Notice, SamplerState
+from egress.sampling.key_table import KnownKey, Notice, SamplerState
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from common.segments.store import SegmentStore
     from common.settings.egress import FeedSettings
     from common.settings.root import Settings
-    from egress.sampling.key_table import Known
+    from egress.sampling.key_table import KnownKey
     from egress.sampling.snapshot import Snapshot
 
 
@@ -42,7 +42,7 @@ _HEADER = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}  {'size':>10}  {'ad
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class KeySelection:
     """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where
     `silent_ns` is not None, are known to be silent or were seen before it.
 
@@ -54,11 +54,11 @@ class Selection:
     silent_ns: int | None = None
     expired_ns: int = 0
 
-    def is_expired(self, known: Known) -> bool:
+    def is_expired(self, known: KnownKey) -> bool:
         """Whether `known` only waits to be forgotten."""
         return known.notice == Notice.EXPIRE or known.seen_ns <= self.expired_ns
 
-    def takes(self, known: Known) -> bool:
+    def takes(self, known: KnownKey) -> bool:
         """Whether `known`, which has not expired, is one of them."""
         if known.seen_ns < self.since_ns:
             return False
@@ -73,7 +73,7 @@ class Values:
     `known`: how many there are to take them from; `expired`: how many more have expired.
     """
 
-    def __init__(self, state: SamplerState, selection: Selection) -> None:
+    def __init__(self, state: SamplerState, selection: KeySelection) -> None:
         self._values: list[str] = []
         self._times = array("q")  # seen, copied, due of each
         self._sizes = array("Q")
@@ -98,10 +98,10 @@ class Values:
         """How many of them were seen last at `time_ns` or before."""
         return sum(seen <= time_ns for seen in self._times[::3])
 
-    def __iter__(self) -> Iterator[Known]:
+    def __iter__(self) -> Iterator[KnownKey]:
         for n in sorted(range(len(self._values)), key=self._values.__getitem__):
             seen, copied, due = self._times[3 * n : 3 * n + 3]
-            yield Known(self._values[n], seen, copied, due, self._sizes[n], Notice(self._notices[n]))
+            yield KnownKey(self._values[n], seen, copied, due, self._sizes[n], Notice(self._notices[n]))
 
 
 def header(chain_width: int) -> str:
@@ -109,12 +109,12 @@ def header(chain_width: int) -> str:
     return f"{'chain':{chain_width}}  {_HEADER}"
 
 
-def as_value(known: Known) -> str:
+def as_value(known: KnownKey) -> str:
     """The value alone."""
     return escaped(known.value)
 
 
-def as_text(known: Known) -> str:
+def as_text(known: KnownKey) -> str:
     """One line for people; what a value holds cannot forge another."""
     advised = known.notice.name.lower() if known.notice else "-"
     seen, copied = timestamp(known.seen_ns), timestamp(known.copied_ns)
@@ -123,7 +123,7 @@ def as_text(known: Known) -> str:
     )
 
 
-def as_json(chain: str, known: Known) -> str:
+def as_json(chain: str, known: KnownKey) -> str:
     """One line for programs. `advised`: null or `timeout`; `due`: when the next one passes."""
     return json.dumps(
         {
@@ -202,7 +202,7 @@ def state(
                 knew = found[1].state
                 silent_ns = knew.watermark_ns - warn_ns if silent else None
                 expired_ns = knew.watermark_ns - knew.duration_ns
-                printing.print(*found, Selection(value, since_ns, silent_ns, expired_ns), now)
+                printing.print(*found, KeySelection(value, since_ns, silent_ns, expired_ns), now)
     store.close()
     for error in failures:
         click.echo(error.line(), err=True)
@@ -216,7 +216,7 @@ class _Printing:
         self._is_values, self._as_json = is_values, as_json
         self._is_headed = is_values or as_json
 
-    def print(self, ref: SnapshotRef, snapshot: Snapshot, selection: Selection, now: float) -> None:
+    def print(self, ref: SnapshotRef, snapshot: Snapshot, selection: KeySelection, now: float) -> None:
         from egress.sampling import cli
 
         chosen = cli.Values(snapshot.state, selection)
@@ -237,7 +237,7 @@ class _Printing:
         while block := list(islice(lines, _LINES_AT_ONCE)):
             click.echo("\n".join(block))
 
-    def _form(self, chain: str) -> Callable[[Known], str]:
+    def _form(self, chain: str) -> Callable[[KnownKey], str]:
         from egress.sampling import cli
 
         if self._is_values:

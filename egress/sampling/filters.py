@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.columns import Columns
-from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, chosen
+from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch, chosen
 
 if TYPE_CHECKING:
     from egress.loops import Claims
-    from egress.sampling.sampler import Choices, Sampler
+    from egress.sampling.sampler import SampledBatch, Sampler
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ from egress.advisories.advisory import Advisory
 from egress.advisories.senders import Advisories
 from egress.batch import part
 from egress.builder import Builder
-from egress.sampling.sampler import Choices, Sampler
+from egress.sampling.sampler import SampledBatch, Sampler
 
 # From whether a message is kept (1 or 0) to its code, and from its code to whether it is still in question.
 _FROM_CHOICE = bytes([SAMPLED_OUT, 0]) + bytes(254)
 _IN_QUESTION = bytes([1]) + bytes(255)
 
 
-class Sieve:
+class PreFilter:
     """Made where a feed has `max_age`, is a relay or is sampled.
 
     `site`: messages that came through it are left out where `relay` is true. `keep_ns`: messages older than
@@ -54,7 +54,7 @@ class Sieve:
         self._site, self._relay, self._keep_ns, self._sampler = site, relay, keep_ns, sampler
         self._claims = claims
         self.newest_ns = newest_ns
-        self.choices: Choices | None = None
+        self.choices: SampledBatch | None = None
 
     def saw(self, timestamp_ns: int) -> bool:
         """The source holds a message as new as this; whether older ones are left out because of it."""
@@ -62,16 +62,16 @@ class Sieve:
         self.newest_ns = max(older, timestamp_ns)
         return bool(self._keep_ns) and timestamp_ns - self._keep_ns > older
 
-    def sift(self, columns: Columns) -> Sifted:
+    def sift(self, columns: Columns) -> MessageBatch:
         """Judge messages that were received, in sequence order and behind those before; at least one."""
         codes, self.choices = self._codes(columns), None
         if codes is None:
             return self._sampled(columns)
         rest = chosen(columns, codes.translate(_IN_QUESTION))
         if self._sampler is None or not rest.sequences:
-            return Sifted(columns, codes, rest)
+            return MessageBatch(columns, codes, rest)
         sampled = self._sampled(rest)
-        return Sifted(columns, _merged(codes, sampled.codes), sampled.kept)
+        return MessageBatch(columns, _merged(codes, sampled.codes), sampled.kept)
 
     def _codes(self, columns: Columns) -> bytearray | None:
         """Why messages are left out before sampling, one byte for each; None where none is."""
@@ -111,16 +111,16 @@ class Sieve:
         pairs = enumerate(zip(times, newest, strict=True))
         return [place for place, (time, seen) in pairs if time < seen - self._keep_ns]
 
-    def _sampled(self, columns: Columns) -> Sifted:
+    def _sampled(self, columns: Columns) -> MessageBatch:
         if self._sampler is None:
-            return Sifted.whole(columns)
+            return MessageBatch.whole(columns)
         claiming = [] if self._claims is None else self._claims.places(columns)
         self.choices = choices = _around(self._sampler, columns, claiming)
         codes = bytes(choices.kept).translate(_FROM_CHOICE)
-        return Sifted(columns, codes, chosen(columns, choices.kept, choices.keys))
+        return MessageBatch(columns, codes, chosen(columns, choices.kept, choices.keys))
 
 
-def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> Choices:
+def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledBatch:
     """What the sampler chooses of all but those at the places `claiming`, which pass without a key."""
     if not claiming:
         return sampler.fold(columns)
@@ -198,7 +198,7 @@ class Tracking:
 class Sifting:
     """For a feed that is not sampled, but has `max_age` or is a relay."""
 
-    def __init__(self, builder: Builder, sieve: Sieve) -> None:
+    def __init__(self, builder: Builder, sieve: PreFilter) -> None:
         self._builder, self._sieve = builder, sieve
 
     def messages(self, columns: Columns) -> None:
@@ -212,7 +212,7 @@ class Sifting:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class SampledStretch:
     """What a session of a sampled feed reads.
 
     `read_from`, `write_from`: what lies between them is archived, and is only folded. `until`: the end of the
@@ -227,7 +227,7 @@ class Stretch:
     source_newest_ns: int = 0
 
 
-class Intake:
+class SamplingStage:
     """For a sampled feed.
 
     `on_writing`: called once, where writing begins, with whether messages are judged by a time that no
@@ -237,13 +237,13 @@ class Intake:
     def __init__(
         self,
         builder: Builder,
-        sieve: Sieve,
+        sieve: PreFilter,
         tracking: Tracking,
-        stretch: Stretch,
+        stretch: SampledStretch,
         *,
         on_writing: Callable[[bool], None],
         on_batch: Callable[[], None],
-        on_choices: Callable[[Choices], None],
+        on_choices: Callable[[SampledBatch], None],
     ) -> None:
         self._builder, self._sieve, self._tracking, self._stretch = builder, sieve, tracking, stretch
         self._on_writing, self._on_batch, self._on_choices = on_writing, on_batch, on_choices

@@ -48,7 +48,7 @@ def scalar(raw: bytes) -> str | None:
     return None if raw[:1] in b"n{[" else raw.decode("ascii")
 
 
-class Walk:
+class JsonWalk:
     """Finds the value at one path, whatever the document looks like."""
 
     def __init__(self, path: Path) -> None:
@@ -243,8 +243,8 @@ def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
 def _walk(key: Path | None, force: Path | None) -> Way:
     return Way(
         _as_it_is,
-        _nothing if key is None else _scalar(Walk(key).find),
-        _never if force is None else _true(Walk(force).find),
+        _nothing if key is None else _scalar(JsonWalk(key).find),
+        _never if force is None else _true(JsonWalk(force).find),
     )
 
 

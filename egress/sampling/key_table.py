@@ -47,7 +47,7 @@ class Notice(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownKey:
     """One key, as `floe state` shows it. Times are nanoseconds since 1970.
 
     `seen_ns`, `size`: time and payload bytes of its last message. `copied_ns`: the message of that time was
@@ -88,7 +88,7 @@ class SamplerState:
         """How many keys are known."""
         return sum(len(chunk) - chunk.count(None) for chunk in self.values)
 
-    def known(self) -> Iterator[Known]:
+    def known(self) -> Iterator[KnownKey]:
         """Every key with what is known about it, in no order that means anything."""
         columns = zip(
             chain.from_iterable(self.values),
@@ -101,7 +101,7 @@ class SamplerState:
         for value, seen, due, size, notice in columns:
             if value is not None:
                 copied = due - period_ns(value, self.duration_ns)
-                yield Known(value, seen, copied, due, size, Notice(notice))
+                yield KnownKey(value, seen, copied, due, size, Notice(notice))
 
 
 #: `seen` of a free place: later than any message.
@@ -210,7 +210,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DueLimits:
     """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
 
     Only what was not told yet is due to be told.
@@ -221,7 +221,7 @@ class Limits:
     forget: int
 
 
-def due_places(table: Table, limits: Limits, most: int) -> list[int]:
+def due_places(table: Table, limits: DueLimits, most: int) -> list[int]:
     """The first places of keys that are due, so many at most."""
     seen, notices = table.columns()
     silent = _places(pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1))))
@@ -235,7 +235,7 @@ def _places(mask: pa.BooleanArray) -> pa.Array[pa.UInt64Scalar]:
     return cast("pa.Array[pa.UInt64Scalar]", pc.call_function("indices_nonzero", [mask]))
 
 
-def _due(seen: pa.Array[Any], notices: pa.Array[Any], limits: Limits) -> pa.BooleanArray:
+def _due(seen: pa.Array[Any], notices: pa.Array[Any], limits: DueLimits) -> pa.BooleanArray:
     forget = pc.less_equal(seen, _time(limits.forget))
     expire = pc.and_(pc.less_equal(seen, _time(limits.expire)), pc.less(notices, _told(Notice.EXPIRE)))
     timeout = pc.and_(pc.less(seen, _time(limits.timeout)), pc.equal(notices, _told(Notice.NONE)))

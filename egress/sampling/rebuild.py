@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class LookbackRange:
     """`first`: the first sequence to read, None where no row counts. `is_whole`: whether older rows are known
     not to count; if not, what came before the chain may count too."""
 
@@ -68,7 +68,7 @@ class Past:
         """The time of the last message examined; 0 if there is none."""
         return self._around_damage(self._newest_ns)
 
-    def since(self, horizon_ns: int) -> Reach:
+    def since(self, horizon_ns: int) -> LookbackRange:
         """From where on rows are as young as `horizon_ns`. Footers tell; few segments are opened."""
         return self._around_damage(lambda stretches: self._since(stretches, horizon_ns))
 
@@ -86,24 +86,24 @@ class Past:
                 return max(times)
         return 0
 
-    def _since(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> Reach:
+    def _since(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
         first = None
         for stretch in reversed(stretches):
             footer = self._footer(stretch.segment)
             # What the segment did not read others may have; how young that is no footer of it tells.
             unread = footer.unread and footer.unread.intersection(stretch.rows)
             if _times(footer) and max(_times(footer)) < horizon_ns:
-                return Reach(first, True)
+                return LookbackRange(first, True)
             first = unread.first if unread else first
             if not _times(footer) or footer.first_timestamp_ns is None:
                 continue  # nothing was examined for it, or nothing was kept
-            within = Reach(stretch.rows.first, False)
+            within = LookbackRange(stretch.rows.first, False)
             if footer.first_timestamp_ns < horizon_ns:
                 within = self._within(stretch, horizon_ns)
             first = min([r for r in (within.first, unread and unread.first) if r], default=first)
             if within.is_whole:
-                return Reach(first, True)
-        return Reach(first, False)
+                return LookbackRange(first, True)
+        return LookbackRange(first, False)
 
     def _footer(self, ref: SegmentRef) -> Footer:
         if ref.key not in self._footers:
@@ -111,7 +111,7 @@ class Past:
                 self._footers[ref.key] = self._store.footer(ref)
         return self._footers[ref.key]
 
-    def _within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> Reach:
+    def _within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> LookbackRange:
         """As `since`, inside one stretch, which may hold young rows only though its segment does not.
 
         Row groups are looked at from the end on, their times only.
@@ -125,8 +125,8 @@ class Past:
                 found, is_all = _young(reader.batches(rows, ["sequence", "timestamp_ns"]), horizon_ns)
                 first = first if found is None else found
                 if not is_all:
-                    return Reach(first, True)
-        return Reach(first, False)
+                    return LookbackRange(first, True)
+        return LookbackRange(first, False)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from common.service.process import Threads
 from egress import metrics
 from egress.advisories.advisory import Advisory
 from egress.archive import Archive
-from egress.identity import Source
-from egress.partition import Position, Slice
+from egress.identity import SourceStream
+from egress.partition import Partition, Position
 from egress.sampling.rebuild import Rebuilding, continued
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
@@ -70,11 +70,11 @@ class Resumed:
 
 
 async def resume(
-    part: Slice,
+    part: Partition,
     chain: Chain,
     archive: Archive,
     place: Position,
-    source: Source,
+    source: SourceStream,
     snapshots: Snapshots,
     store: SegmentStore,
     threads: Threads,
@@ -100,11 +100,11 @@ class _Resuming:
 
     def __init__(
         self,
-        part: Slice,
+        part: Partition,
         chain: Chain,
         archive: Archive,
         place: Position,
-        source: Source,
+        source: SourceStream,
         snapshots: Snapshots,
         store: SegmentStore,
         first: int,

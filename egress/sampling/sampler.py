@@ -17,7 +17,7 @@ from egress.advisories.advisory import Advisory, Event
 from egress.sampling.key_reader import KeyReader
 from egress.sampling.key_table import (
     NEVER,
-    Limits,
+    DueLimits,
     Notice,
     SamplerState,
     Table,
@@ -30,7 +30,7 @@ from egress.sampling.settings import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class MessageRun:
     """Messages from the place `first` of a batch on, with their times, which never run backwards.
 
     `is_set_back`: the clock was set back before them, to the first of these times.
@@ -41,7 +41,7 @@ class Stretch:
     is_set_back: bool
 
 
-def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[Stretch]:
+def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[MessageRun]:
     """The batch as stretches of time, one behind the other; one, nearly always, and none of nothing.
 
     `newest_ns`: the newest time before the batch.
@@ -49,24 +49,24 @@ def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -
     if not timestamps_ns:
         return []
     if timestamps_ns[0] >= newest_ns and sorted(timestamps_ns) == timestamps_ns:
-        return [Stretch(0, timestamps_ns, False)]
+        return [MessageRun(0, timestamps_ns, False)]
     return _uneven(timestamps_ns, newest_ns, tolerance_ns)
 
 
-def _uneven(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[Stretch]:
+def _uneven(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[MessageRun]:
     times: list[int] = []
-    found = [Stretch(0, times, False)]
+    found = [MessageRun(0, times, False)]
     for place, timestamp_ns in enumerate(timestamps_ns):
         if timestamp_ns < newest_ns - tolerance_ns:
             times, newest_ns = [], timestamp_ns
-            found.append(Stretch(place, times, True))
+            found.append(MessageRun(place, times, True))
         newest_ns = max(newest_ns, timestamp_ns)
         times.append(newest_ns)
     return [stretch for stretch in found if stretch.times]
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class SampledBatch:
     """What a batch led to.
 
     `kept`: 1 for each message that passes, else 0. `keys`: the key of each, None where it has none.
@@ -109,7 +109,7 @@ class Sampler:
         """The newest message time folded in; 0 before the first."""
         return self._watermark
 
-    def fold(self, columns: Columns) -> Choices:
+    def fold(self, columns: Columns) -> SampledBatch:
         """Take the next messages of the log, in sequence order, and choose."""
         keys, forced = self._keys.read(columns)
         return self.choose(keys, forced, columns.timestamps_ns, list(map(len, columns.payloads)))
@@ -120,7 +120,7 @@ class Sampler:
         forced: list[bool] | None,
         timestamps_ns: Sequence[int],
         sizes: Sequence[int],
-    ) -> Choices:
+    ) -> SampledBatch:
         """As `fold`, of messages whose keys are read: with lists of equal length."""
         kept = bytearray(len(keys))
         found: list[Advisory] = []
@@ -129,7 +129,7 @@ class Sampler:
                 self._set_back(stretch.times[0], found)
             self._take(stretch, keys, forced, sizes, kept, found)
             self._watermark = stretch.times[-1]
-        return Choices(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
+        return SampledBatch(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
 
     def advance(self, now_ns: int, most: int = NEVER) -> list[Advisory]:
         """Time has come to `now_ns` at least: what is to be told about silent keys, by moment and value.
@@ -170,7 +170,7 @@ class Sampler:
 
     def _take(
         self,
-        stretch: Stretch,
+        stretch: MessageRun,
         keys: list[str | None],
         forced: list[bool] | None,
         sizes: Sequence[int],
@@ -247,7 +247,7 @@ class Sampler:
         found.sort(key=lambda advisory: (advisory.moment_ns, advisory.value))
         return found
 
-    def _tell(self, place: int, limits: Limits, found: list[Advisory]) -> None:
+    def _tell(self, place: int, limits: DueLimits, found: list[Advisory]) -> None:
         """What is due of a silent key."""
         table = self._table
         key, seen, notice = table.key(place), table.seen[place], table.notices[place]
@@ -260,13 +260,13 @@ class Sampler:
         if seen <= limits.forget:
             table.forget(place)
 
-    def _limits(self, now_ns: int) -> Limits:
+    def _limits(self, now_ns: int) -> DueLimits:
         forget = self._watermark - self._duration
         # By the server's time keys are only told about: forgotten, they would be chosen anew by a clock that
         # is not the messages'.
         if not self._tracks:
-            return Limits(timeout=forget, expire=forget, forget=forget)
-        return Limits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
+            return DueLimits(timeout=forget, expire=forget, forget=forget)
+        return DueLimits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
 
     def _set_back(self, to_ns: int, found: list[Advisory]) -> None:
         """The clock was set back: what lies behind `to_ns` by now counts as of then.

@@ -19,13 +19,13 @@ from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from egress.advisories.senders import Advisories
 from egress.builder import Builder
-from egress.deps import Parts, Pools
+from egress.deps import EgressDeps, Pools
 from egress.evidence import source_of
-from egress.identity import Source
+from egress.identity import SourceStream
 from egress.loops import Claims
-from egress.partition import Position, Slice
+from egress.partition import Partition, Position
 from egress.report import SamplingReport
-from egress.sampling.filters import Again, Intake, Sieve, Stretch, Tracking
+from egress.sampling.filters import Again, PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.resume import Resumed
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
@@ -68,11 +68,11 @@ class Sampled:
 
     def __init__(
         self,
-        parts: Parts,
-        part: Slice,
+        parts: EgressDeps,
+        part: Partition,
         pools: Pools,
         lease: Lease,
-        source: Source,
+        source: SourceStream,
         place: Position,
         resumed: Resumed,
         snapshots: Snapshots,
@@ -86,7 +86,7 @@ class Sampled:
         self._sampler, self._builder, self._source = resumed.sampler, builder, source
         self._report = SamplingReport(chain)
         self._advisories = _advisories(parts, part, chain, lease, resumed)
-        self._sieve = Sieve(
+        self._sieve = PreFilter(
             part.site,
             relay=sampling.relay,
             keep_ns=sampling.max_age_ns,
@@ -102,11 +102,11 @@ class Sampled:
             self._saving = Saving(
                 snapshots, parts.store.new_spool, pools.io, parts.clock, interval, self._report
             )
-        self.target = Intake(
+        self.target = SamplingStage(
             builder,
             self._sieve,
             self._tracking,
-            Stretch(resumed.read_from, place.first, place.until, source.last_timestamp_ns or 0),
+            SampledStretch(resumed.read_from, place.first, place.until, source.last_timestamp_ns or 0),
             on_writing=self._on_writing,
             on_batch=self._freeze_if_due,
             on_choices=self._report.chose,
@@ -219,7 +219,9 @@ class Sampled:
         return source.last, source.asked_ns or asked_ns
 
 
-def _advisories(parts: Parts, part: Slice, chain: Chain, lease: Lease, resumed: Resumed) -> Advisories | None:
+def _advisories(
+    parts: EgressDeps, part: Partition, chain: Chain, lease: Lease, resumed: Resumed
+) -> Advisories | None:
     if not part.settings.advisory.subject:
         return None
     return Advisories(
@@ -233,7 +235,7 @@ def _advisories(parts: Parts, part: Slice, chain: Chain, lease: Lease, resumed: 
     )
 
 
-def _again(part: Slice, source: Source, place: Position) -> Again:
+def _again(part: Partition, source: SourceStream, place: Position) -> Again:
     """How far a former session may have come: one that ended before it put what it had read.
 
     Reliable advisories are compared with what is stored, so the doubt may be generous; others that are in

@@ -17,7 +17,7 @@ LISTEN = "127.0.0.1:0"  # the parent alone reads the monitor of a worker
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """Worker `index` of `count`, whose parent is at the other end of the socket `descriptor`."""
 
     index: int

@@ -13,7 +13,7 @@ from contextlib import suppress
 from common.clock import end, told, watched
 from common.service.logs import get_logger
 from common.service.metrics import begin
-from egress.workers.link import Place
+from egress.workers.link import WorkerPlace
 
 log = get_logger("egress.workers")
 
@@ -73,7 +73,7 @@ class WorkerProcess:
                 await end(reading)
 
     async def _start(self, line: socket.socket) -> asyncio.subprocess.Process:
-        place = Place(self.index, self._count, line.fileno())
+        place = WorkerPlace(self.index, self._count, line.fileno())
         return await asyncio.create_subprocess_exec(
             *self._command,
             "--worker",

@@ -19,17 +19,17 @@ from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import hints
 from ingress.chains.pauses import Pauses
 from ingress.chains.plan import ChainPlan, Phase, unfinished
-from ingress.chains.search import Search
+from ingress.chains.search import SearchState
 from ingress.hints import set_command, set_position
 from ingress.rows.decoder import FromHole
-from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.subjects import rule_of
 
 log = get_logger("ingress.chains.chain_state")
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class ChainState:
     """What is known of a chain, and how far it is decoded.
 
     `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
@@ -54,7 +54,7 @@ class Lane:
     given_up: SequenceRange | None = None
     is_beginning: bool = False
     plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE))
-    search: Search = field(default_factory=Search)
+    search: SearchState = field(default_factory=SearchState)
     damaged: set[str] = field(default_factory=set)
     rechecked: int = 0
     surveyed: tuple[SequenceRange, SequenceRange] | None = None
@@ -231,13 +231,13 @@ class Lane:
 Positions = Mapping[Chain, int]
 
 
-class Roster:
+class ChainRegistry:
     """The lanes of one target. `sources` of the configuration is the allow-list: no other chain gets one."""
 
-    def __init__(self, settings: TargetSettings, shape: Shape) -> None:
+    def __init__(self, settings: TargetSettings, shape: TargetLimits) -> None:
         self._settings, self._shape = settings, shape
         self._sources = {pair: source for source in settings.sources for pair in source.pairs()}
-        self._lanes: dict[Chain, Lane] = {}
+        self._lanes: dict[Chain, ChainState] = {}
         self._archived: dict[Chain, int] = {}
         self._previous: dict[Chain, Mapping[int, int] | None] = {}
         self._unread: dict[Chain, str] = {}
@@ -250,14 +250,14 @@ class Roster:
         return self._settings.stream
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TargetLimits:
         """What rows are made ready for."""
         return self._shape
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[ChainState]:
         return iter(list(self._lanes.values()))
 
-    def get(self, chain: Chain) -> Lane | None:
+    def get(self, chain: Chain) -> ChainState | None:
         """The lane of `chain`; None if it has none."""
         return self._lanes.get(chain)
 
@@ -289,7 +289,7 @@ class Roster:
         """The source entry of a chain that may flow in."""
         return self._sources[chain.site, chain.feed]
 
-    def reshape(self, shape: Shape) -> None:
+    def reshape(self, shape: TargetLimits) -> None:
         """The target takes other messages than before: rows are prepared for it as it is now."""
         if shape == self._shape:
             return
@@ -297,7 +297,7 @@ class Roster:
         for lane in self._lanes.values():
             lane.preparer = self.preparer(lane.chain)
 
-    def add(self, chain: Chain, positions: Positions) -> Lane | None:
+    def add(self, chain: Chain, positions: Positions) -> ChainState | None:
         """The lane of `chain`, made if it is new; None for a chain that may not flow in."""
         if not self.allows(chain):
             return None
@@ -314,7 +314,7 @@ class Roster:
         if lane := self._lanes.get(chain):
             lane.archived = end
 
-    def reset(self, positions: Positions) -> list[Lane]:
+    def reset(self, positions: Positions) -> list[ChainState]:
         """Make all lanes anew, standing at `positions`; those that may be looked at at once."""
         former, self._lanes = self._lanes, {}
         for chain, lane in former.items():
@@ -322,16 +322,16 @@ class Roster:
             self._lanes[chain].is_due = lane.is_due
         return [lane for lane in self._lanes.values() if not lane.is_due]
 
-    def renew(self, lane: Lane, positions: Positions) -> Lane:
+    def renew(self, lane: ChainState, positions: Positions) -> ChainState:
         """A lane of the same chain in place of `lane`, standing at `positions`; what was read for the former
         belongs to nobody.
         """
         renewed = self._lanes[lane.chain] = self._lane(lane.chain, positions)
         return renewed
 
-    def _lane(self, chain: Chain, positions: Positions) -> Lane:
+    def _lane(self, chain: Chain, positions: Positions) -> ChainState:
         archived = self._archived.get(chain, 0)
-        lane = Lane(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
+        lane = ChainState(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
         lane.end = self._end(chain, positions)
         # A tail tells whether there is more to be found; without one only all levels do.
         lane.look_everywhere = archived == 0
@@ -370,7 +370,7 @@ class Roster:
         # The next one has begun: what appears behind is reported, never delivered by itself.
         return positions.get(chain, 1) - 1 if later else None
 
-    def obstacle(self, lane: Lane, positions: Positions) -> str:
+    def obstacle(self, lane: ChainState, positions: Positions) -> str:
         """What keeps a lane from beginning, and passes by itself; empty if nothing does."""
         chain = lane.chain
         if chain.incarnation == 0:
@@ -410,7 +410,7 @@ def _whole(chain: Chain) -> Chain:
 ATTEND = 2.0  # seconds between two looks at what operators have decided
 LOOK_AT_STOPPED = 60.0  # seconds until a chain that stopped is looked at again
 
-AskShape = Callable[[], Awaitable[Shape]]
+AskShape = Callable[[], Awaitable[TargetLimits]]
 
 
 class Decisions(Protocol):
@@ -419,7 +419,7 @@ class Decisions(Protocol):
     async def read(self) -> Pauses: ...
 
 
-class Attendant:
+class PauseWatcher:
     """Keeps the lanes' `paused` and `stopped` as they are to be.
 
     `shape`: asks the target anew what it takes, for chains that stopped because of it (None: it never
@@ -430,14 +430,14 @@ class Attendant:
     def __init__(
         self,
         target: str,
-        roster: Roster,
+        roster: ChainRegistry,
         clock: Clock,
         shape: AskShape | None,
         decisions: Decisions | None,
         look_at_stopped: float,
         *,
-        wake: Callable[[Lane], None],
-        hold: Callable[[Lane], Lane],
+        wake: Callable[[ChainState], None],
+        hold: Callable[[ChainState], ChainState],
     ) -> None:
         self._target, self._roster, self._clock = target, roster, clock
         self._ask_shape, self._decisions, self._look_at_stopped = shape, decisions, look_at_stopped
@@ -491,7 +491,7 @@ class Attendant:
             log.warning("decisions not readable", action="decisions", target=self._target, error=why)
         self._unread = why
 
-    def mark(self, lanes: Iterable[Lane]) -> None:
+    def mark(self, lanes: Iterable[ChainState]) -> None:
         """Have `lanes` paused or not as it is decided."""
         for lane in lanes:
             paused = self._decided is not None and lane.chain in self._decided.paused
@@ -503,14 +503,14 @@ class Attendant:
             current.paused = paused
             self._wake(current)
 
-    def stop(self, lane: Lane, error: FloeError) -> None:
+    def stop(self, lane: ChainState, error: FloeError) -> None:
         """Nothing more of the lane is carried until it is looked at again; told once for each reason."""
         told = _with_way_out(error, hints.resume(self._target, lane.chain))
         if lane.stop(told, self._clock.monotonic() + self._look_at_stopped):
             context = lane.chain.log_context()
             log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
 
-    async def _retry(self, lanes: Iterable[Lane]) -> None:
+    async def _retry(self, lanes: Iterable[ChainState]) -> None:
         """Look again at chains, by what the target takes now."""
         wanted = list(lanes)
         if any(lane.stopped for lane in wanted) and not await self._reshape():

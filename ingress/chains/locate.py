@@ -21,8 +21,8 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.types import parse_time
 from ingress import hints, metrics
-from ingress.chains.chain_state import Lane, Roster
-from ingress.chains.plan import ChainPlan, Decision, Fate, Patience, Phase, decide, first_position
+from ingress.chains.chain_state import ChainRegistry, ChainState
+from ingress.chains.plan import ChainPlan, GapAction, GapDecision, GapPolicy, Phase, decide, first_position
 from ingress.chains.search import LISTED, StoreClock, Surveyed, has_news, look, survey
 from ingress.chains.starts import Beginning, Starts
 from ingress.errors import passes_by_itself
@@ -44,7 +44,7 @@ class GivingUp:
         self._passed: dict[Chain, deque[AcceptedGap]] = {}
         self._reported: set[str] = set()
 
-    def decide(self, chain: Chain, plan: ChainPlan, patience: Patience) -> Decision:
+    def decide(self, chain: Chain, plan: ChainPlan, patience: GapPolicy) -> GapDecision:
         """What becomes of the hole of `plan`. Raises what the store raises."""
         assert plan.hole is not None, "only holes are decided about"
         first = plan.hole.first
@@ -52,7 +52,7 @@ class GivingUp:
         gaps += self._documents.passed_gaps(self._target, chain, position=first)
         return decide(plan, gaps, self._clock.now(plan.waiting_since or 0.0), patience)
 
-    def give_up(self, chain: Chain, decision: Decision, damaged: AbstractSet[str]) -> Surveyed:
+    def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> Surveyed:
         """Look at everything once more, and write down what of the decision's part nothing covers.
 
         `damaged`: keys of segments that do not count. Raises what the store raises.
@@ -133,13 +133,13 @@ class GivingUp:
         return now.isoformat().replace("+00:00", "Z")
 
 
-class Lookout:
+class SegmentLocator:
     """Reads documents and listings for the lanes of one target. `positions`: what is stored for good, now."""
 
     def __init__(
         self,
         target: str,
-        roster: Roster,
+        roster: ChainRegistry,
         store: SegmentStore,
         documents: ChainStore,
         relays: Relays,
@@ -153,7 +153,7 @@ class Lookout:
         self._starts = Starts(target, store, documents, clock)
         self.giving_up = GivingUp(target, store, documents, clock)
 
-    async def finds(self, lane: Lane) -> bool:
+    async def finds(self, lane: ChainState) -> bool:
         """Whether there is a stretch to read next, or one to pass.
 
         Raises Stopped and DataError where only an operator can help the chain, and what the store raises.
@@ -189,7 +189,7 @@ class Lookout:
 
     # Beginning
 
-    async def _begin(self, lane: Lane) -> bool:
+    async def _begin(self, lane: ChainState) -> bool:
         """Find out where the chain begins, and what it leaves out before that; whether it is known."""
         archived = lane.archived
         if lane.unreached and lane.unreached == archived:
@@ -211,15 +211,15 @@ class Lookout:
             log.info("chain begins", action="chain_begins", position=start.sequence, **context)
         return lane.has_begun
 
-    async def _resolved(self, lane: Lane, first: int) -> Beginning:
+    async def _resolved(self, lane: ChainState, first: int) -> Beginning:
         source, positions = self._roster.source(lane.chain), dict(self._positions())
         return await self._threads.run(self._starts.resolve, lane.chain, source, first, lane.end, positions)
 
-    def _is_current(self, lane: Lane) -> bool:
+    def _is_current(self, lane: ChainState) -> bool:
         """Whether the lane was not made anew meanwhile: what was found for it counts for nobody then."""
         return self._roster.get(lane.chain) is lane
 
-    async def _read_chain(self, lane: Lane) -> ChainDocument | None:
+    async def _read_chain(self, lane: ChainState) -> ChainDocument | None:
         document = await self._threads.run(self._documents.read_chain, lane.chain)
         if document is None:
             lane.waits_for = "chain.json is not there yet"
@@ -229,7 +229,7 @@ class Lookout:
 
     # Looking
 
-    async def _look(self, lane: Lane) -> None:
+    async def _look(self, lane: ChainState) -> None:
         """List from the position; where a hole or damage keeps the chain waiting, see what becomes of it."""
         if lane.is_done:
             lane.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
@@ -242,7 +242,7 @@ class Lookout:
         lane.looked(plan, self._clock.monotonic())
         await self._settle(lane, plan)
 
-    async def _standing(self, lane: Lane, plan: ChainPlan) -> ChainPlan:
+    async def _standing(self, lane: ChainState, plan: ChainPlan) -> ChainPlan:
         """`plan`; late where the lane stands at a hole filled in part, as long as nothing has come."""
         gone, lane.gone = lane.gone, None
         if gone is None or not plan.stretches or plan.stretches[0].segment.key != gone.segment.key:
@@ -253,7 +253,7 @@ class Lookout:
         since = lane.stands_since[1] if lane.stands_since else gone.segment.modified
         return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
 
-    async def _plan(self, lane: Lane) -> ChainPlan:
+    async def _plan(self, lane: ChainState) -> ChainPlan:
         # Whoever asks for it meanwhile asks for another look; one that fails is made again everywhere.
         wanted, lane.look_everywhere = lane.look_everywhere, False
         plan = await self._threads.run(
@@ -271,7 +271,7 @@ class Lookout:
             lane.looked_everywhere_at = self._clock.monotonic()
         return plan
 
-    async def _with_end(self, lane: Lane, plan: ChainPlan) -> ChainPlan:
+    async def _with_end(self, lane: ChainState, plan: ChainPlan) -> ChainPlan:
         """A hole at the end of an incarnation has waited since the next one began."""
         if plan.waiting_since is not None:
             return plan
@@ -285,25 +285,25 @@ class Lookout:
 
     # Holes
 
-    async def _settle(self, lane: Lane, plan: ChainPlan) -> None:
+    async def _settle(self, lane: ChainState, plan: ChainPlan) -> None:
         source = self._roster.source(lane.chain)
-        patience = Patience(source.lost_segment_timeout, source.on_lost == "skip")
+        patience = GapPolicy(source.lost_segment_timeout, source.on_lost == "skip")
         decision = await self._threads.run(self.giving_up.decide, lane.chain, plan, patience)
         if not self._is_current(lane):
             return
-        if lane.gone is not None and decision.fate is Fate.GIVE_UP:
+        if lane.gone is not None and decision.fate is GapAction.GIVE_UP:
             await self._pass_missing(lane, lane.gone, decision)
-        elif decision.fate is Fate.HALT:
+        elif decision.fate is GapAction.HALT:
             await self._halt(lane, plan, decision)
-        elif decision.fate is Fate.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
+        elif decision.fate is GapAction.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
             # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
             lane.rechecked = lane.position
             lane.forget_damage()
             await self._look(lane)
-        elif decision.fate is Fate.GIVE_UP:
+        elif decision.fate is GapAction.GIVE_UP:
             await self._pass(lane, decision)
 
-    async def _pass(self, lane: Lane, decision: Decision) -> None:
+    async def _pass(self, lane: ChainState, decision: GapDecision) -> None:
         """Go on behind what is given up, as far as nothing covers it after all."""
         damaged = frozenset(lane.damaged)
         found = await self._threads.run(self.giving_up.give_up, lane.chain, decision, damaged)
@@ -312,7 +312,7 @@ class Lookout:
         elif found.free is not None:
             lane.given_up = found.free
 
-    async def _pass_missing(self, lane: Lane, gone: FromHole, decision: Decision) -> None:
+    async def _pass_missing(self, lane: ChainState, gone: FromHole, decision: GapDecision) -> None:
         """Go on behind what is missing of a filled hole; the rows that are there are carried."""
         assert decision.part is not None, "what is given up is named"
         part, missing = decision.part, min(gone.missing, len(decision.part))
@@ -321,7 +321,7 @@ class Lookout:
         lane.passed.append(part)
         await self._look(lane)
 
-    async def _halt(self, lane: Lane, plan: ChainPlan, decision: Decision) -> None:
+    async def _halt(self, lane: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
         """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
 
         Looked through once for each hole: from then on the usual looks find what arrives.
@@ -340,7 +340,7 @@ class Lookout:
         lane.plan = replace(plan, phase=Phase.LOST)
         raise _lost(lane.chain, lane.surveyed[1], decision.why)
 
-    async def _look_behind(self, lane: Lane) -> None:
+    async def _look_behind(self, lane: ChainState) -> None:
         """Tell what arrived behind gaps that were passed: it is not carried."""
         found = await self._threads.run(self.giving_up.arrived, lane.chain, lane.position)
         lane.look_behind = False
@@ -373,12 +373,12 @@ def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:
     )
 
 
-def _leads_on(lane: Lane, ref: SegmentRef) -> None:
+def _leads_on(lane: ChainState, ref: SegmentRef) -> None:
     """The segment continues after all."""
     lane.stretches.append(_stretch(ref, lane))
     lane.plan = ChainPlan(Phase.READY, tuple(lane.stretches))
 
 
-def _stretch(ref: SegmentRef, lane: Lane) -> Stretch[SegmentRef]:
+def _stretch(ref: SegmentRef, lane: ChainState) -> Stretch[SegmentRef]:
     last = ref.coverage.last if lane.end is None else min(ref.coverage.last, lane.end)
     return Stretch(ref, SequenceRange(lane.position, last))

@@ -22,7 +22,7 @@ from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue, state_key
 from common.service.exits import command, ways
 from common.settings.root import Settings
-from ingress.checkpoint_store import ROLE, Entry, StateStore
+from ingress.checkpoint_store import ROLE, StateEntry, StateStore
 from ingress.deps import kv_replicas
 from ingress.errors import check_targets
 
@@ -90,7 +90,7 @@ class Bucket(Protocol):
 
     bucket: str
 
-    async def get(self, key: str) -> Entry | None: ...
+    async def get(self, key: str) -> StateEntry | None: ...
     async def change(self, key: str, step: Callable[[bytes | None], bytes | None]) -> None: ...
 
 

@@ -119,7 +119,7 @@ def unfinished(
     return found
 
 
-class Fate(StrEnum):
+class GapAction(StrEnum):
     """What a chain does at a hole."""
 
     WAIT = "wait"  # late: the segment may still come
@@ -128,7 +128,7 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class GapPolicy:
     """How long a hole is late (seconds, from `lost_segment_timeout`), and whether a lost one is skipped."""
 
     timeout: float
@@ -136,15 +136,15 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class GapDecision:
     """`part`: the leading part of the hole that is given up, where that is its fate. `why`: in words."""
 
-    fate: Fate
+    fate: GapAction
     part: SequenceRange | None = None
     why: str = ""
 
 
-def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, patience: Patience) -> Decision:
+def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, patience: GapPolicy) -> GapDecision:
     """What to do about the hole of `plan`, whose phase is LATE or DAMAGED.
 
     `gaps`: what operators accepted and what this target gave up before. `now`: seconds by the store's clock.
@@ -153,13 +153,17 @@ def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, patience: P
     assert plan.hole is not None, "only holes have a fate"
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
     if part is not None:
-        return Decision(Fate.GIVE_UP, part, _accepted_by(part, gaps))
+        return GapDecision(GapAction.GIVE_UP, part, _accepted_by(part, gaps))
     if plan.phase is Phase.DAMAGED or plan.waiting_since is None:
-        return Decision(Fate.WAIT)
+        return GapDecision(GapAction.WAIT)
     if now - plan.waiting_since < patience.timeout:
-        return Decision(Fate.WAIT)
+        return GapDecision(GapAction.WAIT)
     why = f"no segment within {format_duration(patience.timeout)}"
-    return Decision(Fate.GIVE_UP, plan.hole, why) if patience.skip else Decision(Fate.HALT, plan.hole, why)
+    return (
+        GapDecision(GapAction.GIVE_UP, plan.hole, why)
+        if patience.skip
+        else GapDecision(GapAction.HALT, plan.hole, why)
+    )
 
 
 def _accepted_by(part: SequenceRange, gaps: Sequence[AcceptedGap]) -> str:

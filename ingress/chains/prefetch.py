@@ -27,13 +27,20 @@ from common.sequences import Stretch
 from common.service.logs import get_logger
 from common.service.process import Threads
 from ingress import metrics
-from ingress.chains.chain_state import LOOK_AT_STOPPED, AskShape, Attendant, Decisions, Lane, Roster
-from ingress.chains.locate import Lookout
+from ingress.chains.chain_state import (
+    LOOK_AT_STOPPED,
+    AskShape,
+    ChainRegistry,
+    ChainState,
+    Decisions,
+    PauseWatcher,
+)
+from ingress.chains.locate import SegmentLocator
 from ingress.chains.recall import Recall
-from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, Gap, Piece
+from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, Gap, IntentPiece
 from ingress.parked import ParkedStore
 from ingress.rows.decoder import Decoder, FromHoleError, Relays
-from ingress.rows.rows import Block, Budget, Rows
+from ingress.rows.rows import Block, ByteBudget, Rows
 
 log = get_logger("ingress.chains.prefetch")
 
@@ -46,16 +53,16 @@ class _StaleError(Exception):
     """The lane was made anew while its rows were read: they belong to nobody."""
 
 
-class Supply:
+class Prefetcher:
     """Rows for one target, decoded ahead of whoever publishes them.
 
-    `shape`, `decisions`, `look_at_stopped`: see `Attendant`.
+    `shape`, `decisions`, `look_at_stopped`: see `PauseWatcher`.
     """
 
     def __init__(
         self,
         target: str,
-        roster: Roster,
+        roster: ChainRegistry,
         store: SegmentStore,
         documents: ChainStore,
         threads: Threads,
@@ -70,24 +77,24 @@ class Supply:
         self.target, self.roster = target, roster
         self._clock = clock
         self._relays = Relays(documents, threads)
-        self._lookout = Lookout(
+        self._lookout = SegmentLocator(
             target, roster, store, documents, self._relays, threads, clock, lambda: self.positions
         )
         # The rest is for what decoding needs beside the rows, for what is on the wire, and for what the
         # allocator keeps.
-        self._budget = Budget(memory_limit // 4)
+        self._budget = ByteBudget(memory_limit // 4)
         self._decoder = Decoder(store, threads, self._budget, parked)
         self.recall = Recall(store, threads, self._budget, roster, self._relays, parked)
         self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
         self._trouble = Trouble()
-        self._turns: asyncio.Queue[Lane] = asyncio.Queue()
+        self._turns: asyncio.Queue[ChainState] = asyncio.Queue()
         self._ready: deque[Block] = deque()
         self._filled = asyncio.Event()
         # None until the first `reset`: what has begun and what has not is not known before.
         self._positions: Mapping[Chain, int] | None = None
         # Behind what was taken: where a chain goes on, though that is not stored yet.
         self._taken_to: dict[Chain, int] = {}
-        self._attendant = Attendant(
+        self._attendant = PauseWatcher(
             target, roster, clock, shape, decisions, look_at_stopped, wake=self._wake, hold=self._hold
         )
 
@@ -204,7 +211,7 @@ class Supply:
                 self._wake(lane)
 
     @staticmethod
-    def _is_long_ago(lane: Lane, now: float) -> bool:
+    def _is_long_ago(lane: ChainState, now: float) -> bool:
         """Whether the chain is to be looked at whatever its tail says, and then at more than usual."""
         if now - lane.looked_at < LOOK_AGAIN:
             return False
@@ -221,7 +228,7 @@ class Supply:
 
     # Turns
 
-    def _wake(self, lane: Lane) -> None:
+    def _wake(self, lane: ChainState) -> None:
         if self._positions is None or not lane.may_run or not self._attendant.is_informed:
             return
         if lane.is_busy:
@@ -242,10 +249,10 @@ class Supply:
             if lane.again and self._is_current(lane):
                 self._wake(lane)
 
-    def _is_current(self, lane: Lane) -> bool:
+    def _is_current(self, lane: ChainState) -> bool:
         return self.roster.get(lane.chain) is lane
 
-    async def _turn(self, lane: Lane) -> None:
+    async def _turn(self, lane: ChainState) -> None:
         """Carry one stretch of the chain into the queue of ready rows."""
         try:
             if await self._lookout.finds(lane):
@@ -267,11 +274,11 @@ class Supply:
         except (Unavailable, OutcomeUnknown) as error:
             self._failed(lane, error)
 
-    def _stop(self, lane: Lane, error: FloeError) -> None:
+    def _stop(self, lane: ChainState, error: FloeError) -> None:
         if self._is_current(lane):
             self._attendant.stop(lane, error)
 
-    def _failed(self, lane: Lane, error: Unavailable | OutcomeUnknown) -> None:
+    def _failed(self, lane: ChainState, error: Unavailable | OutcomeUnknown) -> None:
         """The store did not answer; told once, until the chain goes on."""
         metrics.unreadable.labels(self.target).inc()
         if not lane.failed:
@@ -280,17 +287,17 @@ class Supply:
         lane.again = False
         lane.fail()
 
-    async def _carry_on(self, lane: Lane) -> None:
+    async def _carry_on(self, lane: ChainState) -> None:
         """The next stretch of the chain, or what is given up before it."""
         if lane.given_up is None:
             await self._decode(lane, lane.stretches.popleft())
             return
-        block = Block(Piece(Gap(lane.chain), lane.given_up, 0))
+        block = Block(IntentPiece(Gap(lane.chain), lane.given_up, 0))
         self._append(lane, block)
         lane.passes()
         self._budget.force(block.size)
 
-    def _append(self, lane: Lane, block: Block) -> None:
+    def _append(self, lane: ChainState, block: Block) -> None:
         """The block is ready. Raises _StaleError where it is nobody's any more."""
         if not self._is_current(lane):
             raise _StaleError
@@ -299,7 +306,7 @@ class Supply:
         self._ready.append(block)
         self._filled.set()
 
-    def _hold(self, lane: Lane) -> Lane:
+    def _hold(self, lane: ChainState) -> ChainState:
         """Drop what is ready of the chain; the lane that goes on behind what was taken."""
         kept: deque[Block] = deque()
         for block in self._ready:
@@ -310,7 +317,7 @@ class Supply:
         self._ready = kept
         return self.roster.renew(lane, {**self.positions, **self._taken_to})
 
-    async def _decode(self, lane: Lane, stretch: Stretch[SegmentRef]) -> None:
+    async def _decode(self, lane: ChainState, stretch: Stretch[SegmentRef]) -> None:
         ref = stretch.segment
 
         def emit(block: Block) -> None:
@@ -334,7 +341,7 @@ class Supply:
             if problem is not None:
                 self._stop(lane, problem)
 
-    def _leave_out(self, lane: Lane, ref: SegmentRef, error: SegmentCorrupt) -> None:
+    def _leave_out(self, lane: ChainState, ref: SegmentRef, error: SegmentCorrupt) -> None:
         lane.damaged.add(ref.key)
         lane.replan(everywhere=True)
         metrics.damaged.labels(lane.chain.site, lane.chain.feed).inc()

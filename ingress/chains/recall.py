@@ -14,14 +14,14 @@ from common.sequences import SequenceRange, Stretch
 from common.service.exits import ways
 from common.service.logs import get_logger
 from common.service.process import Threads
-from ingress.chains.chain_state import Roster
+from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.search import covering
-from ingress.checkpoint import Gap, Intent, Piece
+from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.hints import set_command
 from ingress.parked import ParkedName, ParkedStore, digest_of
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
-from ingress.rows.rows import Block, Budget, Rows
+from ingress.rows.rows import Block, ByteBudget, Rows
 
 log = get_logger("ingress.chains.recall")
 
@@ -36,8 +36,8 @@ class Recall:
         self,
         store: SegmentStore,
         threads: Threads,
-        budget: Budget,
-        roster: Roster,
+        budget: ByteBudget,
+        roster: ChainRegistry,
         relays: Relays,
         parked: ParkedStore | None = None,
     ) -> None:
@@ -103,9 +103,9 @@ class Recall:
             raise DataError(f"parked message {name.sequence} of {name.chain} is not there", code="E-PARKED")
         rows = SequenceRange(message.sequence, message.sequence)
         segment = SegmentName(name.chain, 0, rows, digest_of(name.chain, message))
-        return await self._out_of_turn(Piece(segment, rows, 1, out_of_turn=True), message)
+        return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
-    async def _parked_piece(self, piece: Piece) -> Block | None:
+    async def _parked_piece(self, piece: IntentPiece) -> Block | None:
         """The message of a piece that is out of turn; None where only the archive can have it."""
         if self._parked is None:
             return None
@@ -113,7 +113,7 @@ class Recall:
         message = await self._threads.run(self._parked.read, name)
         return None if message is None else await self._out_of_turn(piece, message)
 
-    async def _out_of_turn(self, piece: Piece, message: Message) -> Block:
+    async def _out_of_turn(self, piece: IntentPiece, message: Message) -> Block:
         preparer = await self._preparer(piece.chain, frozenset())
         prepared = await self._threads.run(preparer.prepare, batch_of(message))
         if prepared.problem is not None:
@@ -130,7 +130,7 @@ class Recall:
 
     # Pieces of segments
 
-    async def _piece(self, piece: Piece) -> list[Block]:
+    async def _piece(self, piece: IntentPiece) -> list[Block]:
         damaged: set[str] = set()
         refs = await self._named(piece)
         while True:
@@ -148,7 +148,7 @@ class Recall:
             if found is not None:
                 return found
 
-    async def _named(self, piece: Piece) -> list[SegmentRef]:
+    async def _named(self, piece: IntentPiece) -> list[SegmentRef]:
         """The segment that the piece names, by one short listing; empty if it is not there."""
         name, call = piece.segment, self._threads.run
         assert not isinstance(name, Gap), "a gap has no rows to be found"
@@ -157,7 +157,7 @@ class Recall:
         return [ref for ref in refs if ref.segment == name]
 
     async def _read(
-        self, piece: Piece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
+        self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
     ) -> list[Block] | None:
         """The blocks of the stretches; None where a segment turned out damaged or gone, which is then
         noted.
@@ -199,12 +199,12 @@ class Recall:
         self._budget.give(sum(block.size for block in blocks))
         blocks.clear()
 
-    def _check_count(self, piece: Piece, blocks: list[Block]) -> None:
+    def _check_count(self, piece: IntentPiece, blocks: list[Block]) -> None:
         count = sum(block.piece.count for block in blocks)
         if count != piece.count:
             raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
 
-    def _lost(self, piece: Piece, why: str) -> Stopped:
+    def _lost(self, piece: IntentPiece, why: str) -> Stopped:
         drop = set_command(self._roster.target, "--accept")
         return Stopped(
             f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",

@@ -4,8 +4,8 @@ of a million segments.
 Level 0 is listed first, because new segments stand there; the levels above only on a miss, ascending, until
 one leads on. A page holds the segments that end first behind the position, so it holds the one that continues
 unless more than a page of them end inside a later, larger one: egress writes such a segment when it reads
-again above a hole. `Search` finds it, a page a look; and before anything is given up for good, `survey` looks
-at everything.
+again above a hole. `SearchState` finds it, a page a look; and before anything is given up for good, `survey`
+looks at everything.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NONE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
-class Search:
+class SearchState:
     """Where a look that found nothing goes on: behind the last segments of pages that were full.
 
     `position`: what is searched for; another one begins the search anew.
@@ -82,7 +82,7 @@ def look(
     damaged: AbstractSet[str],
     *,
     everywhere: bool = True,
-    search: Search | None = None,
+    search: SearchState | None = None,
     limit: int = LISTED,
 ) -> ChainPlan:
     """What can be carried from `position` on, as far as one page of each level and one of `search` tell.
@@ -104,7 +104,7 @@ def look(
 
 def _searched(
     store: SegmentStore,
-    search: Search,
+    search: SearchState,
     found: list[SegmentRef],
     full: list[SegmentRef],
     plan: ChainPlan,

@@ -37,7 +37,7 @@ MOST_NEW = (
 
 
 class Listener(Protocol):
-    """Who wants to know of chains (`ingress.chains.prefetch.Supply`)."""
+    """Who wants to know of chains (`ingress.chains.prefetch.Prefetcher`)."""
 
     def pairs(self) -> list[tuple[str, str]]: ...
     def found(self, chain: Chain, end: int | None = None) -> None: ...

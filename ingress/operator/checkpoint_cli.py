@@ -28,7 +28,7 @@ from common.service.cli import (
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
-    from ingress.operator.correct import Desk, Plan
+    from ingress.operator.correct import CheckpointEditor, CheckpointPlan
 from common.clock import SystemClock
 from common.errors import DataError
 from common.open import open_chains
@@ -37,7 +37,7 @@ from common.segments.documents import TargetPositions
 POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
 
 
-class Position(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
     """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`, as a pair of a `Named` and the sequence."""
 
     name = "chain=sequence"
@@ -59,7 +59,7 @@ class Position(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CheckpointOptions:
     """What the command line asks for."""
 
     named: Named | None
@@ -76,8 +76,8 @@ class Wish:
     as_json: bool
 
     def planning(
-        self, desk: Desk, chain: Chain | None, told: dict[Chain, int]
-    ) -> Callable[[], Awaitable[Plan]]:
+        self, desk: CheckpointEditor, chain: Chain | None, told: dict[Chain, int]
+    ) -> Callable[[], Awaitable[CheckpointPlan]]:
         """What makes the plan. `chain`, `told`: what is meant by the names."""
         if self.accept:
             return lambda: desk.accept(told, self.repeats)
@@ -111,7 +111,7 @@ class Wish:
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
 @click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
-@click.option("--position", "told", type=Position(), multiple=True, help="With --accept: you know it.")
+@click.option("--position", "told", type=PositionParam(), multiple=True, help="With --accept: you know it.")
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
 @dry_run_option
 @yes_option
@@ -140,7 +140,7 @@ async def checkpoint_set(
     """
     named = _named(site, feed, incarnation, partition, sequence)
     told = dict(options.pop("told"))
-    wish = Wish(named=named, sequence=sequence or 0, told=told, **options)
+    wish = CheckpointOptions(named=named, sequence=sequence or 0, told=told, **options)
     _check(wish)
     return await run(config, target, wish)
 
@@ -155,7 +155,7 @@ def _named(
     return Named(site, feed, incarnation, partition)
 
 
-def _check(wish: Wish) -> None:
+def _check(wish: CheckpointOptions) -> None:
     is_counted = wish.stored is not None
     asked = (wish.named is not None, wish.accept, wish.from_target, wish.forget, wish.forget_unlisted)
     if sum((*asked, is_counted)) != 1:
@@ -169,7 +169,7 @@ def _check(wish: Wish) -> None:
         raise UsageError("--accept-repeats: expected --accept or --from-target beside it")
 
 
-async def run(config: str, target: str, wish: Wish) -> int:
+async def run(config: str, target: str, wish: CheckpointOptions) -> int:
     """Plan, show, ask, do; the exit code."""
     from ingress.operator.correct import opened
 
@@ -191,7 +191,9 @@ async def run(config: str, target: str, wish: Wish) -> int:
     return 0
 
 
-async def _meant(settings: Settings, desk: Desk, wish: Wish) -> tuple[Chain | None, dict[Chain, int]]:
+async def _meant(
+    settings: Settings, desk: CheckpointEditor, wish: CheckpointOptions
+) -> tuple[Chain | None, dict[Chain, int]]:
     """The chains that are meant by the names."""
     names = [*wish.told, *([wish.named] if wish.named else [])]
     if not names:
@@ -202,7 +204,7 @@ async def _meant(settings: Settings, desk: Desk, wish: Wish) -> tuple[Chain | No
     return found.get(wish.named) if wish.named else None, {found[name]: at for name, at in wish.told.items()}
 
 
-def _show(target: str, plan: Plan) -> None:
+def _show(target: str, plan: CheckpointPlan) -> None:
     from common.service.cli import table
     from ingress.operator.correct import position_rows
 
@@ -223,7 +225,7 @@ def _show(target: str, plan: Plan) -> None:
         click.echo(line)
 
 
-def _end(wish: Wish, target: str, plan: Plan, text: str) -> None:
+def _end(wish: CheckpointOptions, target: str, plan: CheckpointPlan, text: str) -> None:
     if not wish.as_json:
         click.echo(text, err=True)
         return

@@ -23,12 +23,12 @@ from ingress.checkpoint import ParkedAs, TargetState
 from ingress.checkpoint_store import ROLE, StateStore
 from ingress.deps import kv_replicas
 from ingress.operator import corrections
-from ingress.operator.corrections import Correction, CorrectionRefused, Marks, Positions, Sightings
-from ingress.operator.target_scan import Census, take_census
+from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions, Sightings
+from ingress.operator.target_scan import TargetScan, take_census
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers
 from ingress.redelivery import PARALLEL, in_threads
-from ingress.verdict.verdict import Reading, read
+from ingress.verdict.verdict import TargetReading, read
 
 BUSY = 20.0  # seconds that a carrier at work may keep a correction of one chain waiting
 BUSY_SPACING = 0.02  # seconds between two tries
@@ -36,7 +36,7 @@ STILL = 1.0  # seconds in which a target must not move
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StoredState:
     """What is stored: the state (None: nothing, or nothing readable), its revision, why it cannot be read."""
 
     state: TargetState | None
@@ -49,9 +49,9 @@ class Seen:
     """The target: what STREAM.INFO says (None: no such stream), and a reading of it."""
 
     info: StreamInfo | None
-    reading: Reading | None
+    reading: TargetReading | None
 
-    def there(self) -> tuple[StreamInfo, Reading]:
+    def there(self) -> tuple[StreamInfo, TargetReading]:
         """Both. Raises CorrectionRefused where there is no stream."""
         if self.info is None or self.reading is None:
             raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
@@ -59,10 +59,10 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CheckpointPlan:
     """A correction of what was stored at `known`, made when the target said `last`."""
 
-    known: Known
+    known: StoredState
     correction: Correction
     last: int | None = None
 
@@ -74,7 +74,7 @@ class Plan:
         return self.correction.after != self.known.state
 
 
-class Desk:
+class CheckpointEditor:
     """One target in front of an operator."""
 
     def __init__(
@@ -94,16 +94,16 @@ class Desk:
 
     # Looking
 
-    async def known(self) -> Known:
+    async def known(self) -> StoredState:
         """What is stored now, readable or not."""
         entry = await self._bucket.get(self._key)
         if entry is None:
-            return Known(None, 0)
+            return StoredState(None, 0)
         try:
             stored = await self._store.load()
         except Stopped as error:
-            return Known(None, entry.revision, error.message)
-        return Known(stored.state, entry.revision)
+            return StoredState(None, entry.revision, error.message)
+        return StoredState(stored.state, entry.revision)
 
     async def seen(self) -> Seen:
         """What the target says now."""
@@ -111,18 +111,18 @@ class Desk:
         reading = None if info is None else await read(self._client, self.target, self._control_headers)
         return Seen(info, reading)
 
-    async def _census(self, info: StreamInfo, census: Census) -> Census:
+    async def _census(self, info: StreamInfo, census: TargetScan) -> TargetScan:
         retention = str(info.config.get("retention", "limits"))
         return await take_census(self._client, self.target, retention, census)
 
     # Planning
 
-    async def move(self, chain: Chain, sequence: int) -> Plan:
+    async def move(self, chain: Chain, sequence: int) -> CheckpointPlan:
         """`chain` goes on at `sequence`."""
         known = await self.known()
-        return Plan(known, corrections.move(self._state(known), chain, sequence))
+        return CheckpointPlan(known, corrections.move(self._state(known), chain, sequence))
 
-    async def accept(self, told: Positions, repeats: bool) -> Plan:
+    async def accept(self, told: Positions, repeats: bool) -> CheckpointPlan:
         """The target as it stands."""
         known, (info, reading) = await self.known(), (await self.seen()).there()
         state = self._state(known)
@@ -130,45 +130,45 @@ class Desk:
         is_same = reading.created == checkpoint.target_created
         after = checkpoint.target_sequence if is_same else 0
         census = await self._census(
-            info, Census(after, reading.last_sequence, corrections.awaited(state.intent))
+            info, TargetScan(after, reading.last_sequence, corrections.awaited(state.intent))
         )
         correction = corrections.accept(
             state, reading, census, told, repeats=repeats, exclusive=self._settings.exclusive
         )
-        return Plan(known, correction, reading.last_sequence)
+        return CheckpointPlan(known, correction, reading.last_sequence)
 
-    async def count_stored(self, stored: int) -> Plan:
+    async def count_stored(self, stored: int) -> CheckpointPlan:
         """So many rows of the open intent are stored."""
         known, (_, reading) = await self.known(), (await self.seen()).there()
         correction = corrections.count_stored(self._state(known), reading, stored)
-        return Plan(known, correction, reading.last_sequence)
+        return CheckpointPlan(known, correction, reading.last_sequence)
 
-    async def rebuild(self, repeats: bool) -> Plan:
+    async def rebuild(self, repeats: bool) -> CheckpointPlan:
         """The positions by what stands in the target."""
         known, (info, reading) = await self.known(), (await self.seen()).there()
         kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
         entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
         sightings = Sightings({(name.chain, name.sequence) for name in entries})
-        census = await self._census(info, Census(0, reading.last_sequence, sightings))
+        census = await self._census(info, TargetScan(0, reading.last_sequence, sightings))
         correction = corrections.rebuild(
             known.state, reading, census, repeats=repeats, entries=list(entries.values())
         )
-        return Plan(known, correction, reading.last_sequence)
+        return CheckpointPlan(known, correction, reading.last_sequence)
 
-    async def forget(self) -> Plan:
+    async def forget(self) -> CheckpointPlan:
         """Everything from the beginning."""
         known, seen = await self.known(), await self.seen()
         messages = seen.info.messages if seen.info else 0
         correction = corrections.forget(known.state, seen.reading, messages)
-        return Plan(known, correction, None if seen.reading is None else seen.reading.last_sequence)
+        return CheckpointPlan(known, correction, None if seen.reading is None else seen.reading.last_sequence)
 
-    async def forget_unlisted(self) -> Plan:
+    async def forget_unlisted(self) -> CheckpointPlan:
         """Only chains that `sources` lists."""
         known = await self.known()
         pairs = {pair for source in self._settings.sources for pair in source.pairs()}
-        return Plan(known, corrections.forget_unlisted(self._state(known), pairs))
+        return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), pairs))
 
-    def _state(self, known: Known) -> TargetState:
+    def _state(self, known: StoredState) -> TargetState:
         if known.state is None:
             raise CorrectionRefused(
                 f"target {self.target}: expected a stored state, found none: {known.problem or 'no key'}",
@@ -179,7 +179,7 @@ class Desk:
 
     # Doing
 
-    async def apply(self, plan: Plan) -> None:
+    async def apply(self, plan: CheckpointPlan) -> None:
         """Store it, if neither the state nor the target has moved since it was planned.
 
         Raises AnotherWriter where the target moves, Unavailable where the state did.
@@ -201,14 +201,16 @@ class Desk:
                 code="E-STATE-MOVED",
             )
 
-    async def apply_again(self, plan: Plan, again: Callable[[], Awaitable[Plan]]) -> None:
+    async def apply_again(self, plan: CheckpointPlan, again: Callable[[], Awaitable[CheckpointPlan]]) -> None:
         """Store it; where the state moves under a carrier at work, plan it again for a while."""
         deadline = self._clock.monotonic() + BUSY
         while not await self._store_plan(plan):
             await self._clock.sleep(BUSY_SPACING)
             plan = await self.patiently(again, deadline)
 
-    async def patiently(self, planning: Callable[[], Awaitable[Plan]], deadline: float | None = None) -> Plan:
+    async def patiently(
+        self, planning: Callable[[], Awaitable[CheckpointPlan]], deadline: float | None = None
+    ) -> CheckpointPlan:
         """The plan, tried again while an open intent stands against it; raises its error in the end."""
         deadline = self._clock.monotonic() + BUSY if deadline is None else deadline
         while True:
@@ -225,7 +227,7 @@ class Desk:
         await self._clock.sleep(STILL)
         return (await self.known()).revision != before.revision
 
-    async def _store_plan(self, plan: Plan) -> bool:
+    async def _store_plan(self, plan: CheckpointPlan) -> bool:
         after, revision = plan.correction.after, plan.known.revision
         if after is not None:
             # Before the state moves: nobody else would put them any more.
@@ -234,9 +236,9 @@ class Desk:
             return revision == 0 or await self._bucket.delete(self._key, revision)
         return await self._store.save(after, revision) is not None
 
-    async def _put(self, marks: Marks, kept_as: ParkedAs) -> None:
+    async def _put(self, marks: ParkedMarks, kept_as: ParkedAs) -> None:
         """Have the marks stand in the bucket. Raises what the store raises."""
-        if marks == Marks():
+        if marks == ParkedMarks():
             return
         threads, parked = Threads("marks", PARALLEL), self._parked(kept_as)
         try:
@@ -247,7 +249,7 @@ class Desk:
 
 
 @asynccontextmanager
-async def opened(settings: Settings, target: str) -> AsyncIterator[Desk]:
+async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
     """The desk of `target`. Raises UsageError where the configuration has no such target."""
     found = [each for each in settings.ingress.targets if each.stream == target]
     if not found:
@@ -257,7 +259,7 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[Desk]:
     try:
         replicas = await kv_replicas(client, settings.ingress)
         bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
-        yield Desk(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
+        yield CheckpointEditor(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
     finally:
         await client.aclose()
 
@@ -267,7 +269,7 @@ def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
     return ParkedStore(documents.objects, documents.layout, target, kept_as)
 
 
-def position_rows(plan: Plan) -> list[dict[str, Any]]:
+def position_rows(plan: CheckpointPlan) -> list[dict[str, Any]]:
     """For each chain its position before and after (None: none)."""
     was, now = plan.known.state, plan.correction.after
     before = was.checkpoint.positions if was else {}

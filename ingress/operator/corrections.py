@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from common.chain import Chain
 from common.errors import Stopped
-from ingress.checkpoint import Checkpoint, Intent, ParkedAs, Piece, TargetState, advanced
-from ingress.operator.target_scan import Census
-from ingress.parked import Entry, State
-from ingress.verdict.verdict import Finding, Origin, Reading, counts, judge
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState, advanced
+from ingress.operator.target_scan import TargetScan
+from ingress.parked import ParkedEntry, State
+from ingress.verdict.verdict import Finding, Origin, TargetReading, counts, judge
 
 Message = tuple[Chain, int]
 
@@ -27,7 +27,7 @@ class CorrectionRefused(Stopped):
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ParkedMarks:
     """Parked messages that a chain has passed (`left_out`), and that stand in the target (`delivered`)."""
 
     left_out: tuple[Message, ...] = ()
@@ -43,9 +43,9 @@ class Marks:
         return lines
 
 
-def no_marks() -> Marks:
+def no_marks() -> ParkedMarks:
     """Nothing to do."""
-    return Marks()
+    return ParkedMarks()
 
 
 def _named(messages: Collection[Message]) -> str:
@@ -74,12 +74,12 @@ class Sightings:
         return is_counted
 
 
-def sighted_again(census: Census) -> int:
+def sighted_again(census: TargetScan) -> int:
     """How many messages of the census are parked ones that were tried again."""
     return census.counts.again if isinstance(census.counts, Sightings) else 0
 
 
-def _seen(census: Census) -> Collection[Message]:
+def _seen(census: TargetScan) -> Collection[Message]:
     return census.counts.seen if isinstance(census.counts, Sightings) else ()
 
 
@@ -87,22 +87,22 @@ def marks_of(
     intent: Intent | None,
     positions: Mapping[Chain, int],
     stored: int | None,
-    census: Census,
+    census: TargetScan,
     *,
     repeats: bool,
-) -> Marks:
+) -> ParkedMarks:
     """What the intent that is dropped would have marked, where its chains go on at `positions`.
 
     `stored`: how many of its messages stand in the target; None: what the census saw. Raises
     CorrectionRefused where nobody can tell whether a parked message stands there, unless `repeats`.
     """
     if intent is None:
-        return Marks()
+        return ParkedMarks()
     left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
     passed = tuple(each for each in left_out if each[1] < positions.get(each[0], 0))
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn]
     if stored is not None:
-        return Marks(passed, _among(intent, stored))
+        return ParkedMarks(passed, _among(intent, stored))
     seen = tuple(each for each in tried if each in _seen(census))
     unseen = [each for each in tried if each not in seen]
     if unseen and census.gone and not repeats:
@@ -111,7 +111,7 @@ def marks_of(
             f"stored, found neither: {_named(unseen)}",
             hint="--accept-repeats: where the gone messages were these, they are stored twice",
         )
-    return Marks(passed, seen)
+    return ParkedMarks(passed, seen)
 
 
 def _among(intent: Intent, stored: int) -> tuple[Message, ...]:
@@ -124,7 +124,9 @@ def _among(intent: Intent, stored: int) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def marks_by_listing(entries: Collection[Entry], checkpoint: Checkpoint, census: Census) -> Marks:
+def marks_by_listing(
+    entries: Collection[ParkedEntry], checkpoint: Checkpoint, census: TargetScan
+) -> ParkedMarks:
     """The marks that are missing, by what is parked and what a census of the whole target saw of that."""
     seen = _seen(census)
     left_out, delivered = list[Message](), list[Message]()
@@ -137,7 +139,7 @@ def marks_by_listing(entries: Collection[Entry], checkpoint: Checkpoint, census:
             left_out += [message] if is_passed and entry.is_kept and message not in seen else []
         elif entry.state is not State.DELIVERED and message in seen:
             delivered.append(message)
-    return Marks(tuple(left_out), tuple(delivered))
+    return ParkedMarks(tuple(left_out), tuple(delivered))
 
 
 def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]) -> ParkedAs | None:
@@ -170,7 +172,7 @@ class Correction:
 
     after: TargetState | None
     told: list[str] = field(default_factory=list)
-    marks: Marks = field(default_factory=no_marks)
+    marks: ParkedMarks = field(default_factory=no_marks)
 
 
 # One chain
@@ -225,8 +227,8 @@ def awaited(intent: Intent | None) -> Sightings:
 
 def accept(
     state: TargetState,
-    reading: Reading,
-    census: Census,
+    reading: TargetReading,
+    census: TargetScan,
     told: Positions,
     *,
     repeats: bool = False,
@@ -253,20 +255,20 @@ def accept(
     return Correction(TargetState(checkpoint), told_of, marks)
 
 
-def _stored(state: TargetState, reading: Reading, census: Census, exclusive: bool) -> int | None:
+def _stored(state: TargetState, reading: TargetReading, census: TargetScan, exclusive: bool) -> int | None:
     """How many messages of the open intent stand there; None where the arithmetic does not tell."""
     verdict = judge(state, reading)
     is_ours_alone = exclusive and not census.foreign and not _strangers(census)
     return verdict.stored if is_ours_alone and verdict.finding is Finding.STORED else None
 
 
-def _strangers(census: Census) -> int:
+def _strangers(census: TargetScan) -> int:
     """Messages with provenance that are not awaited, parked ones that are tried again not counted."""
     return census.others - sighted_again(census)
 
 
 def _standing(
-    state: TargetState, reading: Reading, census: Census, exclusive: bool
+    state: TargetState, reading: TargetReading, census: TargetScan, exclusive: bool
 ) -> tuple[dict[Chain, int], set[Chain]]:
     """The positions by what stands in the target, and the chains for which that is only the least."""
     positions = dict(state.checkpoint.positions)
@@ -289,7 +291,7 @@ def counted(
 
     `tail`: what the last of them says of itself, where it can be read.
     """
-    done: list[Piece] = []
+    done: list[IntentPiece] = []
     for piece in intent.pieces:
         if stored < piece.count or stored == 0:
             break
@@ -308,7 +310,7 @@ def counted(
     return after, {piece.chain}
 
 
-def _unknown(positions: Positions, unknown: set[Chain], census: Census) -> CorrectionRefused:
+def _unknown(positions: Positions, unknown: set[Chain], census: TargetScan) -> CorrectionRefused:
     least = ", ".join(
         f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown)
     )
@@ -320,7 +322,9 @@ def _unknown(positions: Positions, unknown: set[Chain], census: Census) -> Corre
     )
 
 
-def _of_accepting(state: TargetState, reading: Reading, census: Census, positions: Positions) -> list[str]:
+def _of_accepting(
+    state: TargetState, reading: TargetReading, census: TargetScan, positions: Positions
+) -> list[str]:
     checkpoint, lines = state.checkpoint, []
     if reading.created != checkpoint.target_created:
         lines.append("another stream of the name: what was carried into the former one is not carried again")
@@ -338,14 +342,14 @@ def _of_accepting(state: TargetState, reading: Reading, census: Census, position
     return lines + consequences(checkpoint.positions, positions)
 
 
-def _stands(census: Census) -> list[str]:
+def _stands(census: TargetScan) -> list[str]:
     return [
         f"{chain}: {standing.count} messages stand there, {standing.first} to {standing.newest}"
         for chain, standing in sorted(census.chains.items())
     ]
 
 
-def _others(census: Census) -> list[str]:
+def _others(census: TargetScan) -> list[str]:
     lines = []
     if census.foreign:
         lines.append(f"{census.foreign} messages are not ours; they stay")
@@ -354,7 +358,7 @@ def _others(census: Census) -> list[str]:
     return lines
 
 
-def count_stored(state: TargetState, reading: Reading, stored: int) -> Correction:
+def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Correction:
     """Of the open intent `stored` rows are stored; the others are sent behind what the target ends with now.
 
     Raises CorrectionRefused where there is no such intent, or the target cannot hold so many of its rows.
@@ -387,11 +391,11 @@ def count_stored(state: TargetState, reading: Reading, stored: int) -> Correctio
 
 def rebuild(
     state: TargetState | None,
-    reading: Reading,
-    census: Census,
+    reading: TargetReading,
+    census: TargetScan,
     *,
     repeats: bool = False,
-    entries: Collection[Entry] = (),
+    entries: Collection[ParkedEntry] = (),
 ) -> Correction:
     """Each chain goes on behind the newest of its messages that stands in the target.
 
@@ -428,7 +432,7 @@ def rebuild(
     return Correction(TargetState(checkpoint), lines, marks)
 
 
-def _least(state: TargetState | None, reading: Reading) -> dict[Chain, int]:
+def _least(state: TargetState | None, reading: TargetReading) -> dict[Chain, int]:
     """What the stored state says for certain: nothing where the target lost messages since."""
     if state is None or reading.created != state.checkpoint.target_created:
         return {}
@@ -439,7 +443,7 @@ def _least(state: TargetState | None, reading: Reading) -> dict[Chain, int]:
 # Begin again
 
 
-def forget(state: TargetState | None, reading: Reading | None, messages: int) -> Correction:
+def forget(state: TargetState | None, reading: TargetReading | None, messages: int) -> Correction:
     """An empty target is filled again from where its chains begin. Raises CorrectionRefused where it holds
     messages.
     """

@@ -21,7 +21,7 @@ from ingress.hints import way_out_filled, way_out_of
 
 
 @dataclass(frozen=True, slots=True)
-class Archived:
+class ArchivedCover:
     """What there is of one chain. `first`: where it is looked at from; `end`: the end of its coverage, which
     is that of its incarnation where that has ended, 0 where there is none. `ended`: where its incarnation
     ended, None while it has not.
@@ -90,7 +90,7 @@ class Hole:
 
 def look_up(
     store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None
-) -> Archived:
+) -> ArchivedCover:
     """What there is of `chain` from `position` on (None: from where it begins). Blocking.
 
     Raises DataError for a document that is not what it must be, and what the store raises.
@@ -100,10 +100,10 @@ def look_up(
     ends = [ref.coverage.last for ref in segments]
     ended = documents.read_end(chain)
     end = max([*ends, documents.read_tail(chain) or 0, ended or 0])
-    return Archived(chain, segments, documents.gaps(chain, position=first), first, end, ended)
+    return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
 
 
-def standing_at(store: SegmentStore, archived: Archived) -> Hole | None:
+def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
     """Why ingress stands at the position though a segment covers it by name: some of a filled hole is gone,
     or it is damaged. None where that is not so. Blocking.
     """
@@ -131,7 +131,7 @@ class Acceptable:
     damaged: tuple[str, ...] = ()
 
 
-def check(store: SegmentStore, archived: Archived, gap: SequenceRange) -> Acceptable:
+def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> Acceptable:
     """Whether `gap` may be given up. Raises UsageError where a sound segment covers a part of it, unless it
     filled a hole of which that part was gone, or where it reaches beyond the end of coverage; what the store
     raises. Blocking: segments that cover it are read.

@@ -28,7 +28,7 @@ from common.service.exits import command, ways
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from ingress.parked import Entry, ParkedName, ParkedStore
+    from ingress.parked import ParkedEntry, ParkedName, ParkedStore
 
 COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
 
@@ -153,7 +153,7 @@ async def parked_retry(
         click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
 
 
-def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[Entry]:
+def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[ParkedEntry]:
     """What may be asked for. Raises DataError for a single message that may not."""
     from ingress.parked import State
 
@@ -225,12 +225,12 @@ def _meant(config: str, store: ParkedStore, named: Named, sequence: int | None) 
     return found[0] if found else named.chain(load_settings(config, quiet=True))
 
 
-def _of_chain(store: ParkedStore, chain: Chain) -> dict[ParkedName, Entry]:
+def _of_chain(store: ParkedStore, chain: Chain) -> dict[ParkedName, ParkedEntry]:
     """What is parked of the chain and counts now."""
     return {name: entry for name, entry in store.entries().items() if name.chain == chain}
 
 
-def _entry(store: ParkedStore, chain: Chain, sequence: int) -> Entry:
+def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
     for name, entry in _of_chain(store, chain).items():
         if name.sequence == sequence:
             return entry
@@ -245,7 +245,7 @@ def _ls(target: str) -> str:
     return command("parked ls", f"--target {shlex.quote(target)}")
 
 
-def _row(store: ParkedStore, entry: Entry) -> dict[str, object]:
+def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
     from common.segments.cli import timestamp
 
     return {

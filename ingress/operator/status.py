@@ -133,7 +133,7 @@ async def _publisher(client: FloeClient, target: TargetSettings) -> tuple[str, s
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ChainStatus:
     """How far one chain is. `archived`: the end of coverage by its tail, None where there is no tail.
 
     `position`: None where the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
@@ -245,7 +245,7 @@ def _pairs(target: TargetSettings) -> dict[tuple[str, str], SourceSettings]:
     return {pair: source for source in target.sources for pair in source.pairs()}
 
 
-def with_plan(standing: Standing, found: Inside, patience: float, now: float) -> Standing:
+def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
     """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
     plan = found.plan
     since = plan.waiting_since
@@ -271,10 +271,10 @@ async def print_status(settings: Settings, as_json: bool) -> int:
     return DataError.exit_code if any(standing.alarm for standing in standings) else 0
 
 
-async def read_standings(settings: Settings, clock: Clock) -> list[Standing]:
+async def read_standings(settings: Settings, clock: Clock) -> list[ChainStatus]:
     """Where every chain of every target stands, by target and chain."""
     sights = await read_sights(settings)
-    survey = Survey(open_store(settings), open_chains(settings), clock, settings.ingress.silent_after)
+    survey = ArchiveSurvey(open_store(settings), open_chains(settings), clock, settings.ingress.silent_after)
     try:
         return await survey.standings(settings.ingress.targets, sights)
     finally:
@@ -293,7 +293,7 @@ async def read_foreign(settings: Settings) -> Foreign:
         store.close()
 
 
-class Survey:
+class ArchiveSurvey:
     """Looks at the archive for `floe status`."""
 
     def __init__(
@@ -305,13 +305,13 @@ class Survey:
 
     async def standings(
         self, targets: tuple[TargetSettings, ...], sights: Mapping[str, Sight]
-    ) -> list[Standing]:
+    ) -> list[ChainStatus]:
         """One for each chain that has a tail or a position, or of which only egress says anything, by target
         and chain; and one for each feed of `sources` of which there is nothing.
         """
         tails = await self._threads.run(self._documents.listed_tails)
         sightings = await self._sightings({pair for target in targets for pair in _pairs(target)})
-        wanted: list[Coroutine[Any, Any, Standing | None]] = []
+        wanted: list[Coroutine[Any, Any, ChainStatus | None]] = []
         for target in targets:
             sight = sights.get(target.stream, Sight())
             sources = _pairs(target)
@@ -332,13 +332,13 @@ class Survey:
 
     async def _missing(
         self, target: str, sight: Sight, pair: tuple[str, str], tails: Iterable[Chain]
-    ) -> Standing | None:
+    ) -> ChainStatus | None:
         """A feed of `sources` of which there is nothing; None where it has begun."""
         if await self._threads.run(self._documents.chains, *pair):
             return None
         there = suggestion("/".join(pair), {f"{chain.site}/{chain.feed}" for chain in tails})
         why = f"nothing archived of this feed; {there}"
-        return Standing(target, sight.publisher, Chain(*pair), None, None, phase="missing", why=why)
+        return ChainStatus(target, sight.publisher, Chain(*pair), None, None, phase="missing", why=why)
 
     async def _sightings(self, pairs: Collection[tuple[str, str]]) -> dict[Chain, Sighting]:
         """What egress says of itself, by partition; nothing where that may not be read."""
@@ -366,10 +366,10 @@ class Survey:
         source: SourceSettings | None,
         egress: Sighting | None,
         last_archived: float | None,
-    ) -> Standing:
+    ) -> ChainStatus:
         positions = sight.state.checkpoint.positions if sight.state else {}
         archived = await self._threads.run(self._documents.read_tail, chain)
-        found = Standing(
+        found = ChainStatus(
             target,
             sight.publisher,
             chain,
@@ -412,7 +412,7 @@ class Survey:
         self._store.close()
 
 
-def _as_decided(standing: Standing, sight: Sight, *, is_listed: bool) -> Standing:
+def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> ChainStatus:
     """What keeps the chain from being carried whatever the archive holds."""
     if sight.stopped:
         return replace(standing, phase="stopped", why=sight.stopped)

@@ -20,7 +20,7 @@ PATIENCE = 10.0  # seconds without a message before the reading is given up
 
 
 @dataclass(slots=True)
-class Standing:
+class ScannedChain:
     """What of a chain stands in the stretch that was read.
 
     `first`, `newest`: least and greatest sequence found, `count`: messages; `at`: target sequence of the
@@ -35,7 +35,7 @@ class Standing:
 
 
 @dataclass(slots=True)
-class Census:
+class TargetScan:
     """What stands in a target behind sequence `after`, up to and including `last`.
 
     `held`: messages of any kind, `foreign`: those of them without provenance, `others`: those with one that
@@ -48,7 +48,7 @@ class Census:
     held: int = 0
     foreign: int = 0
     others: int = 0
-    chains: dict[Chain, Standing] = field(default_factory=dict)
+    chains: dict[Chain, ScannedChain] = field(default_factory=dict)
 
     @property
     def gone(self) -> int:
@@ -80,7 +80,7 @@ class Census:
             return
         standing = self.chains.get(chain)
         if standing is None:
-            self.chains[chain] = Standing(sequence, sequence, 1, at, self.held)
+            self.chains[chain] = ScannedChain(sequence, sequence, 1, at, self.held)
             return
         standing.count += 1
         standing.first = min(standing.first, sequence)
@@ -88,7 +88,7 @@ class Census:
             standing.newest, standing.at, standing.before = sequence, at, self.held
 
 
-async def take_census(client: FloeClient, stream: str, retention: str, census: Census) -> Census:
+async def take_census(client: FloeClient, stream: str, retention: str, census: TargetScan) -> TargetScan:
     """Read the messages of `stream` that `census` is about.
 
     `retention`: the stream's; a work queue allows no second consumer, so it is asked message by message.
@@ -103,7 +103,7 @@ async def take_census(client: FloeClient, stream: str, retention: str, census: C
     return census
 
 
-async def _ask(client: FloeClient, stream: str, census: Census) -> None:
+async def _ask(client: FloeClient, stream: str, census: TargetScan) -> None:
     at = census.after + 1
     while at <= census.last:
         message = await next_message(client, stream, at)
@@ -113,7 +113,7 @@ async def _ask(client: FloeClient, stream: str, census: Census) -> None:
         at = message.sequence + 1
 
 
-async def _read(client: FloeClient, stream: str, census: Census) -> None:
+async def _read(client: FloeClient, stream: str, census: TargetScan) -> None:
     pull = _Pull(census)
     inbox = client.new_inbox()
     subscription = await client.subscribe_raw(inbox, pull.sink, pull.trouble.tell)
@@ -145,7 +145,7 @@ async def _read(client: FloeClient, stream: str, census: Census) -> None:
 class _Pull:
     """Hands what one pull request after the other delivers to a census."""
 
-    def __init__(self, census: Census) -> None:
+    def __init__(self, census: TargetScan) -> None:
         self._census, self._left, self._moved = census, BATCH, asyncio.Event()
         self.trouble = Trouble(self._moved)
         self.is_done = False

@@ -16,7 +16,7 @@ from ingress.publishers.publisher import (
     Outcome,
     Replies,
     Reply,
-    Unclear,
+    UnknownOutcome,
 )
 from ingress.rows.rows import Rows
 
@@ -28,7 +28,7 @@ SHARED_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class AtomicBatch:
     """One atomic batch on the wire, in two parts; `stop`: the index of the row behind it."""
 
     parts: tuple[bytes, bytes]
@@ -72,7 +72,9 @@ class AtomicPublisher:
             stored, batch = batch.stop, following
         return Outcome(stored)
 
-    async def _send(self, batch: Batch, rows: Rows, base: int) -> tuple[Unclear | None, Batch | None]:
+    async def _send(
+        self, batch: AtomicBatch, rows: Rows, base: int
+    ) -> tuple[UnknownOutcome | None, AtomicBatch | None]:
         """Send `batch`; while the server works on it, put the following one together."""
         self._replies.listen(batch.reply)
         try:
@@ -82,11 +84,11 @@ class AtomicPublisher:
             self._client.send(batch.parts[1])
             await self._client.flush_writes()
         except Unavailable as error:
-            return Unclear(error.message), None
+            return UnknownOutcome(error.message), None
         following = self._compose(rows, base, batch.stop)
         return await self._replies.judged(batch.reply, batch.expected, self._ack_timeout), following
 
-    def _compose(self, rows: Rows, base: int, start: int) -> Batch | None:
+    def _compose(self, rows: Rows, base: int, start: int) -> AtomicBatch | None:
         """The batch of rows from index `start` on; None where there are none."""
         if start >= rows.count:
             return None
@@ -98,7 +100,7 @@ class AtomicPublisher:
         # Between two messages: what others send through the connection meanwhile stands between the parts.
         half = len(frames) // 6 * 3
         parts = b"".join(frames[:half]), b"".join(frames[half:])
-        return Batch(parts, stop, reply, Expected(self._stream, base + stop, batch_id, stop - start))
+        return AtomicBatch(parts, stop, reply, Expected(self._stream, base + stop, batch_id, stop - start))
 
     def _frames(
         self, rows: Rows, base: int, start: int, stop: int, batch_id: bytes, reply: Reply
@@ -123,7 +125,7 @@ class AtomicPublisher:
                 answer_to = answer_to if self._ask_all else b""
         return frames
 
-    def _learn(self, unclear: Unclear | None, size: int) -> None:
+    def _learn(self, unclear: UnknownOutcome | None, size: int) -> None:
         """How large the next batch may be, after one of `size` bytes."""
         if unclear is None:
             self._most = min(self._limit, self._most * 2)

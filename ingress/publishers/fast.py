@@ -24,7 +24,7 @@ from ingress.publishers.publisher import (
     Replies,
     Reply,
     SinglePublisher,
-    Unclear,
+    UnknownOutcome,
     judge_ack,
     refusal,
 )
@@ -40,7 +40,7 @@ MOST_ALONE = 1024  # rows
 
 
 @dataclass(slots=True)
-class Batch:
+class FastBatch:
     """One batch: rows `start` to `stop` of an intent that begins after `base`; `sent`: how many went out."""
 
     rows: Rows
@@ -148,24 +148,24 @@ class FastPublisher:
     async def aclose(self) -> None:
         await self._replies.aclose()
 
-    def _batch(self, rows: Rows, base: int, start: int) -> Batch:
+    def _batch(self, rows: Rows, base: int, start: int) -> FastBatch:
         self._count += 1
         batch_id = f"{self._writer}-{self._count:x}"
         answers = Answers(self._replies.subject(), batch_id)
         expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
         flow = flow_of(rows, start, rows.count)
-        return Batch(rows, base, start, rows.count, flow, answers, expected)
+        return FastBatch(rows, base, start, rows.count, flow, answers, expected)
 
-    async def _publish(self, batch: Batch) -> Unclear | None:
+    async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send it to its end; None where all of it is acknowledged."""
         self._replies.listen(batch.answers)
         try:
             unclear = await self._send(batch)
         except Unavailable as error:
-            return Unclear(error.message)
+            return UnknownOutcome(error.message)
         return unclear or await self._end(batch)
 
-    async def _send(self, batch: Batch) -> Unclear | None:
+    async def _send(self, batch: FastBatch) -> UnknownOutcome | None:
         """Send all messages, at the server's pace, up to an answer that ends the batch early.
 
         The first goes alone: its answer says whether there are such batches here, and the pace. While the
@@ -187,7 +187,7 @@ class FastPublisher:
             end = min(batch.count, batch.sent + max(1, min(batch.answers.every, batch.flow)))
         return None
 
-    async def _wait_for_pace(self, batch: Batch) -> Unclear | None:
+    async def _wait_for_pace(self, batch: FastBatch) -> UnknownOutcome | None:
         """Until the first answer."""
         answers = batch.answers
         while not (answers.every or answers.refusal or answers.decisive.done()):
@@ -195,7 +195,7 @@ class FastPublisher:
                 return unclear
         return None
 
-    async def _wait_for_room(self, batch: Batch, more: int) -> Unclear | None:
+    async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
         """Until `more` messages may be on their way too, or the server has stopped the batch.
 
         An answer is sure to come only where `every` messages are on their way.
@@ -209,7 +209,7 @@ class FastPublisher:
                 return unclear
         return None
 
-    async def _end(self, batch: Batch) -> Unclear | None:
+    async def _end(self, batch: FastBatch) -> UnknownOutcome | None:
         """The decisive answer, judged; None where it acknowledges exactly the batch."""
         answers = batch.answers
         while not answers.decisive.done():
@@ -218,15 +218,15 @@ class FastPublisher:
                 return answers.refusal or unclear
         answer = answers.decisive.result()
         if answer is None:
-            return Unclear("the connection was lost before the acknowledgement")
+            return UnknownOutcome("the connection was lost before the acknowledgement")
         return answers.refusal or judge_ack(*answer, batch.expected)
 
-    async def _news(self, answers: Answers, timeout: float = 0.0) -> Unclear | None:
+    async def _news(self, answers: Answers, timeout: float = 0.0) -> UnknownOutcome | None:
         """Wait for any answer; why not if none comes in time. Every answer gives the next one its time."""
         timeout = timeout or self._ack_timeout
         answers.news.clear()
         if not await wait_for(answers.news, timeout):
-            return Unclear(f"no acknowledgement within {timeout:g} s")
+            return UnknownOutcome(f"no acknowledgement within {timeout:g} s")
         return None
 
 
@@ -258,9 +258,9 @@ def _is_pace(answer: dict[str, Any]) -> bool:
     return type(acked) is int and type(every) is int and acked >= 0 and every >= 1
 
 
-def _reason(answer: dict[str, Any]) -> Unclear:
+def _reason(answer: dict[str, Any]) -> UnknownOutcome:
     """Why the server ended the batch: a message was refused, or it missed one."""
     error = answer.get("error")
     if isinstance(error, dict):
         return refusal(error)
-    return Unclear(f"the server missed messages of the batch: {answer!r:.200}")
+    return UnknownOutcome(f"the server missed messages of the batch: {answer!r:.200}")

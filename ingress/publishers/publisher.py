@@ -27,7 +27,7 @@ Answer = tuple[bytes, bytes | None]  # payload, header block
 
 
 @dataclass(frozen=True, slots=True)
-class Unclear:
+class UnknownOutcome:
     """Why it is not known how much was stored. `err_code`: JetStream's number of a refusal, 0 for none."""
 
     why: str
@@ -44,28 +44,28 @@ class Expected:
     count: int = 0
 
 
-def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> Unclear | None:
+def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> UnknownOutcome | None:
     """None where `payload` acknowledges exactly `expected`."""
     if headers is not None and headers.startswith(NO_RESPONDERS):
-        return Unclear("no stream takes the subject, or the stream has no leader")
+        return UnknownOutcome("no stream takes the subject, or the stream has no leader")
     try:
         ack = json.loads(payload)
     except (ValueError, RecursionError):
         ack = None
     if not isinstance(ack, dict):
-        return Unclear(f"acknowledgement: expected JSON, found {payload[:60]!r}")
+        return UnknownOutcome(f"acknowledgement: expected JSON, found {payload[:60]!r}")
     if isinstance(ack.get("error"), dict):
         return refusal(ack["error"])
     found = Expected(ack.get("stream", ""), ack.get("seq", 0), ack.get("batch", ""), ack.get("count", 0))
     if found != expected or ack.get("duplicate"):
-        return Unclear(f"acknowledgement: expected {expected}, found {ack!r:.200}")
+        return UnknownOutcome(f"acknowledgement: expected {expected}, found {ack!r:.200}")
     return None
 
 
-def refusal(error: dict[str, Any]) -> Unclear:
+def refusal(error: dict[str, Any]) -> UnknownOutcome:
     """What the server says in an `error` of its answer."""
     code = error.get("err_code")
-    return Unclear(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
+    return UnknownOutcome(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
 
 
 class Reply:
@@ -79,7 +79,7 @@ class Reply:
         self.early = self.prefix + b"e"
         self.last = self.prefix + b"c"
         self.decisive: Future[Answer | None] = asyncio.get_running_loop().create_future()
-        self.refusal: Unclear | None = None
+        self.refusal: UnknownOutcome | None = None
 
     def take(self, subject: bytes, payload: bytes, headers: bytes | None) -> None:
         """An answer came; called from the read loop."""
@@ -144,14 +144,14 @@ class Replies:
         if self._failure is not None:
             reply.fail(self._failure)
 
-    async def judged(self, reply: Reply, expected: Expected, timeout: float) -> Unclear | None:
+    async def judged(self, reply: Reply, expected: Expected, timeout: float) -> UnknownOutcome | None:
         """None once `expected` is acknowledged; else why not, at the latest after `timeout` seconds."""
         try:
             answer = await within(reply.decisive, timeout)
         except TimeoutError:
-            return reply.refusal or Unclear(f"no acknowledgement within {timeout:g} s")
+            return reply.refusal or UnknownOutcome(f"no acknowledgement within {timeout:g} s")
         if answer is None:
-            return Unclear("the connection was lost before the acknowledgement")
+            return UnknownOutcome("the connection was lost before the acknowledgement")
         unclear = judge_ack(*answer, expected)
         incomplete = unclear is not None and unclear.err_code == BATCH_INCOMPLETE
         return reply.refusal or unclear if incomplete else unclear
@@ -183,7 +183,7 @@ class Outcome:
     """
 
     stored: int
-    unclear: Unclear | None = None
+    unclear: UnknownOutcome | None = None
     handed: int = field(default=0, compare=False)
 
 
@@ -229,7 +229,9 @@ class SinglePublisher:
             stored += 1
         return Outcome(stored)
 
-    async def _send(self, subject: bytes, tail: bytes, payload: memoryview, after: int) -> Unclear | None:
+    async def _send(
+        self, subject: bytes, tail: bytes, payload: memoryview, after: int
+    ) -> UnknownOutcome | None:
         reply = self._replies.make()
         self._replies.listen(reply)
         block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)
@@ -237,7 +239,7 @@ class SinglePublisher:
             self._client.send(_hpub(subject, reply.last, block, payload))
             await self._client.flush_writes()
         except Unavailable as error:
-            return Unclear(error.message)
+            return UnknownOutcome(error.message)
         failpoint("ingress.mid_batch")
         return await self._replies.judged(reply, Expected(self._stream, after + 1), self._ack_timeout)
 

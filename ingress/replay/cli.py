@@ -94,12 +94,12 @@ async def replay(
     from ingress.replay.output import Teller, plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
     from ingress.replay.replay import Replay
-    from ingress.replay.request import Options
+    from ingress.replay.request import ReplayOptions
 
     request, pace = _request(asked), pace_of(rate, speed)
     settings, clock = load_settings(config, quiet=True), SystemClock()
     store, documents = open_store(settings), open_chains(settings)
-    options = Options(create, append, allow_lossy, skip_holes, again, pace, paced_words(rate, speed))
+    options = ReplayOptions(create, append, allow_lossy, skip_holes, again, pace, paced_words(rate, speed))
     work = Replay(settings, request, options, store, documents, clock, teller := Teller())
     try:
         async with work.connected() as client, stop_on_signals() as stop:

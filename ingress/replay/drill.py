@@ -39,10 +39,10 @@ from ingress.deps import open_bucket
 from ingress.errors import leading
 from ingress.replay.outlook import former_of
 from ingress.replay.output import Teller, size_text
-from ingress.replay.plan import ChainRange, Plan
+from ingress.replay.plan import ChainRange, ReplayPlan
 from ingress.replay.receipt import Remembered, receipt_key
 from ingress.replay.replay import Replay
-from ingress.replay.request import Options, Request, Result
+from ingress.replay.request import ReplayOptions, ReplayResult, Request
 from ingress.replay.survey import known_chains
 
 log = get_logger("ingress.replay.drill")
@@ -240,13 +240,13 @@ DIFFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DrillReport:
     """What a drill found. `full_seconds`: what a replay of the whole feed would take at this rate, None where
     nothing was replayed. `problems`: lines of reading the archive."""
 
     request: Request
-    result: Result
-    plan: Plan
+    result: ReplayResult
+    plan: ReplayPlan
     differences: Differences
     full_seconds: float | None
     problems: tuple[str, ...] = ()
@@ -309,13 +309,13 @@ class Drill:
         self.stream, self.prefix = f"{NAME}{number}", f"{ROOT}.{number}"
         self._threads = Threads("drill", 2)
 
-    async def run(self, request: Request, stop: asyncio.Event) -> Report:
+    async def run(self, request: Request, stop: asyncio.Event) -> DrillReport:
         """Drill `request`, whose target and prefix are `stream` and `prefix`.
 
         Raises Unavailable where `stop` is set before the end. The scratch stream is removed whatever happens.
         """
         request = await self._threads.run(self._bounded, request)
-        options = Options(allow_lossy=True, skip_holes=True)
+        options = ReplayOptions(allow_lossy=True, skip_holes=True)
         work = Replay(
             self._settings, request, options, self._store, self._documents, self._clock, self._teller
         )
@@ -337,12 +337,12 @@ class Drill:
             del words[at : at + 2]
         return command("drill", shlex.join(words))
 
-    async def _drilled(self, work: Replay, client: FloeClient, stop: asyncio.Event) -> Report:
+    async def _drilled(self, work: Replay, client: FloeClient, stop: asyncio.Event) -> DrillReport:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
         for name in await scratch.sweep():
             self._teller.say(f"removed {name}, which a former drill left")
         plan = (await work.outlook(client)).found.plan
-        reports: list[Report] = []
+        reports: list[DrillReport] = []
 
         async def main() -> None:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SLACK
@@ -356,7 +356,9 @@ class Drill:
                 raise leading(errors) from None
         return reports[0]
 
-    async def _compared(self, work: Replay, client: FloeClient, plan: Plan, stop: asyncio.Event) -> Report:
+    async def _compared(
+        self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: asyncio.Event
+    ) -> DrillReport:
         result = await work.run(client, stop)
         former = await former_of(client, work.service.state_bucket, self.stream)
         if not result.finished or not isinstance(former, Remembered) or stop.is_set():
@@ -371,7 +373,7 @@ class Drill:
         # Holes are told by the plan, those that are accepted are none.
         told = tuple(line for line in problems if not line.startswith("no segment covers"))
         full = await self._threads.run(self._full_seconds, work.request, plan, result)
-        return Report(work.request, result, plan, total, full, told)
+        return DrillReport(work.request, result, plan, total, full, told)
 
     def _bounded(self, request: Request) -> Request:
         """`request`; the last sequences where it has no bounds. Blocking."""
@@ -421,7 +423,7 @@ class Drill:
                     trail.add(replace(message, headers=restore(message.headers)[1]) if relay else message)
         return trails
 
-    def _full_seconds(self, request: Request, plan: Plan, result: Result) -> float | None:
+    def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:
         """By stored bytes: what the whole feed has over what was replayed. Blocking."""
         drilled = sum(p.stretch.segment.size * p.rows / max(1, p.footer.rows) for p in plan.parts)
         if not drilled:

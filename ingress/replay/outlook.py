@@ -11,11 +11,11 @@ from common.jetstream.kv import BucketGone, KeyValue
 from common.segments.documents import StreamDocument
 from common.service.exits import ways
 from ingress.replay import target
-from ingress.replay.plan import Plan
+from ingress.replay.plan import ReplayPlan
 from ingress.replay.receipt import Remembered, Unreadable, other, remembered, unreadable
 from ingress.replay.request import Advice, Request
 from ingress.replay.source import hole_error
-from ingress.replay.survey import Found, Survey
+from ingress.replay.survey import ReplaySurvey, SurveyFindings
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Outlook:
     """`info`: the target, None where it is missing; `recipe`: how it would be made. `former`: the last replay
     into it."""
 
-    found: Found
+    found: SurveyFindings
     info: StreamInfo | None
     recipe: target.Recipe | None
     former: Remembered | Unreadable | None
     notes: tuple[str, ...]
 
 
-async def outlook(client: FloeClient, survey: Survey, advice: Advice, state_bucket: str) -> Outlook:
+async def outlook(client: FloeClient, survey: ReplaySurvey, advice: Advice, state_bucket: str) -> Outlook:
     """What replaying the request of `advice` would do now. Raises what speaks against the target's kind."""
     request = advice.request
     found = await survey.look(request)
@@ -73,7 +73,7 @@ def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembe
     raise other(advice, receipt)
 
 
-def check_plan(plan: Plan, advice: Advice) -> None:
+def check_plan(plan: ReplayPlan, advice: Advice) -> None:
     """Raises Stopped where the archive holds less than was asked for, and nobody said that this is fine."""
     if plan.is_lossy and not advice.options.allow_lossy:
         raise Stopped(
@@ -86,7 +86,7 @@ def check_plan(plan: Plan, advice: Advice) -> None:
         raise hole_error(advice, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
 
 
-def lossy_text(plan: Plan) -> str:
+def lossy_text(plan: ReplayPlan) -> str:
     """How much of what was published is there: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
     kept = sum(part.kept for part in plan.parts)
     counts = [f"{name} {count:,}" for name, count in plan.ledger.to_json().items()]

@@ -13,15 +13,15 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.settings.types import format_duration
 from ingress.replay.outlook import Outlook, lossy_text
-from ingress.replay.plan import ChainRange, Plan, time_text
+from ingress.replay.plan import ChainRange, ReplayPlan, time_text
 from ingress.replay.receipt import Remembered, Unreadable
-from ingress.replay.request import Request, Result
+from ingress.replay.request import ReplayResult, Request
 
 EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplayProgress:
     """How far a replay is. `sequences`: accounted for, of `of`; `rows`: messages stored; `bytes`: of them, in
     this run. `chain`, `sequence`: the last one stored; None before the first."""
 
@@ -40,11 +40,11 @@ class Standing:
 
 def standing(
     ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int, raw_bytes: int
-) -> Standing:
+) -> ReplayProgress:
     """Where a replay of `ranges` is that stands at `positions`."""
     done = {each: min(positions.get(each.chain, 0), each.rows.last + 1) - each.rows.first for each in ranges}
     current = next((e for e in reversed(ranges) if done[e] > 0), None)
-    return Standing(
+    return ReplayProgress(
         rows,
         raw_bytes,
         sum(max(0, count) for count in done.values()),
@@ -54,7 +54,7 @@ def standing(
     )
 
 
-def progress_line(now: Standing, begun: Standing, seconds: float) -> str:
+def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) -> str:
     """One line; `begun`: where this run began, `seconds` ago."""
     moved = now.sequences - begun.sequences
     left = (
@@ -153,7 +153,7 @@ def plan_lines(view: Outlook, request: Request) -> Iterator[str]:
     yield from (f"note: {note}" for note in view.notes)
 
 
-def _what_is_missing(plan: Plan) -> Iterator[str]:
+def _what_is_missing(plan: ReplayPlan) -> Iterator[str]:
     if not plan.chains:
         yield "nothing of the archive lies in this range"
     if plan.is_lossy:
@@ -188,7 +188,7 @@ def _target_lines(view: Outlook, request: Request) -> Iterator[str]:
         yield f"the last replay into it is {done}: {receipt.request.words()}"
 
 
-def result_line(result: Result, request: Request) -> str:
+def result_line(result: ReplayResult, request: Request) -> str:
     """The last line of a replay."""
     where = f"{request.site}/{request.feed} into {result.target}"
     if result.was_done:

@@ -27,7 +27,7 @@ class ChainRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplayPart:
     """A stretch that will be read, and what its segment says of itself.
 
     `gone`: how many of the sequences that it did not read no other segment has either, at most; None where
@@ -71,12 +71,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainPlan:
+class ReplayChain:
     """One chain. `holes`: sequences that nothing covers; `accepted`: those of them that an operator has given
     up for good."""
 
     range: ChainRange
-    parts: tuple[Part, ...]
+    parts: tuple[ReplayPart, ...]
     holes: tuple[SequenceRange, ...] = ()
     accepted: tuple[SequenceRange, ...] = ()
 
@@ -90,14 +90,14 @@ class ChainPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """All chains, in the order in which they are replayed. `is_filtered`: by subjects."""
 
-    chains: tuple[ChainPlan, ...]
+    chains: tuple[ReplayChain, ...]
     is_filtered: bool = False
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ReplayPart]:
         return [part for chain in self.chains for part in chain.parts]
 
     @property
@@ -220,7 +220,7 @@ Moments = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ArchivedSpan:
     """What the archive holds of a chain: sequences (None: nothing), and the times (ns, inclusive) of
     the first and the last message (None: its segments do not tell).
     """
@@ -231,7 +231,7 @@ class Held:
     last_ns: int | None = None
 
 
-def check_meets(request: Request, moments: Moments, archive: Sequence[Held]) -> None:
+def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan]) -> None:
     """Raises UsageError where the bounds of `request` lie before or behind all that is archived.
 
     Fine is a range inside the archive that holds no messages, and an archive that holds nothing yet.
@@ -244,7 +244,7 @@ def check_meets(request: Request, moments: Moments, archive: Sequence[Held]) -> 
         )
 
 
-def _meets(request: Request, moments: Moments, held: Held) -> bool:
+def _meets(request: Request, moments: Moments, held: ArchivedSpan) -> bool:
     assert held.rows is not None, "only chains that hold something are asked"
     begin, end = moments
     too_late = (request.from_sequence or 1) > held.rows.last
@@ -266,7 +266,7 @@ def _asked(request: Request) -> str:
     return " ".join(f"{option} {value}" for option, value in bounds.items() if value)
 
 
-def _extent(held: Sequence[Held]) -> str:
+def _extent(held: Sequence[ArchivedSpan]) -> str:
     chain, rows = held[0].chain, [each.rows for each in held if each.rows is not None]
     incarnations = " to ".join(_ends([f"{each.chain.incarnation:04d}" for each in held]))
     first = [each.first_ns for each in held if each.first_ns is not None]

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError, Stopped
-from common.jetstream.kv import Entry, KeyValue, state_key
+from common.jetstream.kv import KeyValue, KvEntry, state_key
 from common.sequences import SequenceRange
 from common.service.exits import ways
 from ingress.checkpoint import TargetState
@@ -135,7 +135,7 @@ class ReceiptBucket:
     def __init__(self, bucket: KeyValue, receipt: Receipt) -> None:
         self._bucket, self.receipt = bucket, receipt
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> KvEntry | None:
         """The state alone. Raises Stopped where another replay's receipt is around it."""
         entry = await self._bucket.get(key)
         if entry is None:
@@ -147,7 +147,7 @@ class ReceiptBucket:
             raise unreadable(advice, str(error)) from error
         if receipt.request.digest != advice.request.digest:
             raise other(advice, receipt)
-        return Entry(inner, entry.revision)
+        return KvEntry(inner, entry.revision)
 
     async def create(self, key: str, value: bytes) -> int | None:
         return await self._bucket.create(key, self._wrapped(value))

@@ -30,7 +30,7 @@ from common.settings.service import ServiceSettings
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import ROLE as INGRESS
 from ingress.checkpoint_store import StateStore
-from ingress.delivery import Carrier
+from ingress.delivery import Delivery
 from ingress.deps import open_bucket
 from ingress.errors import leading, passes_by_itself
 from ingress.preflight import shape_of
@@ -38,15 +38,15 @@ from ingress.publishers.choose import choose, make, offered
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.replay import target
 from ingress.replay.outlook import Outlook, check_plan, continued, former_of, outlook
-from ingress.replay.output import Standing, Teller, progress_line, standing
+from ingress.replay.output import ReplayProgress, Teller, progress_line, standing
 from ingress.replay.pace import Interrupted, PacedPublisher
 from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key
-from ingress.replay.request import Advice, Options, Request, Result
+from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
 from ingress.replay.source import ReplayRoster, ReplaySource, target_settings
-from ingress.replay.survey import Survey
-from ingress.rows.prepare import ServerLimits, Shape
-from ingress.verdict.settle import Settler
-from ingress.verdict.verdict import Choices, Finding, Reading, Target, Verdict
+from ingress.replay.survey import ReplaySurvey
+from ingress.rows.prepare import ServerLimits, TargetLimits
+from ingress.verdict.settle import Reconciler
+from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
 
 
 class HeldError(LeaseLost):
@@ -163,7 +163,7 @@ class Surroundings:
     client: FloeClient
     connect: Callable[[], Awaitable[FloeClient]]
     settings: ServiceSettings
-    options: Options
+    options: ReplayOptions
     store: SegmentStore
     documents: ChainStore
     threads: Threads
@@ -211,7 +211,7 @@ class Carrying:
             raise Unavailable(f"target {self._target}: its state was moved by somebody else")
         return False
 
-    async def _run_beside(self, carrier: Carrier, source: ReplaySource, stop: asyncio.Event) -> None:
+    async def _run_beside(self, carrier: Delivery, source: ReplaySource, stop: asyncio.Event) -> None:
         sides = [source.run(), self._watch(carrier, source)]
         try:
             async with either(stop, source.finished) as ended:
@@ -235,7 +235,7 @@ class Carrying:
             raise Unavailable(f"target {self._target}: its state was changed at the very end")
         return True
 
-    async def _watch(self, carrier: Carrier, source: ReplaySource) -> None:
+    async def _watch(self, carrier: Delivery, source: ReplaySource) -> None:
         """Tell how far it is; ends everything when a lease is lost."""
         clock = self._around.clock
         begun, started = self.standing(self._begun, 0), clock.monotonic()
@@ -246,7 +246,7 @@ class Carrying:
             self._around.teller.progress(f"{text} ({carrier.trouble})" if carrier.trouble else text, at)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
 
-    def standing(self, state: TargetState, raw_bytes: int) -> Standing:
+    def standing(self, state: TargetState, raw_bytes: int) -> ReplayProgress:
         """How far the replay is by `state`."""
         rows = state.checkpoint.target_sequence - self._receipt.base
         return standing(self._receipt.ranges, state.checkpoint.positions, rows, raw_bytes)
@@ -258,7 +258,7 @@ class Carrying:
         shape = shape_of(self._around.client, info, settings)
         return ReplayRoster(settings, shape, self._receipt.request)
 
-    async def _shape(self) -> Shape:
+    async def _shape(self) -> TargetLimits:
         """What the target takes now. Raises as looking at it."""
         info = await target.look(self._around.client, self._receipt.request)
         if info is None:
@@ -299,24 +299,26 @@ class Carrying:
 
     def _carrier(
         self, keeper: StateStore, source: ReplaySource, publisher: Publisher, roster: ReplayRoster
-    ) -> Carrier:
+    ) -> Delivery:
         around, name = self._around, self._target
-        looker = Target(around.client, name, around.connect)
+        looker = TargetStream(around.client, name, around.connect)
         spacing = around.options.look_spacing
-        settler = Settler(ReplayChoices(self._advice), keeper, looker, self._tenures, around.clock, spacing)
+        settler = Reconciler(
+            ReplayChoices(self._advice), keeper, looker, self._tenures, around.clock, spacing
+        )
         hint = self._advice.refused("E-MSG-TOO-LARGE")
         limits = ServerLimits(around.client, roster, self._shape, source.reset, hint)
-        return Carrier(name, keeper, settler, publisher, source, around.clock, limits=limits)
+        return Delivery(name, keeper, settler, publisher, source, around.clock, limits=limits)
 
 
-class ReplayChoices(Choices):
+class ReplayChoices(TargetErrors):
     """What an operator does about a target that a replay found changed."""
 
     def __init__(self, advice: Advice) -> None:
         super().__init__(advice.request.target)
         self._advice = advice
 
-    def error(self, verdict: Verdict, seen: Sequence[Reading], described: str = "") -> FloeError:
+    def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
         found = super().error(verdict, seen, described)
         found.hint = self._advice.anew("stop what else writes to it, ")
         if verdict.finding is Finding.GONE:
@@ -324,7 +326,7 @@ class ReplayChoices(Choices):
             found.hint = ways(("make it again and begin anew", anew))
         return found
 
-    def no_checkpoint(self, reading: Reading | None) -> FloeError:
+    def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
         found = super().no_checkpoint(reading)
         if reading is not None:
             found.hint = self._advice.anew()
@@ -343,7 +345,7 @@ class Replay:
         self,
         settings: Settings,
         request: Request,
-        options: Options,
+        options: ReplayOptions,
         store: SegmentStore,
         documents: ChainStore,
         clock: Clock,
@@ -352,7 +354,7 @@ class Replay:
         self._settings, self.request, self._options = settings, request, options
         self._store, self._documents, self._clock, self._teller = store, documents, clock, teller
         self._threads = Threads("replay", THREADS)
-        self.survey = Survey(store, documents, self._threads, clock)
+        self.survey = ReplaySurvey(store, documents, self._threads, clock)
         self._owner = new_owner(settings.instance)
         self._again, self._former_rows = options.again, 0
         self._begun, self._bytes = False, 0
@@ -406,7 +408,7 @@ class Replay:
         """Commands for hints; once the replay has begun, they go on with it."""
         return Advice(self.request, replace(self._options, again=self._again))
 
-    async def run(self, client: FloeClient, stop: asyncio.Event) -> Result:
+    async def run(self, client: FloeClient, stop: asyncio.Event) -> ReplayResult:
         """Replay until all is stored, or until `stop` is set.
 
         Raises Stopped, ConfigError, UsageError; HeldError where another replay runs; Unavailable after long.
@@ -437,7 +439,7 @@ class Replay:
             return 0
         return former.revision if former else 0
 
-    async def _attempt(self, client: FloeClient, stop: asyncio.Event, started: float) -> Result:
+    async def _attempt(self, client: FloeClient, stop: asyncio.Event, started: float) -> ReplayResult:
         name = self.request.target
         if not self._begun and await former_of(client, self.service.state_bucket, name) is None:
             # Before its lease: nobody shall stop an ingress for what is refused afterwards.
@@ -540,8 +542,10 @@ class Replay:
         *,
         finished: bool,
         was_done: bool = False,
-    ) -> Result:
+    ) -> ReplayResult:
         rows = state.checkpoint.target_sequence - receipt.base
         before = rows if was_done else self._former_rows
         seconds = self._clock.monotonic() - started
-        return Result(finished, was_done, rows, rows - before, self._bytes, seconds, receipt.request.target)
+        return ReplayResult(
+            finished, was_done, rows, rows - before, self._bytes, seconds, receipt.request.target
+        )

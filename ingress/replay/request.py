@@ -162,7 +162,7 @@ def _time(option: str, text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ReplayOptions:
     """`again`: begin anew, whatever is remembered of a former replay. `pace` None: as fast as possible.
 
     `paced`: the options that said so, to repeat. `look_spacing`: seconds between the three looks that confirm
@@ -187,7 +187,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ReplayResult:
     """How a replay ended. `finished`: all is stored; `was_done`: by an earlier run. `rows`: messages stored
     by all its runs; `rows_now`, `bytes`, `seconds`: of this run."""
 
@@ -225,7 +225,7 @@ class Advice:
     """The commands of one replay. `options`: what its command line allowed; each command repeats them."""
 
     request: Request
-    options: Options = field(default_factory=Options)
+    options: ReplayOptions = field(default_factory=ReplayOptions)
 
     def same(self, *more: str) -> str:
         """The command that was given, with the options `more`."""

@@ -26,14 +26,14 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches
-from ingress.chains.chain_state import Roster
+from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
-from ingress.checkpoint import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, Piece
+from ingress.checkpoint import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, IntentPiece
 from ingress.replay.plan import ChainRange
 from ingress.replay.request import Advice, Request
 from ingress.rows.decoder import Decoder, Relays
-from ingress.rows.prepare import Prepared, Preparer, Shape
-from ingress.rows.rows import Block, Budget, Rows
+from ingress.rows.prepare import Prepared, Preparer, TargetLimits
+from ingress.rows.rows import Block, ByteBudget, Rows
 from ingress.rows.subjects import SubjectRule
 
 log = get_logger("ingress.replay.source")
@@ -43,7 +43,7 @@ class ReplayPreparer(Preparer):
     """Prepares the rows that the filters `subjects` take (none: all)."""
 
     def __init__(
-        self, chain: Chain, rule: SubjectRule, shape: Shape, extra: bytes, subjects: tuple[str, ...]
+        self, chain: Chain, rule: SubjectRule, shape: TargetLimits, extra: bytes, subjects: tuple[str, ...]
     ):
         super().__init__(chain, rule, shape, extra)
         self._subjects_wanted = subjects
@@ -54,10 +54,10 @@ class ReplayPreparer(Preparer):
         return super().prepare(wanted) if wanted.num_rows else Prepared(None)
 
 
-class ReplayRoster(Roster):
+class ReplayRoster(ChainRegistry):
     """Gives out preparers for one request."""
 
-    def __init__(self, settings: TargetSettings, shape: Shape, request: Request) -> None:
+    def __init__(self, settings: TargetSettings, shape: TargetLimits, request: Request) -> None:
         super().__init__(settings, shape)
         self._request = request
 
@@ -113,7 +113,7 @@ class ReplaySource:
         self._ranges, self._may_skip, self._roster = list(ranges), may_skip, roster
         self._store, self._threads = store.in_parts(), threads
         self._relays = Relays(documents, threads)
-        self._budget = Budget(memory_limit // 4)
+        self._budget = ByteBudget(memory_limit // 4)
         self._intent_bytes = min(MAX_BYTES, memory_limit // 8)
         self._decoder = Decoder(self._store, threads, self._budget)
         self.recall = _Recall(Recall(self._store, threads, self._budget, roster, self._relays), advice)
@@ -254,7 +254,7 @@ class ReplaySource:
     def _skip(self, turn: _Turn, hole: SequenceRange) -> None:
         if not self._may_skip(turn.chain, hole):
             raise hole_error(self._advice, turn.chain, hole)
-        block = Block(Piece(Gap(turn.chain), hole, 0))
+        block = Block(IntentPiece(Gap(turn.chain), hole, 0))
         self._offer(turn, block)
         self._budget.force(block.size)
 

@@ -25,12 +25,12 @@ from common.sequences import Stretch, cover
 from common.service.exits import command, ways
 from common.service.process import Threads
 from ingress.replay.plan import (
-    ChainPlan,
+    ArchivedSpan,
     ChainRange,
-    Held,
     Moments,
-    Part,
-    Plan,
+    ReplayChain,
+    ReplayPart,
+    ReplayPlan,
     asked_range,
     check_meets,
     stretches_of,
@@ -140,21 +140,21 @@ def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SurveyFindings:
     """A plan, what the source stream was, and what an operator should know before."""
 
-    plan: Plan
+    plan: ReplayPlan
     stream: StreamDocument | None
     notes: tuple[str, ...]
 
 
-class Survey:
+class ReplaySurvey:
     """Looks into one archive."""
 
     def __init__(self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock) -> None:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
 
-    async def look(self, request: Request) -> Found:
+    async def look(self, request: Request) -> SurveyFindings:
         """What `request` means now. Raises UsageError, what the store raises, DataError where damage
         lies behind damage, Unavailable where segments vanish time and again.
         """
@@ -165,13 +165,13 @@ class Survey:
         looked = [await self._relisted(chain, request, (begin, end), notes) for chain in chains]
         check_meets(request, (begin, end), [held for held, _ in looked])
         plans = [await self._planned(each, notes) for _, each in looked if each is not None]
-        return Found(Plan(tuple(plans), bool(request.subjects)), stream, tuple(notes))
+        return SurveyFindings(ReplayPlan(tuple(plans), bool(request.subjects)), stream, tuple(notes))
 
     # Which sequences
 
     async def _relisted(
         self, chain: Chain, request: Request, moments: Moments, notes: list[str]
-    ) -> tuple[Held, ChainRange | None]:
+    ) -> tuple[ArchivedSpan, ChainRange | None]:
         for _ in range(LISTINGS - 1):
             try:
                 return await self._range(chain, request, moments, notes)
@@ -184,7 +184,7 @@ class Survey:
 
     async def _range(
         self, chain: Chain, request: Request, moments: Moments, notes: list[str]
-    ) -> tuple[Held, ChainRange | None]:
+    ) -> tuple[ArchivedSpan, ChainRange | None]:
         """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
         refs = await self._threads.run(self._store.list, chain)
         begins, ends = await self._bounds(chain)
@@ -192,7 +192,7 @@ class Survey:
             notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
             ends = None
         covered = max((ref.coverage.last for ref in refs), default=0)
-        held = Held(chain, asked_range(begins, covered, ends, None, None))
+        held = ArchivedSpan(chain, asked_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
         if request.by_sequence or moments != (None, None):
             extent, timed = await self._threads.run(_timed, self._store, refs, begins, moments)
@@ -217,7 +217,7 @@ class Survey:
 
     # Which segments
 
-    async def _planned(self, each: ChainRange, notes: list[str]) -> ChainPlan:
+    async def _planned(self, each: ChainRange, notes: list[str]) -> ReplayChain:
         """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
         lost = _Lost()
         found = await self._threads.run(self._documents.gaps, each.chain)
@@ -228,19 +228,19 @@ class Survey:
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
             parts, now = await self._footers(stretches, usable)
             if not now.keys:
-                return ChainPlan(each, tuple(parts), tuple(holes), tuple(accepted))
+                return ReplayChain(each, tuple(parts), tuple(holes), tuple(accepted))
             lost = lost.plus(now)
             notes += [f"damaged or gone, left out: {key}" for key in sorted(now.keys)]
         raise _vanishing(each.chain) if now.gone else _damaged(each.chain, lost.damaged)
 
     async def _footers(
         self, stretches: list[Stretch[SegmentRef]], refs: Sequence[SegmentRef]
-    ) -> tuple[list[Part], _Lost]:
+    ) -> tuple[list[ReplayPart], _Lost]:
         """The stretches of `refs` with their footers, and the keys of segments that cannot be read."""
-        parts: list[Part] = []
+        parts: list[ReplayPart] = []
         gone, damaged = set[str](), set[str]()
 
-        async def read(stretch: Stretch[SegmentRef]) -> Part | None:
+        async def read(stretch: Stretch[SegmentRef]) -> ReplayPart | None:
             try:
                 return await self._threads.run(_part, self._store, stretch, refs)
             except SegmentGone:
@@ -270,15 +270,15 @@ class _Lost:
         return _Lost(self.gone | other.gone, self.damaged | other.damaged)
 
 
-def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> Part:
+def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart:
     """Blocking; reads rows only where others of `refs` may have what the segment did not read."""
     footer = store.footer(stretch.segment)
     unread = footer.unread and footer.unread.intersection(stretch.rows)
     others = (ref for ref in refs if ref.key != stretch.segment.key)
     if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
-        return Part(stretch, footer)
+        return ReplayPart(stretch, footer)
     with open_stretch(store, stretch, refs=refs) as reader:
-        return Part(stretch, footer, reader.still_missing(stretch.rows))
+        return ReplayPart(stretch, footer, reader.still_missing(stretch.rows))
 
 
 def _vanishing(chain: Chain) -> Unavailable:

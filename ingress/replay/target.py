@@ -18,7 +18,7 @@ from common.settings.types import format_size
 from ingress.checkpoint_store import ROLE as INGRESS
 from ingress.hints import set_command
 from ingress.preflight import add_command, problems
-from ingress.replay.plan import Plan
+from ingress.replay.plan import ReplayPlan
 from ingress.replay.request import Advice, Request
 from ingress.replay.source import target_settings
 
@@ -162,7 +162,7 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
         )
 
 
-def notes(config: Mapping[str, Any], plan: Plan, request: Request) -> Iterator[str]:
+def notes(config: Mapping[str, Any], plan: ReplayPlan, request: Request) -> Iterator[str]:
     """What of the target an operator should know before."""
     name = request.target
     if config.get("retention") in ("interest", "workqueue"):

@@ -19,12 +19,12 @@ from common.segments.keys import SegmentName
 from common.segments.reader import SegmentReader
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
-from common.segments.unread import NOTHING, Part, StretchReader, open_stretch
+from common.segments.unread import NOTHING, StretchReader, UnreadPart, open_stretch
 from common.sequences import SequenceRange, Stretch, holes
 from common.service.process import Threads
-from ingress.checkpoint import Piece
+from ingress.checkpoint import IntentPiece
 from ingress.rows.prepare import Oversize, Prepared, Preparer
-from ingress.rows.rows import Block, Budget
+from ingress.rows.rows import Block, ByteBudget
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of
@@ -94,7 +94,7 @@ class Decoder:
     """
 
     def __init__(
-        self, store: SegmentStore, threads: Threads, budget: Budget, parking: Parking | None = None
+        self, store: SegmentStore, threads: Threads, budget: ByteBudget, parking: Parking | None = None
     ) -> None:
         self._store, self._threads, self._budget, self._parking = store, threads, budget, parking
 
@@ -142,7 +142,7 @@ class Decoder:
         if begin > last:
             return begin
         self._budget.force(CHUNK_BYTES)
-        return self._hand_out(Block(Piece(ref.segment, SequenceRange(begin, last), 0)), emit)
+        return self._hand_out(Block(IntentPiece(ref.segment, SequenceRange(begin, last), 0)), emit)
 
     def _hand_out(self, block: Block, emit: Emit) -> int:
         """The sequence behind the block, once its bytes belong to whoever took it."""
@@ -154,7 +154,7 @@ class Decoder:
             raise
         return block.piece.rows.last + 1
 
-    async def _next(self, source: _Source, wait: bool) -> tuple[Part, Prepared] | None:
+    async def _next(self, source: _Source, wait: bool) -> tuple[UnreadPart, Prepared] | None:
         """The next rows, for which CHUNK_BYTES of the budget are then taken; None behind the last."""
         if wait:
             await self._budget.take(CHUNK_BYTES)
@@ -187,7 +187,7 @@ def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     material, left_out = prepared.material, prepared.left_out
     last = max([*left_out[-1:], *(material.sequences[-1:] if material else [])])
     count = len(material.sequences) if material else 0
-    piece = Piece(segment, SequenceRange(begin, last), count, left_out)
+    piece = IntentPiece(segment, SequenceRange(begin, last), count, left_out)
     return Block(piece, material, material.size) if material else Block(piece)
 
 
@@ -219,11 +219,11 @@ class _Opening:
                 return FromHole(ref, left, missing, frozenset(known))
         return None
 
-    def parts(self, reader: SegmentReader | StretchReader, stands: FromHole | None) -> Iterator[Part]:
+    def parts(self, reader: SegmentReader | StretchReader, stands: FromHole | None) -> Iterator[UnreadPart]:
         """The rows up to where it stands."""
         segment, rows = self.stretch.segment, self.stretch.rows
         if isinstance(reader, SegmentReader):
-            return (Part(segment, rows.first, batch) for batch in reader.batches(rows))
+            return (UnreadPart(segment, rows.first, batch) for batch in reader.batches(rows))
         if stands is None:
             return reader.parts()
         if stands.rows.first == rows.first:
@@ -241,11 +241,11 @@ class _Source:
         self._opening, self._preparer, self._parking = opening, preparer, parking
         self._lock = threading.Lock()
         self._reader: SegmentReader | StretchReader | None = None
-        self._parts: Iterator[Part] = iter(())
+        self._parts: Iterator[UnreadPart] = iter(())
         self._closed = False
         self.stands: FromHole | None = None
 
-    def next(self) -> tuple[Part, Prepared] | None:
+    def next(self) -> tuple[UnreadPart, Prepared] | None:
         """The next rows, and what they are ready as; None behind the last."""
         with self._lock:
             if self._closed:
@@ -258,7 +258,7 @@ class _Source:
             part = next(self._parts, None)
             return None if part is None else (part, self._prepared(part))
 
-    def _prepared(self, part: Part) -> Prepared:
+    def _prepared(self, part: UnreadPart) -> Prepared:
         prepared = self._preparer.prepare(part.batch)
         for oversize in prepared.oversize:
             assert self._parking is not None, "only who parks has messages to park"
@@ -273,10 +273,10 @@ class _Source:
                 self._reader.close()
 
 
-def _chunked(parts: Iterator[Part]) -> Iterator[Part]:
+def _chunked(parts: Iterator[UnreadPart]) -> Iterator[UnreadPart]:
     for part in parts:
         for batch in _halved(part.batch):
-            yield Part(part.segment, part.since, batch)
+            yield UnreadPart(part.segment, part.since, batch)
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

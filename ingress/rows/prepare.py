@@ -22,9 +22,9 @@ from common.jetstream.headers import Provenance, escaped_lines, parse_block
 from common.segments.columns import messages
 from common.segments.segment import Message, decode_subject
 from common.service.exits import ways
-from ingress.chains.chain_state import Roster
+from ingress.chains.chain_state import ChainRegistry
 from ingress.hints import resume, set_command, set_position
-from ingress.rows.rows import Material, Rows
+from ingress.rows.rows import PreparedBatch, Rows
 from ingress.rows.subjects import Accepting, Rule, problem
 
 
@@ -147,7 +147,7 @@ _ACTING_VALUES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TargetLimits:
     """What the target takes.
 
     `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of
@@ -172,7 +172,7 @@ class Prepared:
     them that are to be put aside before a piece leaves them out.
     """
 
-    material: Material | None
+    material: PreparedBatch | None
     problem: RowRefused | None = None
     left_out: tuple[int, ...] = ()
     oversize: tuple[Oversize, ...] = ()
@@ -199,7 +199,7 @@ class Preparer:
     sequences are left out, whatever the limits are (None: what is too large, if the shape says so).
     """
 
-    def __init__(self, chain: Chain, rule: Rule, shape: Shape, extra: bytes = b"") -> None:
+    def __init__(self, chain: Chain, rule: Rule, shape: TargetLimits, extra: bytes = b"") -> None:
         self._chain, self._rule, self._shape = chain, rule, shape
         self._origin = _origin(chain)
         self._extra = extra + b"\r\n" if extra else b""
@@ -251,8 +251,8 @@ class Preparer:
         tails: list[bytes | None] | None,
         sizes: list[int],
         stop: int,
-    ) -> Material:
-        return Material(
+    ) -> PreparedBatch:
+        return PreparedBatch(
             rows.sequences[:stop],
             rows.timestamps_ns[:stop],
             subjects[:stop],
@@ -372,8 +372,8 @@ class ServerLimits:
     def __init__(
         self,
         client: FloeClient,
-        roster: Roster,
-        ask: Callable[[], Awaitable[Shape]],
+        roster: ChainRegistry,
+        ask: Callable[[], Awaitable[TargetLimits]],
         reset: Callable[[Mapping[Chain, int]], None],
         hint: str,
     ) -> None:

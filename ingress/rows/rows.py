@@ -11,7 +11,7 @@ from itertools import pairwise, repeat
 from typing import Any
 
 from common.chain import Chain
-from ingress.checkpoint import Piece, merged
+from ingress.checkpoint import IntentPiece, merged
 
 # One message as the publisher needs it: subject, everything of its header block behind the version line, and
 # a view of its payload, because a copy would cost as much as all the rest.
@@ -23,7 +23,7 @@ BLOCK_OVERHEAD = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class PreparedBatch:
     """The messages of one block, column by column, in sequence order.
 
     `subjects`: as the target knows them, checked. `origin`: the `Floe-Source` line up to the
@@ -77,8 +77,8 @@ class Block:
     bytes in memory.
     """
 
-    piece: Piece
-    material: Material | None = None
+    piece: IntentPiece
+    material: PreparedBatch | None = None
     size: int = BLOCK_OVERHEAD
 
 
@@ -118,7 +118,7 @@ class Rows:
                     return block.piece.chain, block.material.sequences[row], end - before
         return None
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[IntentPiece]:
         """What the intent over these rows says."""
         return merged([block.piece for block in self.blocks])
 
@@ -153,19 +153,19 @@ class Rows:
             left -= block.ends[-1] - before
         return max(stop, start + 1)
 
-    def _at(self, index: int) -> tuple[Material, int]:
+    def _at(self, index: int) -> tuple[PreparedBatch, int]:
         material, row = self._place(index)
         assert material is not None, "only messages that are not stored yet are asked for"
         return material, row
 
-    def _place(self, index: int) -> tuple[Material | None, int]:
+    def _place(self, index: int) -> tuple[PreparedBatch | None, int]:
         if not 0 <= index < self.count:
             raise IndexError(f"message {index} of {self.count}")
         place = bisect.bisect_right(self._starts, index) - 1
         return self.blocks[place].material, index - self._starts[place]
 
 
-class Budget:
+class ByteBudget:
     """At most `limit` bytes at a time, given out in the order they were asked for.
 
     What is larger than the limit is given out alone, so that a single huge message cannot block for ever.

@@ -14,21 +14,21 @@ from typing import TypeVar
 from common.clock import Clock
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.service.logs import get_logger
-from ingress.checkpoint import Intent, Piece, TargetState
+from ingress.checkpoint import Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateMoved, Stored
 from ingress.interfaces import Looker, StateKeeper, Tenure
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import (
-    Choices,
     Doubt,
     Finding,
+    IntentVerdict,
     Origin,
-    Reading,
     Sending,
     Sent,
     Settled,
+    TargetErrors,
+    TargetReading,
     Unread,
-    Verdict,
     contradiction,
     judge,
     newest,
@@ -47,14 +47,14 @@ PATIENCE = 30.0  # seconds without an answer of the target before everything is 
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between two questions
 
 
-class Settler:
+class Reconciler:
     """Looks at one exclusive target and its stored state (`ingress.interfaces.Settling`)."""
 
     steps_over = False
 
     def __init__(
         self,
-        choices: Choices,
+        choices: TargetErrors,
         keeper: StateKeeper,
         looker: Looker,
         lease: Tenure,
@@ -97,7 +97,7 @@ class Settler:
         if not self._lease.is_usable():
             raise LeaseLost(f"lease of target {self.target} is not ours any more")
 
-    async def first(self) -> tuple[Stored, Reading | None]:
+    async def first(self) -> tuple[Stored, TargetReading | None]:
         """What is stored, and where nothing is: a look at a target that never held a message.
 
         Raises Stopped where nothing is stored and the target holds, or held, messages, three times over.
@@ -112,15 +112,17 @@ class Settler:
                 return stored, reading
         raise self._choices.no_checkpoint(reading)
 
-    async def reading(self) -> Reading | None:
+    async def reading(self) -> TargetReading | None:
         """What the target says, asked again for a while if it does not answer."""
         return await self._patiently(self._looker.read)
 
-    def _verdict(self, known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
+    def _verdict(self, known: Stored, reading: TargetReading | None, rows: Rows | None) -> IntentVerdict:
         """What the last sequence and the last message say."""
         return _judge(known, reading, rows, self.sending.of(known.revision))
 
-    async def _proved_verdict(self, known: Stored, reading: Reading | None, rows: Rows | None) -> Verdict:
+    async def _proved_verdict(
+        self, known: Stored, reading: TargetReading | None, rows: Rows | None
+    ) -> IntentVerdict:
         """The verdict, and where rows are stored, what the ends of the pieces before the last one say."""
         verdict = self._verdict(known, reading, rows)
         intent = None if known.state is None else known.state.intent
@@ -149,7 +151,7 @@ class Settler:
             pause = min(LAST_PAUSE, pause * 2)
 
     async def _confirm(
-        self, known: Stored, reading: Reading | None, verdict: Verdict, rows: Rows | None
+        self, known: Stored, reading: TargetReading | None, verdict: IntentVerdict, rows: Rows | None
     ) -> None:
         """Look again, on fresh connections; returns if the answer changes, else raises what it means.
 
@@ -173,7 +175,7 @@ class Settler:
                 return
         raise await self._error(known, verdict, [each for each in seen if each is not None])
 
-    async def _error(self, known: Stored, verdict: Verdict, seen: list[Reading]) -> FloeError:
+    async def _error(self, known: Stored, verdict: IntentVerdict, seen: list[TargetReading]) -> FloeError:
         """What the verdict means for an operator, with what can be read of the messages that it is about."""
         if verdict.doubt is not None and verdict.doubt.certain < verdict.doubt.counted:
             verdict = replace(verdict, doubt=await self._less_doubt(known, verdict.doubt))
@@ -200,7 +202,7 @@ class Settler:
         return doubt
 
 
-def _is_answer(finding: Finding, seen: Sequence[Reading | None]) -> bool:
+def _is_answer(finding: Finding, seen: Sequence[TargetReading | None]) -> bool:
     """Whether enough was seen for a verdict that stops; `seen`: the looks with this finding, oldest first."""
     if len(seen) < LOOKS:
         return False
@@ -219,7 +221,9 @@ def _begins(known: Stored) -> int:
     return known.state.checkpoint.begins
 
 
-def _judge(known: Stored, reading: Reading | None, rows: Rows | None, sent: Sent | None) -> Verdict:
+def _judge(
+    known: Stored, reading: TargetReading | None, rows: Rows | None, sent: Sent | None
+) -> IntentVerdict:
     state = known.state
     assert state is not None, "only what exists is settled"
     expected = None
@@ -247,7 +251,7 @@ class _Scan:
     at: int = 0
 
 
-class SharedSettler(Settler):
+class SharedSettler(Reconciler):
     """Looks at one target that is not exclusive, and its stored state (`ingress.interfaces.Settling`)."""
 
     steps_over = True
@@ -269,7 +273,7 @@ class SharedSettler(Settler):
             await self.check_moved(known)
             await self._confirm(known, reading, verdict, rows)
 
-    async def first(self) -> tuple[Stored, Reading | None]:
+    async def first(self) -> tuple[Stored, TargetReading | None]:
         """What is stored, and where nothing is: a look at the target, which may hold messages of others."""
         for look in range(LOOKS):
             if look:
@@ -322,11 +326,13 @@ class SharedSettler(Settler):
 
     # Verdicts
 
-    async def _proved_verdict(self, known: Stored, reading: Reading | None, _: Rows | None) -> Verdict:
+    async def _proved_verdict(
+        self, known: Stored, reading: TargetReading | None, _: Rows | None
+    ) -> IntentVerdict:
         await self._look_for_drift(known, reading)
         return judge_shared(_state(known), reading, self._drifted)
 
-    async def _look_for_drift(self, known: Stored, reading: Reading | None) -> None:
+    async def _look_for_drift(self, known: Stored, reading: TargetReading | None) -> None:
         """Some servers report another creation time after a restart; a row of ours in its place tells so."""
         checkpoint = _state(known).checkpoint
         if reading is None or reading.created in (checkpoint.target_created, *self._drifted):
@@ -340,21 +346,25 @@ class SharedSettler(Settler):
                 self._drifted |= {reading.created}
 
 
-def judge_shared(state: TargetState, reading: Reading | None, drifted: AbstractSet[str]) -> Verdict:
+def judge_shared(
+    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
+) -> IntentVerdict:
     """STORED (with 0: how much is read elsewhere), or what speaks against going on.
 
     `drifted`: creation times that are known to be those of the same stream.
     """
     if reading is None:
-        return Verdict(Finding.GONE, detail="expected the stream, found none")
+        return IntentVerdict(Finding.GONE, detail="expected the stream, found none")
     checkpoint = state.checkpoint
     if reading.created not in (checkpoint.target_created, *drifted):
         detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
-        return Verdict(Finding.RECREATED, detail=detail)
+        return IntentVerdict(Finding.RECREATED, detail=detail)
     if reading.last_sequence < checkpoint.target_sequence:
         expected = f"expected at least {checkpoint.target_sequence}"
-        return Verdict(Finding.BEHIND, detail=f"last sequence: {expected}, found {reading.last_sequence}")
-    return Verdict(Finding.STORED)
+        return IntentVerdict(
+            Finding.BEHIND, detail=f"last sequence: {expected}, found {reading.last_sequence}"
+        )
+    return IntentVerdict(Finding.STORED)
 
 
 def _state(known: Stored) -> TargetState:
@@ -362,7 +372,7 @@ def _state(known: Stored) -> TargetState:
     return known.state
 
 
-def _piece_of(intent: Intent, origin: Origin) -> tuple[int, Piece] | None:
+def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
     """The piece that the message belongs to, and how many messages stand before that piece."""
     before = 0
     for piece in intent.pieces:
@@ -388,7 +398,7 @@ def _place(intent: Intent, origin: Origin | None, rows: Rows | None) -> int:
     return before + max(1, piece.count - (piece.rows.last - origin.sequence))
 
 
-def _counted(rows: Rows, before: int, piece: Piece, sequence: int) -> int:
+def _counted(rows: Rows, before: int, piece: IntentPiece, sequence: int) -> int:
     """How many rows stand up to that sequence of the piece."""
     low, high = before, before + piece.count
     while low < high:

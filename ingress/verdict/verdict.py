@@ -42,7 +42,7 @@ class Unread(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TargetReading:
     """One look at the target: its last sequence, when it was created, and what its last message says.
 
     `forgets`: the stream may let go of its last message by itself, so that it proves nothing that it is gone.
@@ -99,7 +99,7 @@ class Sending:
 
 
 class Finding(Enum):
-    """What a reading means; `Verdict.detail` names both sides."""
+    """What a reading means; `IntentVerdict.detail` names both sides."""
 
     STORED = "the arithmetic holds"
     AHEAD = "the target is further than this state explains"
@@ -115,7 +115,7 @@ NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class IntentVerdict:
     """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED. `at`: where
     the message stands that speaks against going on; 0: none does. `doubt`: how far the counting is trusted.
     """
@@ -149,19 +149,19 @@ class Settled:
 
 
 def judge(
-    state: TargetState, reading: Reading | None, expected: int | None = None, sent: Sent | None = None
-) -> Verdict:
+    state: TargetState, reading: TargetReading | None, expected: int | None = None, sent: Sent | None = None
+) -> IntentVerdict:
     """How much of the open intent (if any) is stored, or what speaks against going on.
 
     `reading`: None where there is no such stream. `expected`: the exact sequence of the chain's
     message that must stand last, where the caller knows it. `sent`: what the caller knows of its rows.
     """
     if reading is None:
-        return Verdict(Finding.GONE, detail="expected the stream, found none")
+        return IntentVerdict(Finding.GONE, detail="expected the stream, found none")
     checkpoint = state.checkpoint
     agrees = _agrees(state, reading, expected)
     if reading.created != checkpoint.target_created and not _vouches(reading, agrees, checkpoint.begins):
-        return Verdict(
+        return IntentVerdict(
             Finding.RECREATED,
             detail=f"created: expected {checkpoint.target_created}, found {reading.created}",
         )
@@ -169,29 +169,29 @@ def judge(
         detail = (
             f"last sequence: expected at least {checkpoint.target_sequence}, found {reading.last_sequence}"
         )
-        return Verdict(Finding.BEHIND, detail=detail)
+        return IntentVerdict(Finding.BEHIND, detail=detail)
     if not counts(state):
-        return Verdict(Finding.MIXED, detail=NOT_COUNTED)
+        return IntentVerdict(Finding.MIXED, detail=NOT_COUNTED)
     if reading.last_sequence > state.expected_sequence:
         return _ahead(state, reading, state.expected_sequence, sent)
     if not agrees:
         detail = _disagreement(state, reading, expected)
-        return Verdict(Finding.FOREIGN, detail=detail, at=reading.last_sequence)
+        return IntentVerdict(Finding.FOREIGN, detail=detail, at=reading.last_sequence)
     stored = reading.last_sequence - checkpoint.target_sequence
-    return _unread(state, reading, stored, sent or Sent(0)) or Verdict(Finding.STORED, stored)
+    return _unread(state, reading, stored, sent or Sent(0)) or IntentVerdict(Finding.STORED, stored)
 
 
-def _ahead(state: TargetState, reading: Reading, most: int, sent: Sent | None) -> Verdict:
+def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | None) -> IntentVerdict:
     """The target ends behind `most`, the last sequence that our own doing explains."""
     last, intent, doubt = reading.last_sequence, state.intent, None
     if intent is not None and reading.tail is Unread.GONE:
         certain = sent.acknowledged if sent else 0
         doubt = Doubt(certain, min(intent.count, last - intent.base), intent.count)
     detail = f"last sequence: expected at most {most}, found {last}"
-    return Verdict(Finding.AHEAD, detail=detail, at=most + 1, doubt=doubt)
+    return IntentVerdict(Finding.AHEAD, detail=detail, at=most + 1, doubt=doubt)
 
 
-def _unread(state: TargetState, reading: Reading, stored: int, sent: Sent) -> Verdict | None:
+def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent) -> IntentVerdict | None:
     """What speaks against counting a last row that cannot be read; None: nothing does.
 
     A purge up to a sequence beyond the end moves the last sequence without anything having been stored. What
@@ -207,7 +207,9 @@ def _unread(state: TargetState, reading: Reading, stored: int, sent: Sent) -> Ve
         return None
     found = f"message {last}, row {stored} of the {intent.count} of the open intent, is gone"
     doubt = Doubt(sent.acknowledged, stored, intent.count)
-    return Verdict(Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt)
+    return IntentVerdict(
+        Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt
+    )
 
 
 def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
@@ -229,7 +231,7 @@ def counts(state: TargetState) -> bool:
     return intent is None or (not intent.is_shared and intent.base == state.checkpoint.target_sequence)
 
 
-def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Verdict | None:
+def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> IntentVerdict | None:
     """What speaks against the intent among the ends of its pieces that were `read`, by target sequence; None:
     nothing. What is not held any more speaks for nothing.
 
@@ -239,19 +241,19 @@ def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Verdic
         origin = read.get(at, Unread.GONE)
         expected = f"expected {piece.chain} {piece.rows}"
         if origin is Unread.FOREIGN:
-            return Verdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}", at=at)
+            return IntentVerdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}", at=at)
         if isinstance(origin, Origin) and (origin.chain != piece.chain or origin.sequence not in piece.rows):
             found = f"message {at} is {origin.chain} {origin.sequence}"
-            return Verdict(Finding.FOREIGN, detail=f"{found}, {expected}", at=at)
+            return IntentVerdict(Finding.FOREIGN, detail=f"{found}, {expected}", at=at)
     return None
 
 
-def _vouches(reading: Reading, agrees: bool, begins: int) -> bool:
+def _vouches(reading: TargetReading, agrees: bool, begins: int) -> bool:
     """Some servers report another creation time after a restart; a message of ours in its place tells so."""
     return agrees and isinstance(reading.tail, Origin) and reading.last_sequence > begins
 
 
-def _agrees(state: TargetState, reading: Reading, expected: int | None) -> bool:
+def _agrees(state: TargetState, reading: TargetReading, expected: int | None) -> bool:
     if not state.checkpoint.target_sequence <= reading.last_sequence <= state.expected_sequence:
         return False
     if not counts(state):
@@ -274,7 +276,7 @@ def _stands_there(state: TargetState, last_sequence: int, tail: Origin, expected
     return tail.chain == piece.chain and tail.sequence in piece.rows and expected in (None, tail.sequence)
 
 
-def _disagreement(state: TargetState, reading: Reading, expected: int | None) -> str:
+def _disagreement(state: TargetState, reading: TargetReading, expected: int | None) -> str:
     if not isinstance(reading.tail, Origin):
         return f"message {reading.last_sequence} {Unread.FOREIGN.value}"
     found = f"message {reading.last_sequence} is {reading.tail.chain} {reading.tail.sequence}"
@@ -287,16 +289,16 @@ def _disagreement(state: TargetState, reading: Reading, expected: int | None) ->
     return f"{found}, expected {piece.chain} {piece.rows if expected is None else expected}"
 
 
-_GONE = Verdict(Finding.GONE, detail="expected the stream, found none")
+_GONE = IntentVerdict(Finding.GONE, detail="expected the stream, found none")
 
 
-class Choices:
+class TargetErrors:
     """Errors about one target."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
-    def no_checkpoint(self, reading: Reading | None) -> FloeError:
+    def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
         """A target that is missing, or that holds or held messages, and of which nothing is remembered."""
         if reading is None:
             return self.error(_GONE, [])
@@ -307,7 +309,7 @@ class Choices:
             code="E-TARGET-NOT-EMPTY",
         )
 
-    def error(self, verdict: Verdict, seen: Sequence[Reading], described: str = "") -> FloeError:
+    def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
         """What to raise for a confirmed `verdict`; `seen`: the readings, oldest first. `described`: the
         message that speaks against going on, as far as it can be read.
         """
@@ -327,14 +329,14 @@ class Choices:
             return Stopped(message, hint=self._counted(verdict.doubt), code="E-TARGET-UNREAD")
         return self._shared(message, verdict.doubt, seen)
 
-    def _replaced(self, seen: Sequence[Reading]) -> str:
+    def _replaced(self, seen: Sequence[TargetReading]) -> str:
         if not seen or seen[-1].last_sequence == 0:
             return ways(("restore the stream; or fill an empty one from the archive", self._forget))
         same = "or, where it is the same with another creation time, or what was carried shall not come again"
         behind = "restore the stream; or go on behind what this one holds"
         return ways((behind, self._from_target), (same, self._accept))
 
-    def _shared(self, message: str, doubt: Doubt | None, seen: Sequence[Reading]) -> FloeError:
+    def _shared(self, message: str, doubt: Doubt | None, seen: Sequence[TargetReading]) -> FloeError:
         hint = ways(("stop what else publishes to it; then leave its messages where they are", self._accept))
         if doubt is not None:
             hint = ways("stop what else publishes to it, or purges it; then choose", self._counted(doubt))
@@ -373,7 +375,7 @@ class Choices:
 PARALLEL = 32  # messages that are asked for at the same time
 
 
-class Target:
+class TargetStream:
     """The target stream as one client sees it; `connect` makes a client for verdicts that need a
     fresh look.
     """
@@ -388,11 +390,11 @@ class Target:
         self._client, self._stream, self._connect = client, stream, connect
         self._control_headers = control_headers
 
-    async def read(self) -> Reading | None:
+    async def read(self) -> TargetReading | None:
         """What the target says now; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
         return await read(self._client, self._stream, self._control_headers)
 
-    async def read_fresh(self) -> Reading | None:
+    async def read_fresh(self) -> TargetReading | None:
         """The same over a connection of its own, which a deposed leader's old one cannot be."""
         client = await self._connect()
         try:
@@ -425,14 +427,14 @@ class Target:
 
 async def read(
     client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
-) -> Reading | None:
+) -> TargetReading | None:
     """One look at the stream, over `client`. `control_headers`: those that act in it."""
     info = await stream_info(client, stream)
     if info is None:
         return None
     tail = await _tail(client, stream, info.last_sequence)
     lets_go = forgets(info.config, control_headers, client.max_payload)
-    return Reading(info.last_sequence, info.created, tail, lets_go)
+    return TargetReading(info.last_sequence, info.created, tail, lets_go)
 
 
 def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:

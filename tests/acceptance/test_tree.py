@@ -19,7 +19,7 @@ from common.open import open_chains, open_store
 from common.segments.segment import Ledger, Message
 from common.service.monitor import Health
 from common.settings.loader import load
-from egress.service import Service as Egress
+from egress.service import EgressService as Egress
 from infra.local.nats import NatsServer
 from ingress.service import Controller
 from tests.egress_bench import QUICK

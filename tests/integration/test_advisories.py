@@ -16,7 +16,7 @@ from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
 from common.jetstream.pull import Asked
 from common.settings.service import NatsSettings
-from egress.advisories.advisory import Advisory, Document, Event
+from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.outbox import HIGH_WATER, ids_stored
 from infra.local.nats import NatsServer
 from tests.advisory_world import SECOND, World, connected, new, news, now_ns, running
@@ -38,7 +38,7 @@ async def world(client: FloeClient) -> World:
     return World(client)
 
 
-def once_and_in_order(found: Sequence[Document], sent: Sequence[Advisory]) -> None:
+def once_and_in_order(found: Sequence[AdvisoryDocument], sent: Sequence[Advisory]) -> None:
     """Fails unless every advisory is there once, and those of a value as they were sent."""
     assert len({document.event_id for document in found}) == len(found), "one is stored twice"
     there, wanted = defaultdict(list), defaultdict(list)

@@ -302,7 +302,7 @@ async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_
         archive.put(rows_of(sequence, sequence), tail=False)
     archive.put(rows_of(11, 150))
     asked: list[SequenceRange] = []
-    real = supply_module.Lookout._halt.__globals__["survey"]
+    real = supply_module.SegmentLocator._halt.__globals__["survey"]
     monkeypatch.setattr("ingress.chains.locate.survey", lambda *args: [asked.append(args[2]), real(*args)][1])
     centre = Centre(archive, lost_segment_timeout="1s")
     monkeypatch.setattr(centre.supply._attendant, "_look_at_stopped", 0.0)

@@ -16,10 +16,10 @@ from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
-from ingress.chains.chain_state import Roster
-from ingress.chains.prefetch import Supply
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Gap, advanced
-from ingress.rows.prepare import Shape
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.subjects import Accepting
 from tests.ingress_world import CHAIN, Archive, rows_of
 from tests.support import PATIENCE, soon
@@ -42,11 +42,11 @@ class Centre:
         sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
         entry = {"site": sites, "feed": "NODES", **source}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
-        roster = Roster(settings, Shape(Accepting([">"]), 1 << 20))
+        roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
         self.threads = Threads("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.supply = Supply(
+        self.supply = Prefetcher(
             "FLEET", roster, archive.store, archive.documents, self.threads, SystemClock(), memory
         )
 

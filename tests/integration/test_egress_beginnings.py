@@ -14,7 +14,7 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
-from egress.archive import Marks
+from egress.archive import HighWaterMarks
 from tests.commands import paste
 from tests.egress_bench import Bench, connected
 from tests.egress_process import Process, processes
@@ -139,7 +139,7 @@ async def test_every_partition_has_its_mark_before_any_of_them_is_read(bench: Be
     """A host that begins beside others finds what they have put, and goes on."""
     stream = await bench.make_stream(unique("T"))
     feed, chain = feed_of(stream, 2), bench.chain(stream)
-    marks = Marks(await KeyValue.open(bench.client, bench.state_bucket))
+    marks = HighWaterMarks(await KeyValue.open(bench.client, bench.state_bucket))
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill", feeds=[feed]))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()

@@ -18,7 +18,7 @@ from common.sequences import SequenceRange
 from common.service.exits import command
 from common.service.metrics import REGISTRY
 from egress import consumers, metrics
-from egress.archive import Marks
+from egress.archive import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
 from tests.commands import paste
@@ -378,7 +378,7 @@ async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_ever
     for ref in bench.refs(stream):
         bench.store.delete(ref)
     state = await KeyValue.open(bench.client, bench.state_bucket)
-    await state.delete(Marks.key(bench.chain(stream)))
+    await state.delete(HighWaterMarks.key(bench.chain(stream)))
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 4})
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
@@ -406,11 +406,11 @@ async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Benc
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
     state = await KeyValue.open(bench.client, bench.state_bucket)
-    await state.put(Marks.key(bench.chain(stream)), b"not a mark")
+    await state.put(HighWaterMarks.key(bench.chain(stream)), b"not a mark")
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert "high-water mark" in running.status(stream)["why"]
-        entry = await state.get(Marks.key(bench.chain(stream)))
+        entry = await state.get(HighWaterMarks.key(bench.chain(stream)))
         assert entry is not None
         assert entry.value == b"not a mark"
         await paste(bench, running.status(stream)["hint"], {"stream": stream})
@@ -543,7 +543,7 @@ async def test_damage_beyond_the_mark_is_read_again(bench: Bench) -> None:
     newest = bench.refs(stream)[-1]
     (bench.root / "bucket" / newest.key).write_bytes(b"not a segment")
     state = await KeyValue.open(bench.client, bench.state_bucket)
-    await Marks(state).set(bench.chain(stream), 20)
+    await HighWaterMarks(state).set(bench.chain(stream), 20)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: bench.refs(stream)[-1].size > 100 or len(bench.refs(stream)) == 4)
         assert [*running.status(stream)["damaged"]] == [newest.key]

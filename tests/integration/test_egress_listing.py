@@ -18,8 +18,8 @@ from common.segments.documents import ChainStore
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.process import Threads
-from egress.archive import Archive, Walk
-from egress.deps import Pace
+from egress.archive import Archive, ArchiveWalks
+from egress.deps import EgressTuning
 from tests.compaction_archive import CHAIN
 from tests.compaction_archive import Archive as Segments
 from tests.support import soon
@@ -76,8 +76,8 @@ class World:
         await archive.load()
         return archive
 
-    def walk(self, archive: Archive, **pace: float) -> Walk:
-        walk = Walk(self.threads, SystemClock(), Pace(**{"page": 0.0, "check": 0.05, **pace}))
+    def walk(self, archive: Archive, **pace: float) -> ArchiveWalks:
+        walk = ArchiveWalks(self.threads, SystemClock(), EgressTuning(**{"page": 0.0, "check": 0.05, **pace}))
         walk.follow(archive)
         return walk
 

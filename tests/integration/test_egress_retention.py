@@ -16,9 +16,9 @@ from common.jetstream.api import consumer_info, consumer_names, create_consumer,
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from egress.acks import Acknowledging
-from egress.consumers import Wanted, take
+from egress.consumers import WantedMessages, take
 from egress.init import initialise
-from egress.partition import Slice, slices
+from egress.partition import Partition, slices
 from infra.local.nats import NatsServer
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore, raising
@@ -514,17 +514,17 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
     """A former partition's durable goes only when each partition there is now has its own."""
     stream, feed = await make(bench, "interest"), unique("F")
 
-    def parts(count: int) -> list[Slice]:
+    def parts(count: int) -> list[Partition]:
         partitions = {"count": count, "subject": f"{stream}.{{partition}}.>"} if count > 1 else {}
         settings = FeedSettings.model_validate({"name": feed, "stream": stream, "partitions": partitions})
         return slices(SITE, settings)
 
     for part in parts(counts[0]):
-        await take(bench.client, Wanted(part, "interest"))
+        await take(bench.client, WantedMessages(part, "interest"))
     for partition in range(counts[1]):
         await bench.publish(stream, numbered(5), subject=f"{partition}.a")
     for part in parts(counts[1]):
-        await take(bench.client, Wanted(part, "interest"))
+        await take(bench.client, WantedMessages(part, "interest"))
     assert await held(bench, stream) == 5 * counts[1]
     names = await durables(bench, stream)
     first, *_ = parts(counts[1])
@@ -560,7 +560,7 @@ async def test_init_says_what_was_dropped_what_is_missing_and_what_is_stale(benc
     stream, missing = await make(bench, "interest"), unique("MISSING")
     await bench.publish(stream, numbered(7))
     gone = slices(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
-    await take(bench.client, Wanted(gone, "interest"))
+    await take(bench.client, WantedMessages(gone, "interest"))
     done, problems = await initialise(bench.client, bench.settings({"stream": stream}, {"stream": missing}))
     notes = {each.name: each.note for each in done if each.what == "durable"}
     assert "messages 1..7 were dropped" in next(note for name, note in notes.items() if stream in name)

@@ -18,10 +18,10 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.leasing.balancer import Sharing, fair_share
+from common.leasing.balancer import LeaseGroup, fair_share
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
-from egress.deps import Pace, Tuning
+from egress.deps import EgressTuning, Tuning
 from egress.service import share_site
 from infra.local.nats import NatsServer
 from tests.egress_bench import QUICK, SITE, Bench, Running, connected
@@ -30,7 +30,7 @@ from tests.support import seeded, soon, unique
 from tests.tcp_proxy import TcpProxy
 
 TTL = 1.5  # seconds
-SHARED = Tuning(QUICK.pulling, Pace(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
+SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
 
 class Told:
@@ -50,7 +50,7 @@ class Told:
 class Member:
     """A member whose work is to do nothing, and to leave `linger` seconds after it should."""
 
-    sharing: Sharing
+    sharing: LeaseGroup
     owner: str
     keys: Sequence[str]
     linger: float = 0.0

@@ -14,7 +14,7 @@ import pytest
 from common.clock import SystemClock, unexpected
 from common.errors import FloeError, Refused
 from common.jetstream.client import frame
-from common.objects.s3 import Account
+from common.objects.s3 import S3Account
 from common.objects.sqs import Received, SqsQueue
 from infra.local.nats import NatsServer
 from ingress.discovery import notifications
@@ -70,7 +70,7 @@ def sqs() -> Iterator[SqsServer]:
 
 
 def queue_of(server: SqsServer, name: str) -> Callable[[], SqsQueue]:
-    account = Account("test", "test", "us-east-1", server.url)
+    account = S3Account("test", "test", "us-east-1", server.url)
     return lambda: SqsQueue(name, account)
 
 
@@ -204,7 +204,7 @@ async def test_what_is_received_after_the_end_stays_in_the_queue() -> None:
 
 
 def test_a_whole_address_names_the_region_and_the_queue(sqs: SqsServer) -> None:
-    queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", Account("a", "b", "us-east-1"))
+    queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", S3Account("a", "b", "us-east-1"))
     assert queue._client.meta.region_name == "eu-west-1"
     assert queue._address() == "https://sqs.eu-west-1.amazonaws.com/123456789012/floe"
 

@@ -17,9 +17,9 @@ from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import checkpoint_store as state_module
 from ingress import delivery
-from ingress.checkpoint import Checkpoint, Piece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.operator import correct
-from ingress.operator.target_scan import Census, Standing, take_census
+from ingress.operator.target_scan import ScannedChain, TargetScan, take_census
 from ingress.parked import ParkedStore, State
 from ingress.rows.prepare import Oversize
 from tests.commands import Done, floe, invoke, paste_checkpoint
@@ -396,14 +396,14 @@ async def test_a_large_target_is_counted_whole(centre: Centre, nats_url: str) ->
             client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
         await soon(lambda: count_of(client, centre, 12_002))
         await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
-        census = await take_census(client, centre.target, "limits", Census(0, 12_002))
-        part = await take_census(client, centre.target, "limits", Census(11_000, 11_990))
-        slow = await take_census(client, centre.target, "workqueue", Census(11_990, 12_002))
+        census = await take_census(client, centre.target, "limits", TargetScan(0, 12_002))
+        part = await take_census(client, centre.target, "limits", TargetScan(11_000, 11_990))
+        slow = await take_census(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
 
     assert (census.held, census.foreign, census.gone, census.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
-    assert census.chains == {CHAIN: Standing(1, 12_000, 11_999, 12_000, 11_999)}
-    assert part.chains == {CHAIN: Standing(11_001, 11_990, 990, 11_990, 990)}
-    assert slow.chains == {CHAIN: Standing(11_991, 12_000, 10, 12_000, 10)}
+    assert census.chains == {CHAIN: ScannedChain(1, 12_000, 11_999, 12_000, 11_999)}
+    assert part.chains == {CHAIN: ScannedChain(11_001, 11_990, 990, 11_990, 990)}
+    assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
 
 
 async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
@@ -522,8 +522,8 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
         parked.mark_left_out(parked.name(CHAIN, 3))
         parked.ask(parked.entries()[parked.name(CHAIN, 3)])
         await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])
-        again = Piece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
-        rest = Piece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
+        again = IntentPiece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
+        rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
         opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
         await (await centre.state(client)).save(opened, 0)
         archive.objects.delete(ref.key)

@@ -14,7 +14,7 @@ from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
-from ingress.target import Carriage
+from ingress.target import Target
 from tests.commands import paste_checkpoint
 from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.scenarios.processes import run_floe
@@ -241,15 +241,15 @@ async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_agai
 ) -> None:
     bad, good = Centre(tmp_path, archive, nats_url), Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
-    health, stop, carry = Health(SystemClock()), asyncio.Event(), Carriage.run
+    health, stop, carry = Health(SystemClock()), asyncio.Event(), Target.run
     is_mended = asyncio.Event()
 
-    async def run(self: Carriage, *rest: Any) -> None:
+    async def run(self: Target, *rest: Any) -> None:
         if self._target == bad.target and not is_mended.is_set():
             raise ZeroDivisionError("nobody foresaw this")
         await carry(self, *rest)
 
-    monkeypatch.setattr(Carriage, "run", run)
+    monkeypatch.setattr(Target, "run", run)
     async with client_of(nats_url) as client:
         running = asyncio.create_task(good.run(stop, health, targets=targets))
         await good.carried(client, 30)

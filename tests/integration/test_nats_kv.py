@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.kv import BucketGone, Entry, KeyValue, key_parts, state_key
+from common.jetstream.kv import BucketGone, KeyValue, KvEntry, key_parts, state_key
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
 from tests.clusters import placing
@@ -34,13 +34,13 @@ async def test_a_key_is_created_once_and_changed_by_revision(kv: KeyValue):
     assert await kv.get("a.b") is None
     first = await kv.create("a.b", b"1")
     assert await kv.create("a.b", b"2") is None
-    assert await kv.get("a.b") == Entry(b"1", first)
+    assert await kv.get("a.b") == KvEntry(b"1", first)
     second = await kv.update("a.b", b"2", first)
     assert second > first
     assert await kv.update("a.b", b"3", first) is None
-    assert await kv.get("a.b") == Entry(b"2", second)
+    assert await kv.get("a.b") == KvEntry(b"2", second)
     third = await kv.put("a.b", b"")
-    assert await kv.get("a.b") == Entry(b"", third)
+    assert await kv.get("a.b") == KvEntry(b"", third)
 
 
 async def test_changes_made_at_the_same_time_all_count(kv: KeyValue):
@@ -59,7 +59,7 @@ async def test_a_change_that_gives_nothing_leaves_the_key_as_it_is(kv: KeyValue)
     assert await kv.get("k") is None
     revision = await kv.create("k", b"1")
     await kv.change("k", lambda found: None)
-    assert await kv.get("k") == Entry(b"1", revision)
+    assert await kv.get("k") == KvEntry(b"1", revision)
 
 
 async def test_a_deleted_key_is_absent_and_may_be_created_again(kv: KeyValue):
@@ -267,7 +267,7 @@ async def moved_on(kv: KeyValue, value: bytes, revision: int) -> int:
             return written
 
 
-async def settled(kv: KeyValue) -> Entry:
+async def settled(kv: KeyValue) -> KvEntry:
     while True:
         try:
             entry = await kv.get("k")

@@ -21,7 +21,7 @@ from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from infra.oracle_archive import archived
-from ingress.checkpoint import Checkpoint, Intent, Piece, TargetState
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateStore
 from tests.egress_bench import Bench, connected
 from tests.ingress_world import Archive, Centre
@@ -258,7 +258,7 @@ async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: Wor
     info = await stream_info(world.client, target)
     assert info is not None
     bucket = await KeyValue.open(world.client, centre.state_bucket)
-    piece = Piece(ref.segment, SequenceRange(1, 5), 5)
+    piece = IntentPiece(ref.segment, SequenceRange(1, 5), 5)
     state = TargetState(Checkpoint(0, info.created), Intent(0, (piece,)))
     assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)
 

@@ -24,7 +24,7 @@ from infra.local.nats import NatsServer
 from ingress.replay import request
 from ingress.replay.pace import MessageRate
 from ingress.replay.receipt import receipt_key
-from ingress.replay.request import Options
+from ingress.replay.request import ReplayOptions
 from tests.commands import Done, invoke
 from tests.ingress_world import CHAIN, client_of, count_in, rows_of
 from tests.replay_world import World
@@ -59,7 +59,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         yield asyncio.Event()
 
     monkeypatch.setattr(process, "stop_on_signals", unstopped)
-    monkeypatch.setattr(request, "Options", partial(Options, look_spacing=0.05))
+    monkeypatch.setattr(request, "Options", partial(ReplayOptions, look_spacing=0.05))
 
 
 # Commands
@@ -100,7 +100,7 @@ async def half_way(world: World, **asked: Any) -> None:
     """A replay of ROWS messages that was stopped within its intent."""
     world.fill((1, ROWS))
     await world.make()
-    work, stop = world.replay(Options(pace=MessageRate(400)), **asked), asyncio.Event()
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), asyncio.Event()
 
     async with work.connected() as client:
         running = asyncio.create_task(work.run(client, stop))

@@ -18,7 +18,7 @@ from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
-from ingress.replay.request import Options, Request
+from ingress.replay.request import ReplayOptions, Request
 from tests.egress_bench import SITE, Bench, connected
 from tests.support import soon, unique
 
@@ -59,7 +59,9 @@ async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay:
 
     await bench.client.api(f"STREAM.DELETE.{name}")
     request = Request(SITE, name, name, into_source=True)
-    work = Replay(settings, request, Options(create=True), bench.store, bench.chains, SystemClock(), Teller())
+    work = Replay(
+        settings, request, ReplayOptions(create=True), bench.store, bench.chains, SystemClock(), Teller()
+    )
     async with work.connected() as client:
         result = await work.run(client, asyncio.Event())
     assert (result.finished, result.rows) == (True, 300)

@@ -17,7 +17,7 @@ from common.jetstream.lease import Leases
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from ingress.replay.request import Options
+from ingress.replay.request import ReplayOptions
 from tests.ingress_world import CHAIN, arrived, client_of, rows_of
 from tests.replay_world import World, refused
 from tests.support import PATIENCE, unique
@@ -40,8 +40,8 @@ async def test_the_same_command_again_does_nothing(world: World) -> None:
     await world.run()
     again = await world.run()
     assert (again.was_done, again.rows, again.rows_now) == (True, 20, 0)
-    await refused(world, "E-TARGET-NOT-EMPTY", Options(again=True))
-    await world.run(Options(again=True, append=True))
+    await refused(world, "E-TARGET-NOT-EMPTY", ReplayOptions(again=True))
+    await world.run(ReplayOptions(again=True, append=True))
     assert await world.sequences() == [*range(1, 21), *range(1, 21)]
 
 
@@ -49,7 +49,7 @@ async def stopped_half_way(world: World, **asked: Any) -> int:
     """A slow replay that is stopped; how many messages it stored."""
     from ingress.replay.pace import MessageRate
 
-    work, stop = world.replay(Options(pace=MessageRate(400)), **asked), asyncio.Event()
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), asyncio.Event()
     async with work.connected() as client:
         asyncio.get_running_loop().call_later(1.0, stop.set)
         result = await work.run(client, stop)
@@ -107,7 +107,7 @@ async def test_a_foreign_message_stops_it_before_the_order_is_lost(world: World)
 async def test_two_at_a_time_are_kept_apart(world: World) -> None:
     world.fill((1, 2500))
     await world.make()
-    first, second = world.replay(Options(pace=None)), world.replay()
+    first, second = world.replay(ReplayOptions(pace=None)), world.replay()
     async with first.connected() as one, second.connected() as two:
         results = await asyncio.gather(first.run(one, asyncio.Event()), second.run(two, asyncio.Event()))
     assert all(result.finished for result in results)
@@ -119,7 +119,7 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
 
     world.fill((1, 2500))
     await world.make()
-    slow, stop = world.replay(Options(pace=MessageRate(50))), asyncio.Event()
+    slow, stop = world.replay(ReplayOptions(pace=MessageRate(50))), asyncio.Event()
     async with slow.connected() as client:
         running = asyncio.create_task(slow.run(client, stop))
         await asyncio.sleep(0.5)
@@ -221,7 +221,7 @@ async def test_cut_connections_and_lost_answers_repeat_nothing(
     await world.make()
     async with TcpProxy(nats_server.port) as proxy:
         world.centre.urls[:] = [proxy.url]
-        work = world.replay(Options(pace=MessageRate(2500)))
+        work = world.replay(ReplayOptions(pace=MessageRate(2500)))
         async with work.connected() as client:
             running = asyncio.create_task(work.run(client, asyncio.Event()))
             for _ in range(3):

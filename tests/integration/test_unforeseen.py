@@ -19,8 +19,8 @@ from common.clock import SystemClock, to_its_end
 from common.jetstream.api import stream_info
 from common.jetstream.client import frame
 from common.jetstream.lease import Lease
-from common.leasing.balancer import Sharing
-from common.leasing.members import Bell
+from common.leasing.balancer import LeaseGroup
+from common.leasing.members import LeaseWatcher
 from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
@@ -29,24 +29,24 @@ from egress import feed as egress_controller
 from egress import report
 from egress.acks import Acknowledging
 from egress.advisories.senders import ReliableSender
-from egress.archive import Walk
+from egress.archive import ArchiveWalks
 from egress.builder import Builder
 from egress.encoder import Encoder
 from egress.evidence import Inquiry
 from egress.feed import Feed
 from egress.handover import Succession
-from egress.heartbeats import Heartbeats, Reach, SignOfLife
-from egress.memory import Budget
+from egress.heartbeats import Heartbeats, Reachability, SignOfLife
+from egress.memory import MemoryBudget
 from egress.reader import Reader
 from egress.sampling.snapshot_store import Saving
 from egress.sampling.stage import Quiet
 from egress.session import Session
-from egress.uploader import Putter
+from egress.uploader import Uploader
 from egress.watchdog import Expiry
 from infra.local.nats import NatsServer
 from ingress import target
-from ingress.chains.chain_state import Attendant
-from ingress.chains.prefetch import Supply
+from ingress.chains.chain_state import PauseWatcher
+from ingress.chains.prefetch import Prefetcher
 from ingress.discovery import discovery
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import Notified
@@ -55,11 +55,11 @@ from ingress.publishers.publisher import Replies
 from ingress.redelivery import Retries
 from ingress.replay.pace import MessageRate
 from ingress.replay.replay import Carrying
-from ingress.replay.request import Options
+from ingress.replay.request import ReplayOptions
 from ingress.replay.source import ReplaySource
 from ingress.report import PositionsReport
 from ingress.service import Controller
-from ingress.target import Carriage, Runner
+from ingress.target import Target, TargetSupervisor
 from tests.egress_bench import QUICK, Bench, connected
 from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
 from tests.replay_world import World
@@ -183,18 +183,18 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         ("feed", [(Acknowledging, "upto"), (Acknowledging, "upto")]),  # in the session, then catching up
         ("feed", [(Session, "_look")]),  # in a side task of the session, as the next four
         ("feed", [(Encoder, "next")]),
-        ("feed", [(Putter, "put"), (Session, "_watch")]),
+        ("feed", [(Uploader, "put"), (Session, "_watch")]),
         ("decisions", [(Succession, "is_decided")]),
         ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
-        ("walk", [(Walk, "_walk")]),
+        ("walk", [(ArchiveWalks, "_walk")]),
         ("expiry", [(Expiry, "_left")]),
         ("unmatched", [(report, "look")]),
         ("lease", [(Lease, "_renew")]),
         ("heartbeats", [(Heartbeats, "_publish")]),
         ("heartbeats", [(Heartbeats, "_on_write")]),  # called by the connection
-        ("sharing", [(Bell, "_on_lease")]),  # called by the connection
-        ("sharing", [(Bell, "_on_member")]),
-        ("sharing", [(Sharing, "_look")]),
+        ("sharing", [(LeaseWatcher, "_on_lease")]),  # called by the connection
+        ("sharing", [(LeaseWatcher, "_on_member")]),
+        ("sharing", [(LeaseGroup, "_look")]),
         ("alive", [(SignOfLife, "_once")]),
     ]
     tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.01, alive=0.2))
@@ -224,14 +224,14 @@ async def test_who_gives_memory_back_is_not_ended_by_another_who_asks_for_more(
 ) -> None:
     """All readers are asked at once; the error of one ends its own session."""
     one, other = [await bench.make_stream(unique("T")) for _ in range(2)]
-    budgets: set[Budget] = set()
-    real = Budget.account
+    budgets: set[MemoryBudget] = set()
+    real = MemoryBudget.account
 
-    def account(budget: Budget, on_release: Callable[[], None]) -> Any:
+    def account(budget: MemoryBudget, on_release: Callable[[], None]) -> Any:
         budgets.add(budget)
         return real(budget, on_release)
 
-    monkeypatch.setattr(Budget, "account", account)
+    monkeypatch.setattr(MemoryBudget, "account", account)
     throw = Throw(monkeypatch, Reader, "pull", 0)
     async with bench.egress({"stream": one}, {"stream": other}) as running:
         await soon(lambda: running.state(one) == running.state(other) == "reading")
@@ -324,22 +324,22 @@ async def test_whatever_fails_in_ingress_begins_again(
 ) -> None:
     """As for egress; what is carried arrives once and in order all the same."""
     places: Places = [
-        ("target", [(Supply, "found")]),  # called by discovery, which serves all targets
-        ("target", [(Supply, "tick")]),
+        ("target", [(Prefetcher, "found")]),  # called by discovery, which serves all targets
+        ("target", [(Prefetcher, "tick")]),
         ("target", [(Replies, "_sink")]),  # called by the connection, in the middle of a batch
-        ("target", [(Supply, "_turn")]),  # in a side task of the target, as the next four
-        ("target", [(Carriage, "_watch"), (Supply, "_turn")]),  # called once for each beginning
-        ("target", [(Attendant, "attend")]),
+        ("target", [(Prefetcher, "_turn")]),  # in a side task of the target, as the next four
+        ("target", [(Target, "_watch"), (Prefetcher, "_turn")]),  # called once for each beginning
+        ("target", [(PauseWatcher, "attend")]),
         ("target", [(Retries, "look")]),
         ("target", [(PositionsReport, "look")]),
         ("discovery", [(Discovery, "look")]),
         ("discovery", [(Discovery, "look_up_all")]),
         ("discovery", [(Sites, "look")]),
         ("discovery", [(Discovery, "_look_at_named")]),
-        ("target", [(Supply, "wake")]),  # called by discovery, for a notification
+        ("target", [(Prefetcher, "wake")]),  # called by discovery, for a notification
         ("events", [(Notified, "take")]),  # called by the connection
         ("lease", [(Lease, "_renew")]),
-        ("sharing", [(Sharing, "_look")]),
+        ("sharing", [(LeaseGroup, "_look")]),
     ]
     _hurry(monkeypatch)
     for name in ("LOOK_UP_ALL", "LOOK_AT_SITES"):
@@ -393,7 +393,7 @@ async def test_a_replay_whose_lease_nobody_renews_takes_it_again(
 ) -> None:
     Throw(monkeypatch, Lease, "_renew")
     before = count("lease")
-    result = await asyncio.wait_for(world.run(Options(pace=MessageRate(100))), PATIENCE)
+    result = await asyncio.wait_for(world.run(ReplayOptions(pace=MessageRate(100))), PATIENCE)
     assert result.finished
     assert count("lease") == before + 1
     assert await world.sequences() == list(range(1, 301))
@@ -414,7 +414,7 @@ def _down(_self: object, *told: object) -> bool:
         (Feed, "_halt", lambda *_: True),
         (Health, "beat", lambda *_: True),
         (egress_controller, "_deadline", lambda *_: True),
-        (Reach, "nats", _down),
+        (Reachability, "nats", _down),
     ],
     ids=["feed", "halt", "beat", "deadline", "listener"],
 )
@@ -448,7 +448,7 @@ async def test_what_has_no_owner_ends_egress(
 @pytest.mark.parametrize(
     ("owner", "name", "where"),
     [
-        (Runner, "_hold", lambda one, *_: one.target.endswith("_A")),
+        (TargetSupervisor, "_hold", lambda one, *_: one.target.endswith("_A")),
         (Controller, "_beat", lambda *_: True),
         (Controller, "_shows", _down),
     ],

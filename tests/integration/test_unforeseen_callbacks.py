@@ -17,11 +17,11 @@ from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
 from common.jetstream.pull import From, read_all, scan
 from common.jetstream.requests import Requests
-from common.leasing.members import Bell
+from common.leasing.members import LeaseWatcher
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
-from ingress.operator.target_scan import Census, take_census
+from ingress.operator.target_scan import TargetScan, take_census
 from ingress.publishers.publisher import Expected, Replies
 from tests.ingress_world import client_of
 from tests.support import PATIENCE, soon, unique
@@ -86,7 +86,7 @@ async def asking(client: FloeClient, stream: str) -> None:
 
 
 async def counting(client: FloeClient, stream: str) -> None:
-    await take_census(client, stream, "limits", Census(0, 10))
+    await take_census(client, stream, "limits", TargetScan(0, 10))
 
 
 async def reading(client: FloeClient, stream: str) -> None:
@@ -122,9 +122,9 @@ async def test_what_takes_the_messages_of_a_drill_may_fail(client: FloeClient, o
 
 
 async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    Throw(monkeypatch, Bell, "_on_connection")
+    Throw(monkeypatch, LeaseWatcher, "_on_connection")
     bucket = await KeyValue.open(client, unique("L"), ttl=5.0)
-    bell = Bell(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
+    bell = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
     await bell.run(asyncio.Event())
 
 

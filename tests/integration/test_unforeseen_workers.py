@@ -17,7 +17,7 @@ from common.errors import Unforeseen
 from common.service.monitor import Health
 from egress.service import _stop
 from egress.workers import supervisor
-from egress.workers.link import Place
+from egress.workers.link import WorkerPlace
 from egress.workers.process import WorkerProcess
 from egress.workers.supervisor import Crew
 from tests.support import PATIENCE, soon
@@ -98,10 +98,10 @@ async def test_what_fails_in_the_parent_ends_it_and_its_workers(
 async def test_a_worker_that_cannot_look_after_its_parent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would live on without one."""
     mine, other = socket.socketpair()
-    Throw(monkeypatch, Place, "watch")
+    Throw(monkeypatch, WorkerPlace, "watch")
 
     async def worker() -> None:
-        async with _stop(Place(0, 1, other.fileno()), 1) as stop:
+        async with _stop(WorkerPlace(0, 1, other.fileno()), 1) as stop:
             await stop.wait()
 
     with mine, other, pytest.raises(Unforeseen, match="no room"):

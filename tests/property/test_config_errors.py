@@ -16,7 +16,7 @@ from common.settings.base import Section
 from common.settings.docs import fields_of, sections_of, type_name
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
-from common.settings.types import Kind, Range, parse_size
+from common.settings.types import Range, TypeName, parse_size
 from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,9 @@ def _wrong(model: Any) -> list[Any]:
     if " | " in name.replace("\\", ""):
         return ["zzz", 5, True, None, []]
     kind = "list" if name.startswith("list of") else name
-    wrong = list(WRONG[kind if any(isinstance(m, Kind) for m in model.metadata) or kind in WRONG else "text"])
+    wrong = list(
+        WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"]
+    )
     for limits in (m for m in model.metadata if isinstance(m, Range)):
         wrong += _outside(kind, limits)
     return wrong

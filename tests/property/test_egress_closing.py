@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.subjects import first_overlap, matches, overlaps
-from egress.incarnations import Closing, Decision, End, NextStream
-from egress.repartition import Reach, common_end
+from egress.incarnations import Closing, End, EndDecision, NextStream
+from egress.repartition import PartitionReach, common_end
 
 LETTERS = ("a", "b")
 # Every filter over two letters of up to four tokens, and every subject of up to five: a subject that two
@@ -70,7 +70,7 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
             closing = closing.withdrawn(partition)
             said = {p: each for p, each in said.items() if p != partition}
         else:
-            closing = closing.decided(Decision(created, {partition: number}))
+            closing = closing.decided(EndDecision(created, {partition: number}))
         if closed is not None:
             assert closing == former, "nothing changes behind the end"
             continue
@@ -109,7 +109,7 @@ def test_the_cut_lies_behind_everything_that_is_archived_and_before_no_beginning
     reaches: list[tuple[int, int]],
 ) -> None:
     """A chain that begins later than the others end must not be read again from there."""
-    end = common_end([Reach(first, end) for first, end in reaches])
+    end = common_end([PartitionReach(first, end) for first, end in reaches])
 
     assert end >= max(each[1] for each in reaches)
     assert end + 1 >= max(each[0] for each in reaches)

@@ -24,12 +24,12 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
-from ingress.chains.chain_state import Roster
+from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import Pause, Pauses
-from ingress.chains.prefetch import Supply
+from ingress.chains.prefetch import Prefetcher
 from ingress.chains.search import look
-from ingress.checkpoint import Gap, Piece, advanced
-from ingress.rows.prepare import Shape
+from ingress.checkpoint import Gap, IntentPiece, advanced
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting
 from tests.support import seeded
@@ -106,8 +106,8 @@ class World:
         source = {"site": "us-east", "feed": "NODES", "lost_segment_timeout": f"{TIMEOUT:g}s"}
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
-        roster = Roster(settings, Shape(Accepting([">"]), 1 << 20))
-        supply = Supply(
+        roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+        supply = Prefetcher(
             "FLEET", roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self
         )  # type: ignore[arg-type]
         supply._decoder = self  # type: ignore[assignment]
@@ -131,7 +131,7 @@ class World:
             if ref.key in self.broken and self.rng.random() < 0.7:
                 raise SegmentCorrupt(ref.key)
             end = self.rng.randint(begin, rows.last)
-            piece = Piece(ref.segment, SequenceRange(begin, end), end - begin + 1)
+            piece = IntentPiece(ref.segment, SequenceRange(begin, end), end - begin + 1)
             emit(Block(piece, None, 100))
             self.supply._budget.force(100)  # the real one does before, and gives back where nobody wants it
             begin = end + 1
@@ -240,7 +240,7 @@ class World:
             for _ in range(QUIET):
                 await asyncio.sleep(0)
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: IntentPiece) -> None:
         if piece.chain == LATER:
             assert self.positions[CHAIN] == LAST + 1, "the next incarnation began too early"
         if isinstance(piece.segment, Gap):

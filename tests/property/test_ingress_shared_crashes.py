@@ -9,8 +9,8 @@ import asyncio
 import pytest
 
 from ingress.checkpoint_store import StateStore
-from ingress.verdict.settle import Settler, SharedSettler
-from ingress.verdict.verdict import Choices
+from ingress.verdict.settle import Reconciler, SharedSettler
+from ingress.verdict.verdict import TargetErrors
 from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSupply, Host, World
 from tests.support import seeded
 
@@ -19,14 +19,14 @@ class SharedWorld(World):
     """`forgets`: messages expire or are consumed; `foreign`: how likely somebody else publishes in a turn."""
 
     forgets, foreign = True, 0.2
-    settler: type[Settler] = SharedSettler
+    settler: type[Reconciler] = SharedSettler
 
     async def instance(self, name: str) -> None:
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
             stop = asyncio.Event()
-            settler = self.settler(Choices("T"), state, host, host, host, 1.0)
+            settler = self.settler(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:
                 await carrier.run(stop)

@@ -11,8 +11,8 @@ import pytest
 
 from common.errors import Stopped
 from ingress.checkpoint_store import StateStore
-from ingress.verdict.settle import Settler, SharedSettler
-from ingress.verdict.verdict import Choices
+from ingress.verdict.settle import Reconciler, SharedSettler
+from ingress.verdict.verdict import TargetErrors
 from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSupply, Host
 from tests.property.test_ingress_shared_crashes import SharedWorld
 from tests.support import seeded
@@ -32,8 +32,8 @@ class SwitchingWorld(SharedWorld):
         while True:
             state = StateStore(host, "key", "T")
             stop = asyncio.Event()
-            kind = SharedSettler if not self.trouble else self.rng.choice([Settler, SharedSettler])
-            settler = kind(Choices("T"), state, host, host, host, 1.0)
+            kind = SharedSettler if not self.trouble else self.rng.choice([Reconciler, SharedSettler])
+            settler = kind(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:
                 await carrier.run(stop)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from egress.advisories.advisory import Advisory, Event
-from egress.sampling.key_table import Known, period_ns
+from egress.sampling.key_table import KnownKey, period_ns
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot, decode, encode
@@ -230,7 +230,7 @@ def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], c
     sampler = Sampler(how(0))
     for some in batches(archived, cuts):
         sampler.learn([s.key for s in some], [s.time for s in some], [s.size for s in some])
-    found: dict[str, Known] = {k.value: k for k in sampler.freeze().known()}
+    found: dict[str, KnownKey] = {k.value: k for k in sampler.freeze().known()}
     for entry in found.values():
         last = [s for s in archived if s.key == entry.value][-1]
         assert entry.size == last.size

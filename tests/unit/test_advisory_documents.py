@@ -12,7 +12,7 @@ from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import (
     Advisory,
-    Document,
+    AdvisoryDocument,
     Event,
     Writer,
     event_id,
@@ -151,11 +151,11 @@ def test_documents_of_stream_replicator_are_read() -> None:
     never_seen = parse(SR.replace(b"3600", b"-1").replace(b"1647351430", b"-62135596800"))
     fractional = parse(SR.replace(b"3600", b"3600.5"))
 
-    assert isinstance(found, Document)
+    assert isinstance(found, AdvisoryDocument)
     assert (found.event, found.age, found.replicator) == ("timeout", 3600, "US-EAST")
-    assert isinstance(never_seen, Document)
+    assert isinstance(never_seen, AdvisoryDocument)
     assert never_seen.seen == -62_135_596_800
-    assert isinstance(fractional, Document)
+    assert isinstance(fractional, AdvisoryDocument)
     assert fractional.age == 3600.5
 
 

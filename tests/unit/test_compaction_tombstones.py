@@ -10,7 +10,7 @@ import pytest
 from common.chain import Chain
 from common.segments.table import SegmentTable
 from compaction.supersede import Supersession, made_by
-from compaction.tombstones import Standing, Tombstone, TombstoneIndex
+from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
 from tests.compaction_refs import CHAIN, LAYOUT, NOW, ref
 
 INPUTS = (ref(1, 50), ref(51, 100))
@@ -19,9 +19,9 @@ BEYOND = ref(101, 150)
 LISTING = [*INPUTS, OUTPUT, BEYOND]
 
 
-def standing(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> Standing:
+def standing(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> StoredTombstone:
     stone = Tombstone.of(made_by(output, inputs))
-    return Standing(stone, stone.name, NOW - age)
+    return StoredTombstone(stone, stone.name, NOW - age)
 
 
 def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
@@ -29,7 +29,7 @@ def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
     return [str(s.coverage) for each in found for s in each.superseded]
 
 
-def index(listing, *stones: Standing) -> TombstoneIndex:
+def index(listing, *stones: StoredTombstone) -> TombstoneIndex:
     return TombstoneIndex(SegmentTable.listing(listing), stones)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings.docs import fields_of, sections_of
-from common.settings.loader import Document, load, parse_documents, refuse_unbuilt, refuse_unrunnable
+from common.settings.loader import ConfigDocument, load, parse_documents, refuse_unbuilt, refuse_unrunnable
 from common.settings.root import UNBUILT, Settings
 
 EXAMPLE = Path(__file__).parents[2] / "floe.example.yaml"
@@ -16,7 +16,7 @@ HEAD = "site: s\nstore: {url: s3://floe}\n"
 NOT_BUILT = "not built yet in this version; remove it or leave it at its default"
 
 
-def document(text: str) -> Document:
+def document(text: str) -> ConfigDocument:
     [found] = parse_documents(text.encode(), "f.yaml", {})
     return found
 
@@ -27,7 +27,7 @@ def refused(text: str) -> list[str]:
     return list(caught.value.problems)
 
 
-def example() -> list[Document]:
+def example() -> list[ConfigDocument]:
     environment = {"FLOE_S3_KEY": "key", "FLOE_S3_SECRET": "secret"}
     return parse_documents(EXAMPLE.read_bytes(), "floe.example.yaml", environment)
 

@@ -14,21 +14,21 @@ from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
 from egress import builder as builder_module
-from egress.batch import SAMPLED_OUT, TOO_OLD, Sifted, chosen
+from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch, chosen
 from egress.builder import (
     GAP_AGE,
     PIECE_MESSAGES,
     Builder,
     Close,
-    Closing,
     Emitted,
     Piece,
+    SegmentLimits,
     attribute,
     before_first_gap,
     gone_before_read,
     unread,
 )
-from egress.memory import Account, Budget
+from egress.memory import MemoryAccount, MemoryBudget
 
 SECOND = 1_000_000_000
 
@@ -40,11 +40,11 @@ def columns(sequences: Iterable[int], *, payload: bytes = b"x" * 10, at: int | N
     return Columns(chosen, times, [b"s"] * count, [None] * count, [payload] * count)
 
 
-def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> Sifted:
+def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> MessageBatch:
     examined = columns(sequences)
     selected = [s in kept for s in examined.sequences]
     codes = bytes(0 if each else code for each in selected)
-    return Sifted(examined, codes, chosen(examined, selected, [f"k{s}" for s in examined.sequences]))
+    return MessageBatch(examined, codes, chosen(examined, selected, [f"k{s}" for s in examined.sequences]))
 
 
 class Bench:
@@ -55,10 +55,10 @@ class Bench:
     ) -> None:
         self.clock = ManualClock()
         self.emitted: list[Emitted] = []
-        self.account: Account = Budget(1 << 30).account(lambda: None)
+        self.account: MemoryAccount = MemoryBudget(1 << 30).account(lambda: None)
         limits = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
         self.builder = Builder(
-            Closing(**limits),  # type: ignore[arg-type]
+            SegmentLimits(**limits),  # type: ignore[arg-type]
             self.clock,
             self.account,
             self.emitted.append,

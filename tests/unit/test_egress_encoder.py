@@ -20,9 +20,9 @@ from common.service.process import Threads
 from common.settings.egress import FeedSettings
 from egress.batch import SAMPLED_OUT
 from egress.builder import Close, Piece
-from egress.encoder import BATCH_ROWS, AskGone, Draft, Encoder
-from egress.memory import Budget
-from egress.reader import DoubtError
+from egress.encoder import BATCH_ROWS, AskGone, Encoder, SegmentFile
+from egress.memory import MemoryBudget
+from egress.reader import ReaderResetError
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
 
@@ -46,7 +46,7 @@ class Source:
 
     async def ask(self) -> int:
         if self.gone:
-            raise DoubtError("stream_changed", "gone")
+            raise ReaderResetError("stream_changed", "gone")
         return self.first
 
 
@@ -65,14 +65,14 @@ async def all_of(missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
 def encoder(
     thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False, gone: AskGone = all_of
 ) -> Encoder:
-    account = Budget(1 << 30).account(lambda: None)
+    account = MemoryBudget(1 << 30).account(lambda: None)
     report = FeedReport(CHAIN, "S", Health(SystemClock()))
     spool = Spool(folder)
     return Encoder(
         thread,
         account,
         report,
-        lambda: Draft(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
+        lambda: SegmentFile(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
         source.ask,
         gone,
         fills_hole=fills_hole,
@@ -157,7 +157,7 @@ async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads,
     made.emit(piece(SequenceRange(1, 10), [1, 2]))
     made.emit(Close.DOUBT)
     source.gone = True
-    with pytest.raises(DoubtError):
+    with pytest.raises(ReaderResetError):
         await made.next()
     source.gone = False
     await made.all()
@@ -169,14 +169,14 @@ async def test_nothing_is_sealed_behind_a_piece_that_was_lost_to_an_error(
 ) -> None:
     """The segment would cover its sequences without its rows."""
     made = encoder(thread, tmp_path, Source())
-    real = Draft.add
+    real = SegmentFile.add
 
-    def add(self: Draft, each: Piece, *rest: Any) -> None:
+    def add(self: SegmentFile, each: Piece, *rest: Any) -> None:
         if each.coverage.first == 4:
             raise Unavailable("the disk is full")
         real(self, each, *rest)
 
-    monkeypatch.setattr(Draft, "add", add)
+    monkeypatch.setattr(SegmentFile, "add", add)
     for first in (1, 4, 7):
         made.emit(piece(SequenceRange(first, first + 2), [first, first + 1, first + 2]))
         if first == 1:
@@ -201,7 +201,7 @@ def sampled_piece(number: int, rows: int) -> Piece:
 @pytest.mark.parametrize("rows", [0, 1, 10])
 def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path, rows: int) -> None:
     """99.9 % sampled out: neither a batch nor a row group nor a page for each piece."""
-    draft = Draft(
+    draft = SegmentFile(
         CHAIN,
         Spool(tmp_path).new_file,
         writer="test",

@@ -12,7 +12,7 @@ from common.clock import DELAYS, Backoff, ManualClock, end, unless
 from common.errors import Unavailable
 from egress.deps import Confirming
 from egress.evidence import confirm
-from egress.memory import LARGEST_WINDOW, Budget
+from egress.memory import LARGEST_WINDOW, MemoryBudget
 
 
 def answers(*values: str) -> Callable[[], Awaitable[str]]:
@@ -99,7 +99,7 @@ def test_delays_grow_with_jitter_and_begin_again() -> None:
 
 def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
     told: list[str] = []
-    budget = Budget(100, chains=2)
+    budget = MemoryBudget(100, chains=2)
     one, other = budget.account(lambda: told.append("one")), budget.account(lambda: told.append("other"))
     one.charge(70)
     assert budget.has_room(30)
@@ -113,9 +113,9 @@ def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
 
 
 def test_an_empty_budget_has_room_for_one_message_of_any_size() -> None:
-    assert Budget(10).has_room(1_000)
+    assert MemoryBudget(10).has_room(1_000)
 
 
 def test_pull_requests_of_many_chains_fit_together() -> None:
-    assert Budget(128 << 20).window == LARGEST_WINDOW
-    assert Budget(128 << 20, chains=100).window * 100 <= 128 << 20
+    assert MemoryBudget(128 << 20).window == LARGEST_WINDOW
+    assert MemoryBudget(128 << 20, chains=100).window * 100 <= 128 << 20

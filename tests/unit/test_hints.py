@@ -17,12 +17,12 @@ from common.sequences import SequenceRange
 from common.service import exits
 from common.settings.egress import FeedSettings
 from egress import hints, identity
-from egress.identity import Evidence, Held, Kind, Source, Verdict, Witness
-from egress.partition import Slice, slices
+from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
+from egress.partition import Partition, slices
 from ingress import hints as chain_advice
 from ingress import hints as checkpoint_commands
 from ingress.replay import request as replay_advice
-from ingress.replay.request import Options, Request
+from ingress.replay.request import ReplayOptions, Request
 from tests.hints import commands_of, problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ REQUEST = Request(
 )
 
 
-def part_of(**settings: Any) -> Slice:
+def part_of(**settings: Any) -> Partition:
     return slices("us-east", FeedSettings(stream="NODES", **settings))[-1]
 
 
@@ -58,15 +58,17 @@ PARTS = [
 
 def verdicts() -> Iterator[str]:
     """The hints of all verdicts that stop, for feeds of all kinds."""
-    source = Source("2026", 81, 300, 1_000)
+    source = SourceStream("2026", 81, 300, 1_000)
     for part in PARTS:
         for kind in identity.CODES:
-            for held in Held:
+            for held in HeldMessage:
                 tips = (Witness(Tip(100, 1, "0" * 32), held),)
-                found = None if kind is Kind.GONE else source
+                found = None if kind is VerdictKind.GONE else source
                 for end in (100, 400):
                     evidence = Evidence(found, "2025", end, tips)
-                    yield identity.stopped_error(part, part.chain, evidence, Verdict(kind, "why"), 90).hint
+                    yield identity.stopped_error(
+                        part, part.chain, evidence, SourceVerdict(kind, "why"), 90
+                    ).hint
 
 
 # By the function that builds a command: texts in which such commands stand.
@@ -98,7 +100,7 @@ SAMPLES: dict[str, Callable[[], object]] = {
         chain_advice.resume("A TARGET", PLAIN),
     ],
     "ingress/replay/request.py:Advice.same": lambda: replay_advice.Advice(
-        REQUEST, Options(create=True, append=True, allow_lossy=True, skip_holes=True)
+        REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True)
     ).same("--again"),
 }
 # Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.

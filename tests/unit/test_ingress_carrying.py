@@ -17,22 +17,22 @@ from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
-from ingress.checkpoint import Checkpoint, CheckpointConflict, Piece, TargetState, open_intent
+from ingress.checkpoint import Checkpoint, CheckpointConflict, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateMoved, Stored
-from ingress.delivery import Carrier
-from ingress.deps import Pace
+from ingress.delivery import Delivery
+from ingress.deps import IngressTuning
 from ingress.publishers.publisher import Outcome
-from ingress.rows.rows import Block, Material, Rows
-from ingress.target import Runner
+from ingress.rows.rows import Block, PreparedBatch, Rows
+from ingress.target import TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
 from tests.support import PATIENCE
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
 
-def piece(first: int, last: int) -> Piece:
+def piece(first: int, last: int) -> IntentPiece:
     rows = SequenceRange(first, last)
-    return Piece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, len(rows))
+    return IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, len(rows))
 
 
 def state(sequence: int = 0, **positions: int) -> TargetState:
@@ -54,9 +54,9 @@ class World:
         self.stop = asyncio.Event()
         self.recall, self.sending = self, Sending()
 
-    def carrier(self, limits: Any = None) -> Carrier:
+    def carrier(self, limits: Any = None) -> Delivery:
         world: Any = self
-        return Carrier("T", world, world, world, world, ManualClock(), limits=limits)
+        return Delivery("T", world, world, world, world, ManualClock(), limits=limits)
 
     # State and target
 
@@ -151,7 +151,7 @@ def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
     limit: int, stored: int, found: tuple[Chain, int, int] | None
 ) -> None:
     payloads = pa.array([b"", b"", b""], pa.binary())
-    material = Material([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
+    material = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
     rows = Rows([Block(piece(1, 3), material)])
 
     assert rows.most == 100
@@ -212,10 +212,10 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
     health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
     discovery = SimpleNamespace(sites=None)
     parts: Any = SimpleNamespace(
-        health=health, clock=clock, sharing=sharing, pace=Pace(), discovery=discovery
+        health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery
     )
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
-    runner, stop, began = Runner(parts, settings), asyncio.Event(), []
+    runner, stop, began = TargetSupervisor(parts, settings), asyncio.Event(), []
     runner._pause = 0.05
 
     async def check() -> None:

@@ -21,12 +21,12 @@ from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
-from ingress.chains.chain_state import Lane
+from ingress.chains.chain_state import ChainState
 from ingress.chains.plan import ChainPlan, Phase
-from ingress.checkpoint import Intent, Piece
+from ingress.checkpoint import Intent, IntentPiece
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.report import Lags, TargetReport
-from ingress.rows.prepare import Preparer, Shape
+from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting, SubjectRule
 from tests.support import unique
@@ -72,9 +72,9 @@ def test_of_several_errors_the_one_for_an_operator_leads() -> None:
     assert leading(group) is stop
 
 
-def lane(position: int, archived: int, plan: ChainPlan | None = None) -> Lane:
-    preparer = Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1024, frozenset()))
-    found = Lane(CHAIN, preparer, position, archived=archived)
+def lane(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
+    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024, frozenset()))
+    found = ChainState(CHAIN, preparer, position, archived=archived)
     found.plan = plan or ChainPlan(Phase.IDLE)
     return found
 
@@ -84,8 +84,8 @@ def gauge(target: str, name: str) -> float | None:
     return REGISTRY.get_sample_value(f"floe_ingress_{name}", labels)
 
 
-def piece(first: int, last: int, count: int) -> Piece:
-    return Piece(
+def piece(first: int, last: int, count: int) -> IntentPiece:
+    return IntentPiece(
         SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16), SequenceRange(first, last), count
     )
 

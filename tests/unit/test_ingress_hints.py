@@ -15,18 +15,18 @@ from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from ingress import checkpoint_store as state_module
 from ingress import hints as advice
-from ingress.chains.chain_state import Roster, _with_way_out
+from ingress.chains.chain_state import ChainRegistry, _with_way_out
 from ingress.chains.recall import Recall
 from ingress.checkpoint_store import from_json
 from ingress.publishers.choose import choose
 from ingress.replay import survey, target
 from ingress.replay.receipt import Receipt, other, receipt_key, unreadable
 from ingress.replay.replay import ReplayChoices, held_error
-from ingress.replay.request import Advice, Options, Request
+from ingress.replay.request import Advice, ReplayOptions, Request
 from ingress.replay.source import hole_error
-from ingress.rows.prepare import Shape, oversize_hint, way_out
+from ingress.rows.prepare import TargetLimits, oversize_hint, way_out
 from ingress.rows.subjects import Accepting
-from ingress.verdict.verdict import Choices, Doubt, Finding, Origin, Reading, Unread, Verdict
+from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, TargetErrors, TargetReading, Unread
 from tests.hints import problems_of
 
 # In the middle of a line nobody can paste it; words about a command name it without its options.
@@ -38,7 +38,7 @@ SETTINGS = TargetSettings.model_validate(
     {"stream": "FLEET", "sources": [{"site": "us-east", "feed": "NODES"}], "on_new_incarnation": "halt"}
 )
 REQUEST = Request(site="us-east", feed="NODES'DATA", target="BACK", prefix="back", from_sequence=3)
-ADVICE = Advice(REQUEST, Options(create=True, append=True))
+ADVICE = Advice(REQUEST, ReplayOptions(create=True, append=True))
 INFO = StreamInfo("BACK", "t0", {}, 1, 9, 9, "", "", "")
 
 
@@ -62,19 +62,19 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def of_verdicts() -> Iterator[str]:
-    for choices in (Choices("FLEET"), ReplayChoices(ADVICE)):
+    for choices in (TargetErrors("FLEET"), ReplayChoices(ADVICE)):
         for finding in Finding:
             for last in (0, 7):
                 for tail in (Unread.GONE, Origin(CHAIN, 7)):
                     for doubt in (None, Doubt(3, 7, 9)):
-                        seen = [Reading(last, "t0", tail)] * 3
-                        yield choices.error(Verdict(finding, detail="x", doubt=doubt), seen).hint
-        for reading in (None, Reading(7, "t0", Unread.GONE)):
+                        seen = [TargetReading(last, "t0", tail)] * 3
+                        yield choices.error(IntentVerdict(finding, detail="x", doubt=doubt), seen).hint
+        for reading in (None, TargetReading(7, "t0", Unread.GONE)):
             yield choices.no_checkpoint(reading).hint
 
 
 def of_chains() -> Iterator[str]:
-    roster = Roster(SETTINGS, Shape(Accepting([">"]), 1000))
+    roster = ChainRegistry(SETTINGS, TargetLimits(Accepting([">"]), 1000))
     yield raised(lambda: roster.preparer(CHAIN))
     later = Chain("us-east", "NODES", 1)
     yield raised(lambda: roster.check_may_begin(later, 7))
@@ -126,7 +126,7 @@ def test_a_prefix_of_its_own_is_proposed_where_another_stream_has_the_subjects(
 ) -> None:
     """`nats stream add` with these subjects would be refused as well."""
     request = Request("s", "F", "BACK", prefix=before)
-    hint = Advice(request, Options(create=True)).not_created(is_taken=True)
+    hint = Advice(request, ReplayOptions(create=True)).not_created(is_taken=True)
 
     assert "nats stream add" not in hint
     assert f"--subject-prefix {after} --create" in hint

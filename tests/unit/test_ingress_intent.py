@@ -17,7 +17,7 @@ from ingress.checkpoint import (
     CheckpointConflict,
     Ending,
     Intent,
-    Piece,
+    IntentPiece,
     TargetState,
     close_intent,
     merged,
@@ -29,9 +29,11 @@ from ingress.checkpoint_store import StateStore, from_json, to_json
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
 
-def piece(first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0") -> Piece:
+def piece(
+    first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0"
+) -> IntentPiece:
     name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
-    return Piece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
+    return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
 
 
 def state(positions: dict[Chain, int] | None = None, sequence: int = 0) -> TargetState:

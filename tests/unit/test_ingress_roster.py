@@ -9,18 +9,18 @@ import pytest
 from common.chain import Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
-from ingress.chains.chain_state import Roster
-from ingress.rows.prepare import Shape
+from ingress.chains.chain_state import ChainRegistry
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.subjects import Accepting
 
 CHAIN = Chain("us-east", "NODES")
 NEXT = CHAIN.next_incarnation()
 
 
-def roster(**keys: Any) -> Roster:
+def roster(**keys: Any) -> ChainRegistry:
     source = {"site": ["us-east", "eu-west"], "feed": ["NODES", "LOGS"]}
     settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source], **keys})
-    return Roster(settings, Shape(Accepting([">"]), 1 << 20))
+    return ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
 
 
 def test_only_listed_sites_and_feeds_get_a_lane() -> None:

@@ -23,12 +23,12 @@ from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from ingress.chains.pauses import Pause, Pauses
-from ingress.checkpoint import Checkpoint, Intent, ParkedAs, Piece, TargetState
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState
 from ingress.checkpoint_store import Stored
 from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_bytes, to_bytes, waiting
 from ingress.redelivery import EVERYTHING, ParkedKeeper, ParkedSource, Retries
 from ingress.rows.prepare import Oversize
-from ingress.rows.rows import Block, Material, Rows
+from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.segment_files import message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
@@ -179,8 +179,8 @@ def again(sequence: int) -> Block:
     """A parked message that is tried again."""
     rows = SequenceRange(sequence, sequence)
     payload = pa.array([b"x"], pa.binary())
-    material = Material([sequence], [1], [b"a"], b"O: ", None, payload, [10])
-    piece = Piece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
+    material = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, payload, [10])
+    piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
     return Block(piece, material, 100)
 
 
@@ -239,7 +239,7 @@ async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
         under_way[0] -= 1
 
     parked.mark_left_out = mark  # type: ignore[method-assign]
-    piece = Piece(SegmentName(CHAIN, 0, SequenceRange(1, 100), "0" * 16), SequenceRange(1, 100), 0)
+    piece = IntentPiece(SegmentName(CHAIN, 0, SequenceRange(1, 100), "0" * 16), SequenceRange(1, 100), 0)
     source = ParkedSource(Supply(), parked, threads)  # type: ignore[arg-type]
     await source.before_close(Intent(0, (replace(piece, left_out=tuple(range(1, 65))),)))
     threads.close()

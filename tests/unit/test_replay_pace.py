@@ -104,7 +104,7 @@ def test_progress_says_how_long_it_takes() -> None:
 
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
     from common.segments.keys import SegmentName
-    from ingress.checkpoint import Piece
+    from ingress.checkpoint import IntentPiece
     from ingress.publishers.publisher import Outcome
     from ingress.replay.pace import Head, Interrupted, PacedPublisher
     from ingress.rows.rows import Block, Rows
@@ -124,7 +124,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
             pass
 
     name = SegmentName(Chain("s", "F"), 0, SequenceRange(1, 20), "0" * 16)
-    rows = Rows([Block(Piece(name, SequenceRange(1, 20), 20), _material(20))])
+    rows = Rows([Block(IntentPiece(name, SequenceRange(1, 20), 20), _material(20))])
     stop = asyncio.Event()
     inner = Inner()
     paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
@@ -138,9 +138,9 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
 def _material(count: int):  # type: ignore[no-untyped-def]
     import pyarrow as pa
 
-    from ingress.rows.rows import Material
+    from ingress.rows.rows import PreparedBatch
 
-    return Material(
+    return PreparedBatch(
         list(range(1, count + 1)),
         [SECOND] * count,
         [b"a"] * count,

@@ -10,14 +10,14 @@ import pytest
 from common.segments.columns import Columns
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.key_table import CHUNK, Notice, SamplerState, period_ns
-from egress.sampling.sampler import Choices, Sampler
+from egress.sampling.sampler import SampledBatch, Sampler
 from tests.sampling_values import HOUR, MINUTE, SECOND, START, batch, sampling
 
 HOW = sampling(size_trigger="1K")
 WARN = 12 * MINUTE
 
 
-def choose(sampler: Sampler, *messages: tuple[Any, ...]) -> Choices:
+def choose(sampler: Sampler, *messages: tuple[Any, ...]) -> SampledBatch:
     """Messages as (key, time[, size[, forced]])."""
     whole = [(*message, *(100, False)[len(message) - 2 :]) for message in messages]
     keys, times, sizes, forced = (list(column) for column in zip(*whole, strict=True))

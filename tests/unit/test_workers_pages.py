@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.link import Place
+from egress.workers.link import WorkerPlace
 from egress.workers.pages import Said, WorkerPages, labelled, merged
 from egress.workers.process import WorkerProcess, exit_code, worst
 
@@ -151,6 +151,6 @@ def test_a_signal_counts_as_shells_count_it() -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "a/b/c", "1/2/3/4"])
 def test_a_place_that_is_none_is_refused(text: str) -> None:
-    assert Place.parse(str(Place(1, 4, 7))) == Place(1, 4, 7)
+    assert WorkerPlace.parse(str(WorkerPlace(1, 4, 7))) == WorkerPlace(1, 4, 7)
     with pytest.raises(UsageError):
-        Place.parse(text)
+        WorkerPlace.parse(text)
