@@ -107,8 +107,8 @@ class Acknowledging:
     async def upto(self, last: int) -> None:
         """Acknowledge what was delivered up to `last`, and return when the server has taken it.
 
-        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is gone,
-        Refused without the right to acknowledge.
+        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is
+        gone, Refused without the right to acknowledge.
         """
         async with self._lock:
             size = bisect_right(self._kept, last)

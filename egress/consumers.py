@@ -191,8 +191,8 @@ def _filtered(wanted: WantedMessages, config: dict[str, Any]) -> dict[str, Any]:
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
     """A consumer to read through; on an interest stream and a work queue it replaces the slice's former ones.
 
-    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it, else as
-    `create_consumer`.
+    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it,
+    else as `create_consumer`.
     """
     if not wanted.is_durable:
         return Taken(await create_consumer(client, wanted.stream, ephemeral(wanted)))

@@ -112,7 +112,8 @@ class Reader:
         self._headers: list[bytes | None] = []
 
     async def open(self) -> None:
-        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one bound to.
+        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one
+        bound to.
 
         Checked before and after creating it: a stream deleted and made again in between has no such consumer.
         """

@@ -34,7 +34,7 @@ from egress.incarnations import Incarnation
 from egress.loops import Loops
 from egress.memory import MemoryAccount
 from egress.partition import Partition, Position
-from egress.reader import ReaderResetError, Reader, ReaderTarget
+from egress.reader import Reader, ReaderResetError, ReaderTarget
 from egress.report import FeedReport
 from egress.sampling.filters import PreFilter, Sifting
 from egress.sampling.resume import Resumed
@@ -181,7 +181,8 @@ class Session:
         return not is_held_up and self._encoder.has_room and self._parts.budget.has_room(size)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError, LeaseLost.
+        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError,
+        LeaseLost.
 
         What nobody foresaw is raised too, as a group or as Unforeseen: nothing more is put then, and what was
         received is read again from the archive's position on.

@@ -277,8 +277,8 @@ class SegmentReader:
         Without `rows`: inside those that the segment was opened for, or all of it.
 
         Row groups outside `rows` are not read. A batch aims at `ParquetLimits.batch_bytes` and never passes a
-        row group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and order
-        say; ValueError for a column that the schema does not have.
+        row group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and
+        order say; ValueError for a column that the schema does not have.
         """
         unknown = set(columns or ()) - set(SCHEMA.names)
         if unknown:
