@@ -111,7 +111,7 @@ def main() -> None:
     """The entry point of the command."""
     _refuse_foreign_common()
     from common.service.exits import end_with
-    from common.service.process import without_pandas
+    from common.service.lean import without_pandas
 
     if not _uses_spark(sys.argv[1:]):
         without_pandas()

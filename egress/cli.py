@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from common.service.cli import config_option, load_settings, run_command
-from common.service.process import slim
+from common.service.lean import slim
 from egress.init import init
 from egress.repartition_cli import repartition
 from egress.resolve_cli import resolve

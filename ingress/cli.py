@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from common.service.cli import config_option, json_option, run_command
-from common.service.process import slim
+from common.service.lean import slim
 from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
 

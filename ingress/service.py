@@ -19,7 +19,8 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings
 from ingress import metrics
-from ingress.deps import IngressDeps, IngressTuning, kv_replicas, share_targets
+from ingress.buckets import kv_replicas
+from ingress.deps import IngressDeps, IngressTuning, share_targets
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Sites

@@ -408,7 +408,6 @@ def _whole(chain: Chain) -> Chain:
 
 
 ATTEND = 2.0  # seconds between two looks at what operators have decided
-LOOK_AT_STOPPED = 60.0  # seconds until a chain that stopped is looked at again
 
 AskShape = Callable[[], Awaitable[TargetLimits]]
 

@@ -22,8 +22,8 @@ from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue, state_key
 from common.service.exits import command, ways
 from common.settings.root import Settings
+from ingress.buckets import kv_replicas
 from ingress.checkpoint_store import ROLE, StateEntry, StateStore
-from ingress.deps import kv_replicas
 from ingress.errors import check_targets
 
 VERSION = 1

@@ -28,7 +28,6 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from ingress import metrics
 from ingress.chains.chain_state import (
-    LOOK_AT_STOPPED,
     AskShape,
     ChainRegistry,
     ChainState,
@@ -38,6 +37,7 @@ from ingress.chains.chain_state import (
 from ingress.chains.locate import SegmentLocator
 from ingress.chains.recall import Recall
 from ingress.checkpoint import MAX_BYTES, MAX_LEFT_OUT, MAX_PIECES, MAX_ROWS, Gap, IntentPiece
+from ingress.errors import LOOK_AT_STOPPED
 from ingress.parked import ParkedStore
 from ingress.rows.decoder import Decoder, FromHoleError, Relays
 from ingress.rows.rows import Block, ByteBudget, Rows

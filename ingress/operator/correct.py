@@ -19,9 +19,9 @@ from common.open import open_chains
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
+from ingress.buckets import kv_replicas
 from ingress.checkpoint import ParkedAs, TargetState
 from ingress.checkpoint_store import ROLE, StateStore
-from ingress.deps import kv_replicas
 from ingress.operator import corrections
 from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions, Sightings
 from ingress.operator.target_scan import TargetScan, take_census

@@ -35,7 +35,7 @@ from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.settings.types import format_duration
-from ingress.deps import open_bucket
+from ingress.buckets import open_bucket
 from ingress.errors import leading
 from ingress.replay.outlook import former_of
 from ingress.replay.output import Teller, size_text

@@ -27,11 +27,11 @@ from common.service.exits import ways
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
+from ingress.buckets import open_bucket
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import ROLE as INGRESS
 from ingress.checkpoint_store import StateStore
 from ingress.delivery import Delivery
-from ingress.deps import open_bucket
 from ingress.errors import leading, passes_by_itself
 from ingress.preflight import shape_of
 from ingress.publishers.choose import choose, make, offered

@@ -16,7 +16,7 @@ from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
-from ingress.deps import service_replicas
+from ingress.buckets import service_replicas
 from ingress.replay.drill import Scratch
 from tests.clusters import placing
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of

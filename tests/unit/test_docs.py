@@ -33,7 +33,11 @@ def metric_names() -> set[str]:
     for role in ROLES:
         package = importlib.import_module(role)
         for module in pkgutil.walk_packages(package.__path__, f"{role}."):
-            if module.name.endswith("metrics") or module.name in ("common.segments.store", "common.clock"):
+            if module.name.endswith("metrics") or module.name in (
+                "common.segments.store",
+                "common.clock",
+                "egress.workers.supervisor",
+            ):
                 importlib.import_module(module.name)
     return {
         family.name + ("_total" if family.type == "counter" else "")

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import sys
-from common.service.process import without_pandas
+from common.service.lean import without_pandas
 without_pandas()
 from common.segments.reader import record_batch
 import pyarrow as pa
