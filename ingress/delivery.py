@@ -11,15 +11,18 @@ A crash anywhere leaves the checkpoint, or an open intent that whoever comes nex
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from common.chain import Chain
 from common.clock import Clock, either
-from common.errors import AnotherWriter, Unavailable
+from common.errors import AnotherWriter, Stopped, Unavailable
 from common.failpoints import failpoint
+from common.jetstream.client import FloeClient, no_headers
 from common.service.exits import command, ways
 from common.service.logs import get_logger
 from ingress import metrics
+from ingress.chains.chain_state import ChainRegistry
 from ingress.checkpoint import (
     Checkpoint,
     CheckpointConflict,
@@ -32,7 +35,7 @@ from ingress.checkpoint import (
 from ingress.checkpoint_store import StateMoved, Stored
 from ingress.interfaces import RowSource, Settling, StateKeeper
 from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
-from ingress.rows.prepare import ServerLimits
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import Settled
 
@@ -129,6 +132,54 @@ IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 
 # What else has to be durable before an intent, all of whose rows are stored, is closed.
 BeforeClose = Callable[[Intent], Awaitable[None]]
+
+
+class ServerLimits:
+    """The limits of the server, beside those that the rows of one target were made ready for.
+
+    `ask`: what the target and its server take now. `reset`: drops what is ready, and begins again at
+    positions. `hint`: what is done about a row of the open intent that is too large.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        roster: ChainRegistry,
+        ask: Callable[[], Awaitable[TargetLimits]],
+        reset: Callable[[Mapping[Chain, int]], None],
+        hint: str,
+    ) -> None:
+        self._hint = hint
+        self._client, self._roster, self._ask, self._reset = client, roster, ask, reset
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether rows were made ready for another server than the one that is connected to now."""
+        return self._roster.shape.max_payload != self._client.max_payload
+
+    async def renew(self, positions: Mapping[Chain, int]) -> None:
+        """Have rows made ready anew from `positions`, which are stored. Raises what asking raises."""
+        self._roster.reshape(await self._ask())
+        self._reset(positions)
+
+    def check(self, rows: Rows, stored: int) -> None:
+        """Right before rows of an open intent are written, of which the first `stored` are not.
+
+        Raises Stopped for a row that the server would not take, ConfigError where it takes no headers.
+        """
+        most = self._client.max_payload
+        if not self._client.takes_headers:
+            raise no_headers()
+        if rows.most <= most or (found := rows.above(most, stored)) is None:
+            return
+        chain, sequence, size = found
+        raise Stopped(
+            f"chain {chain}: message {sequence} of the open intent needs {size} bytes with its headers: "
+            f"expected a server with max_payload {self._roster.shape.max_payload}, as it was made ready for, "
+            f"found {most}",
+            hint=self._hint,
+            code="E-OVERSIZE-INTENT",
+        )
 
 
 class Delivery:

@@ -1,4 +1,4 @@
-"""What one target works with."""
+"""What all targets of a process share, and what no user tunes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint_store import ROLE, StateStore
-from ingress.delivery import Delivery
+from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.interfaces import StateKeeper
@@ -29,7 +29,7 @@ from ingress.publishers.choose import choose, make, offered
 from ingress.publishers.publisher import Publisher, Replies
 from ingress.redelivery import ParkedKeeper, ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
-from ingress.rows.prepare import ServerLimits, TargetLimits, oversize_hint
+from ingress.rows.prepare import TargetLimits, oversize_hint
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import Sending, TargetErrors, TargetStream
 

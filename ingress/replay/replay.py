@@ -31,7 +31,7 @@ from ingress.buckets import open_bucket
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import ROLE as INGRESS
 from ingress.checkpoint_store import StateStore
-from ingress.delivery import Delivery
+from ingress.delivery import Delivery, ServerLimits
 from ingress.errors import leading, passes_by_itself
 from ingress.preflight import shape_of
 from ingress.publishers.choose import choose, make, offered
@@ -44,7 +44,7 @@ from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadabl
 from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
 from ingress.replay.source import ReplayRoster, ReplaySource, target_settings
 from ingress.replay.survey import ReplaySurvey
-from ingress.rows.prepare import ServerLimits, TargetLimits
+from ingress.rows.prepare import TargetLimits
 from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
 
