@@ -127,7 +127,7 @@ def at(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[st
 def uncovered(
     store: SegmentStore, chain: Chain, within: SequenceRange, damaged: AbstractSet[str]
 ) -> list[SequenceRange]:
-    """The parts of `within` that no segment covers, level by level from the bottom, as far as it takes."""
+    """The deps of `within` that no segment covers, level by level from the bottom, as far as it takes."""
     covered = Covered()
     for level in range(MAX_LEVEL + 1):
         for page in store.pages(chain, level, position=within.first):
@@ -153,8 +153,8 @@ class HighWaterMarks:
     @staticmethod
     def key(chain: Chain) -> str:
         """Where the mark of a chain stands."""
-        parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
-        return state_key("egress", "mark", *parts)
+        deps = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
+        return state_key("egress", "mark", *deps)
 
     @staticmethod
     def value(end: int) -> str:
@@ -235,12 +235,12 @@ class Archive:
 
     @classmethod
     async def of(
-        cls, current: Incarnation, parts: EgressDeps, marks: HighWaterMarks, threads: Threads
+        cls, current: Incarnation, deps: EgressDeps, marks: HighWaterMarks, threads: Threads
     ) -> Archive:
         """The archive of an incarnation, not listed yet; retention may have moved its beginning."""
-        floor = await threads.run(parts.chains.read_floor, current.chain)
+        floor = await threads.run(deps.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
-        return cls(current.chain, first, parts.store, parts.chains, marks, threads)
+        return cls(current.chain, first, deps.store, deps.chains, marks, threads)
 
     async def load(self) -> None:
         """List the chain from the mark on; all of it where there is none.
@@ -341,7 +341,7 @@ class Archive:
         self.first = max(self.first, floor or 0)
 
     async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
-        """The parts of `within` that no segment covers, as listed now."""
+        """The deps of `within` that no segment covers, as listed now."""
         return await self._threads.run(uncovered, self._store, self.chain, within, self.damaged.keys())
 
     def pages(self) -> Iterator[list[SegmentRef]]:

@@ -38,7 +38,7 @@ from common.sequences import MAX_SEQUENCE
 from common.settings.service import StartSettings
 from common.subjects import overlaps
 from egress.acks import ReaderResetError
-from egress.partition import Partition, slices
+from egress.partition import Partition, partitions_of
 
 
 def is_set(start: StartSettings) -> bool:
@@ -98,14 +98,14 @@ RANDOM = 4  # bytes at the end of a name
 
 @dataclass(frozen=True, slots=True)
 class WantedMessages:
-    """What is to be read: the messages of `part`, from a stream of that `retention`.
+    """What is to be read: the messages of `partition`, from a stream of that `retention`.
 
     `first`: where it is read from, where the retention leaves the choice; on an interest stream what a former
     durable did not acknowledge comes before that, but not before `begin`. `inactive`: seconds until the
     server drops an idle ephemeral.
     """
 
-    part: Partition
+    partition: Partition
     retention: str
     first: int = 1
     begin: int = 1
@@ -113,7 +113,7 @@ class WantedMessages:
 
     @property
     def stream(self) -> str:
-        return self.part.stream
+        return self.partition.stream
 
     @property
     def is_durable(self) -> bool:
@@ -122,12 +122,12 @@ class WantedMessages:
 
     def is_ours(self, name: str) -> bool:
         """Whether `name` is that of a durable of this slice."""
-        return self.part.partition_of(name) == self.part.partition
+        return self.partition.partition_of(name) == self.partition.number
 
     def is_former(self, name: str) -> bool:
         """Whether `name` is that of a durable of a partition which the feed has no more."""
-        partition = self.part.partition_of(name)
-        return partition is not None and partition >= len(self.part.settings.filters())
+        partition = self.partition.partition_of(name)
+        return partition is not None and partition >= len(self.partition.settings.filters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def durable(
     return _filtered(
         wanted,
         {
-            "durable_name": f"{wanted.part.durable}_{secrets.token_hex(RANDOM)}",
+            "durable_name": f"{wanted.partition.durable}_{secrets.token_hex(RANDOM)}",
             "description": description,
             "ack_wait": int(ACK_WAIT * NS_PER_S),
             "max_deliver": -1,
@@ -185,7 +185,11 @@ def durable(
 
 
 def _filtered(wanted: WantedMessages, config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "filter_subject": wanted.part.filter_subject} if wanted.part.filter_subject else config
+    return (
+        {**config, "filter_subject": wanted.partition.filter_subject}
+        if wanted.partition.filter_subject
+        else config
+    )
 
 
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
@@ -202,9 +206,9 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
         known = await _known(client, wanted, ours)
         ours = [info.name for info in known]
         consumer = await create(client, replace(wanted, first=first(wanted, known)))
-        if former or any(filters(info.config) != [wanted.part.filter_subject] for info in known):
+        if former or any(filters(info.config) != [wanted.partition.filter_subject] for info in known):
             # Before a repartition one durable kept messages for what are several partitions now.
-            await keep_for_all(client, wanted.part, wanted.retention)
+            await keep_for_all(client, wanted.partition, wanted.retention)
         await _delete(client, wanted, ours + former)
         ours = [info.name for info in known if info.config.get("description") != HOLDING]
     else:
@@ -229,25 +233,25 @@ def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
     return min(wanted.first, max(wanted.begin, *(info.acknowledged + 1 for info in former)))
 
 
-async def keep_for_all(client: FloeClient, part: Partition, retention: str) -> None:
+async def keep_for_all(client: FloeClient, partition: Partition, retention: str) -> None:
     """Have a durable for each partition of the feed, so that an interest stream keeps messages for all."""
-    names = await consumer_names(client, part.stream)
-    for each in slices(part.site, part.settings):
+    names = await consumer_names(client, partition.stream)
+    for each in partitions_of(partition.site, partition.settings):
         wanted = WantedMessages(each, retention)
         if not any(map(wanted.is_ours, names)):
             await create(client, wanted)
 
 
-async def hold(client: FloeClient, part: Partition) -> None:
+async def hold(client: FloeClient, partition: Partition) -> None:
     """Let an interest stream without a durable of the slice keep messages for it from now on.
 
     Before the stream is judged, which takes its time, and where the chain stops until an operator decides: a
     stream that was made anew would drop meanwhile what is published.
     """
-    info = await stream_info(client, part.stream)
+    info = await stream_info(client, partition.stream)
     if info is None or info.config.get("retention") != INTEREST:
         return
-    wanted = WantedMessages(part, INTEREST)
+    wanted = WantedMessages(partition, INTEREST)
     if not await ours(client, wanted):
         await create(client, wanted, HOLDING)
 
@@ -316,12 +320,12 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
     for name in await consumer_names(client, wanted.stream):
         if not await _is_in_the_way(client, wanted, name):
             continue
-        if wanted.part.partition_of(name) is not None:
+        if wanted.partition.partition_of(name) is not None:
             return ReaderResetError(
                 "consumer_taken", f"{name} is another instance's, or of former partitions"
             )
         return Stopped(
-            f"work queue {wanted.stream}: consumer {name} takes what {wanted.part.durable} is to take",
+            f"work queue {wanted.stream}: consumer {name} takes what {wanted.partition.durable} is to take",
             hint="a work queue gives each message to one consumer: freeze other subjects, or "
             f"nats consumer rm {wanted.stream} {name}",
             code="E-RETENTION",
@@ -332,7 +336,7 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
 async def _is_in_the_way(client: FloeClient, wanted: WantedMessages, name: str) -> bool:
     info = await consumer_info(client, wanted.stream, name)
     return info is not None and any(
-        overlaps(wanted.part.filter_subject, each) for each in filters(info.config)
+        overlaps(wanted.partition.filter_subject, each) for each in filters(info.config)
     )
 
 

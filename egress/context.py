@@ -31,13 +31,13 @@ class CommandContext:
     """What a command works with; its reports go nowhere."""
 
     settings: Settings
-    parts: EgressDeps
+    deps: EgressDeps
     leases: Leases
     pools: Pools
 
-    def report(self, part: Partition) -> FeedReport:
+    def report(self, partition: Partition) -> FeedReport:
         """A report that nobody reads."""
-        return FeedReport(part.chain, part.stream, Health(self.parts.clock))
+        return FeedReport(partition.chain, partition.stream, Health(self.deps.clock))
 
 
 @asynccontextmanager
@@ -58,7 +58,7 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
         replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
         state = KeyValue.optional(client, egress.state_bucket, replicas=replicas)
         bucket = KeyValue.optional(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
-        parts = EgressDeps(
+        deps = EgressDeps(
             client=client,
             connect=connected,
             state=state,
@@ -72,7 +72,7 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
             tuning=tuning,
         )
         leases = Leases(bucket, new_owner(settings.instance), egress.lease_ttl, clock)
-        yield CommandContext(settings, parts, leases, pools)
+        yield CommandContext(settings, deps, leases, pools)
     finally:
         pools.close()
         store.close()

@@ -514,20 +514,20 @@ Answer = tuple[Evidence, SourceVerdict]
 class Inquiry:
     """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
 
-    def __init__(self, part: Partition, parts: EgressDeps, threads: Threads) -> None:
-        self._stream, self._filter, self._parts = part.stream, part.filter_subject, parts
-        self._examiner = IdentityProbe(parts.store, part.stream, part.filter_subject, threads)
+    def __init__(self, partition: Partition, deps: EgressDeps, threads: Threads) -> None:
+        self._stream, self._filter, self._deps = partition.stream, partition.filter_subject, deps
+        self._examiner = IdentityProbe(deps.store, partition.stream, partition.filter_subject, threads)
         self._lost: tuple[SequenceRange, ...] = ()
         self._threads = threads
         self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:
         """The stream, None if there is none."""
-        return await stream_info(self._parts.client, self._stream)
+        return await stream_info(self._deps.client, self._stream)
 
     async def look(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
         """The verdict on one look at the stream, over the shared connection."""
-        return await self._examine(self._parts.client, current, archive, received)
+        return await self._examine(self._deps.client, current, archive, received)
 
     async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
         """The verdict, confirmed where it has consequences."""
@@ -536,9 +536,9 @@ class Inquiry:
             return answer
         log.warning("confirming", action="confirming", why=answer[1].why, **current.chain.log_context())
         return await confirm(
-            lambda: self._parts.freshly(lambda c: self._examine(c, current, archive, received)),
-            self._parts.clock,
-            self._parts.tuning.confirming,
+            lambda: self._deps.freshly(lambda c: self._examine(c, current, archive, received)),
+            self._deps.clock,
+            self._deps.tuning.confirming,
             harmless=lambda found: found[1].is_same,
             outline=lambda found: (found[1].kind, found[0].source and found[0].source.created),
         )
@@ -572,7 +572,7 @@ class Inquiry:
         """The newest older incarnation that was made for the stream created at `created`. Blocking."""
         for chain in older(current.chain):
             try:
-                document = self._parts.chains.read_stream(chain)
+                document = self._deps.chains.read_stream(chain)
             except DataError as error:
                 log.warning("not read", action="history_unread", error=str(error), **chain.log_context())
                 continue
@@ -594,7 +594,7 @@ class Inquiry:
             VerdictKind.UNKNOWN,
         ):
             return None if source is None else source.first
-        ask = self._parts.client, self._examiner, self._parts.store, self._threads
+        ask = self._deps.client, self._examiner, self._deps.store, self._threads
         try:
             known = await self._threads.run(self._known_of, current, archive, source, evidence.older)
             return max([await first_unlike(*ask, refs, source, end) for refs, end in known])
@@ -609,10 +609,10 @@ class Inquiry:
         if older is None and (archive.end or not current.continued):
             return [(archive.refs(source.first), archive.end)]
         number = current.chain.incarnation - 1 if older is None else older
-        following = self._parts.chains.read_stream(replace(current.chain, incarnation=number + 1))
+        following = self._deps.chains.read_stream(replace(current.chain, incarnation=number + 1))
         ends = (following and following.previous) or {}
-        chains = [replace(current.chain, incarnation=number, partition=part) for part in ends]
-        listed = partial(self._parts.store.list, position=source.first)
+        chains = [replace(current.chain, incarnation=number, partition=partition) for partition in ends]
+        listed = partial(self._deps.store.list, position=source.first)
         return [(listed(each), ends[each.partition]) for each in chains] or [([], 0)]
 
     async def place(self, archive: Archive, source: SourceStream) -> Position:
@@ -638,9 +638,9 @@ class Inquiry:
 
         if not is_harmless(source_first):
             source_first = await confirm(
-                lambda: self._parts.freshly(self._first),
-                self._parts.clock,
-                self._parts.tuning.confirming,
+                lambda: self._deps.freshly(self._first),
+                self._deps.clock,
+                self._deps.tuning.confirming,
                 harmless=is_harmless,
                 outline=lambda _: None,
             )
@@ -673,7 +673,7 @@ class Inquiry:
         """The holes that are known, and those among what was delivered and never acknowledged: what lies in
         one of them must not be, it is nowhere else.
         """
-        client, end = self._parts.client, archive.end
+        client, end = self._deps.client, archive.end
         held = await next_message(client, self._stream, first, self._filter) if first <= end else None
         begin = max(held.sequence, archive.first) if held is not None else end + 1
         if begin > end:
@@ -683,7 +683,7 @@ class Inquiry:
 
     async def first(self) -> int:
         """The stream's first sequence. Raises Unavailable where there is no stream."""
-        return await self._first(self._parts.client)
+        return await self._first(self._deps.client)
 
     async def _first(self, client: FloeClient) -> int:
         info = await stream_info(client, self._stream)

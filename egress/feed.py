@@ -43,21 +43,21 @@ class Feed:
 
     def __init__(
         self,
-        part: Partition,
-        parts: EgressDeps,
+        partition: Partition,
+        deps: EgressDeps,
         sharing: LeaseGroup,
         health: Health,
         reexamine: float = REEXAMINE,
     ) -> None:
-        self._parts, self._reexamine = parts, reexamine
-        self._chain = part.chain
+        self._deps, self._reexamine = deps, reexamine
+        self._chain = partition.chain
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
-        self.report = self._report = FeedReport(self._chain, part.stream, health, parts.clock)
+        self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
         self._seat = sharing.seat(lease_key(self._chain), self._report)
-        self._worker = Worker(part, parts, self._pools, self._report)
-        self._backoff = Backoff(parts.rng)
+        self._worker = Worker(partition, deps, self._pools, self._report)
+        self._backoff = Backoff(deps.rng)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set and everything is put."""
@@ -92,11 +92,11 @@ class Feed:
         """Set `halt` with `stop`, and where a lease to be given back waits too long for its segment's end."""
         await first_of(stop.wait(), lease.give_back.wait())
         if not stop.is_set():
-            await wait_for(stop, self._parts.tuning.pace.hand_over)
+            await wait_for(stop, self._deps.tuning.pace.hand_over)
         halt.set()
 
     async def _work(self, lease: Lease, halt: asyncio.Event) -> None:
-        began = self._parts.clock.monotonic()
+        began = self._deps.clock.monotonic()
         try:
             await self._worker.run(lease, halt)
             self._backoff.reset()
@@ -111,7 +111,7 @@ class Feed:
                 self._report.stopped(error)
                 await self._pause(lease, halt, self._reexamine)
                 return
-            if self._parts.clock.monotonic() - began >= GOOD_WHILE:
+            if self._deps.clock.monotonic() - began >= GOOD_WHILE:
                 self._backoff.reset()
             self._report.fails(error)
             await self._pause(lease, halt, self._backoff.next())
@@ -128,7 +128,7 @@ class Runs(Protocol):
 
 
 async def run_feeds(
-    feeds: Sequence[Runs], parts: EgressDeps, health: Health, stop: asyncio.Event, shutdown_timeout: float
+    feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: asyncio.Event, shutdown_timeout: float
 ) -> bool:
     """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
 
@@ -138,8 +138,8 @@ async def run_feeds(
     """
     tasks = {
         asyncio.create_task(_run_all(feeds, stop), name="feeds"),
-        asyncio.create_task(_deadline(stop, parts.clock, shutdown_timeout), name="deadline"),
-        asyncio.create_task(_beat(parts, health), name="beat"),
+        asyncio.create_task(_deadline(stop, deps.clock, shutdown_timeout), name="deadline"),
+        asyncio.create_task(_beat(deps, health), name="beat"),
     }
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -164,9 +164,9 @@ async def _deadline(stop: asyncio.Event, clock: Clock, seconds: float) -> None:
     log.error("not drained in time", action="drain_timeout", seconds=seconds)
 
 
-async def _beat(parts: EgressDeps, health: Health) -> None:
-    metrics.memory_limit.set(parts.budget.limit)
+async def _beat(deps: EgressDeps, health: Health) -> None:
+    metrics.memory_limit.set(deps.budget.limit)
     while True:
         health.beat()
-        metrics.memory_used.set(parts.budget.used)
-        await parts.clock.sleep(BEAT)
+        metrics.memory_used.set(deps.budget.used)
+        await deps.clock.sleep(BEAT)

@@ -25,10 +25,10 @@ POLL = 2.0  # seconds between two looks at what the other partitions have done, 
 class Succession:
     """Closes incarnations of one partition, and begins the next when all partitions are closed."""
 
-    def __init__(self, part: Partition, parts: EgressDeps, history: History, report: FeedReport) -> None:
-        self._part, self._parts, self._history, self._report = part, parts, history, report
-        self._count = len(part.settings.filters())
-        self._closings = Closings(parts.state)
+    def __init__(self, partition: Partition, deps: EgressDeps, history: History, report: FeedReport) -> None:
+        self._partition, self._deps, self._history, self._report = partition, deps, history, report
+        self._count = len(partition.settings.filters())
+        self._closings = Closings(deps.state)
 
     async def closing(self, current: Incarnation) -> Closing:
         """How far the current incarnation is with closing."""
@@ -44,7 +44,7 @@ class Succession:
 
         A decision about a partition that goes on by itself again is void.
         """
-        number, decision = self._part.partition, closing.decision
+        number, decision = self._partition.number, closing.decision
 
         def step(found: Closing) -> Closing:
             if decision is not None and number in decision.first and found.decision == decision:
@@ -74,7 +74,7 @@ class Succession:
         def step(found: Closing) -> Closing:
             if found.decision_for(info.created) != decision:
                 return found
-            return found.noted(self._part.partition, end, self._count, stream)
+            return found.noted(self._partition.number, end, self._count, stream)
 
         closing = await self._closings.change(current.chain, step)
         failpoint("egress.after_end_noted")
@@ -87,12 +87,12 @@ class Succession:
     ) -> None:
         """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
         self._report.closing(closing.missing(self._count, created))
-        check = self._parts.tuning.pace.check
-        until = self._parts.clock.monotonic() + check
+        check = self._deps.tuning.pace.check
+        until = self._deps.clock.monotonic() + check
         ends = stop.wait(), lease.give_back.wait(), lease.lost.wait()
         waiting = [asyncio.ensure_future(each) for each in ends]
         try:
-            while not any(each.done() for each in waiting) and self._parts.clock.monotonic() < until:
+            while not any(each.done() for each in waiting) and self._deps.clock.monotonic() < until:
                 await first_of(
                     asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED), seconds=min(POLL, check)
                 )
@@ -117,7 +117,7 @@ class Succession:
         if closing.decision is not None or any(tip.held is HeldMessage.EQUAL for tip in evidence.tips):
             return verdict
         for number, end in sorted(closing.ends.items()):
-            if number != self._part.partition and end.created == source.created:
+            if number != self._partition.number and end.created == source.created:
                 return SourceVerdict(VerdictKind.RECREATED, f"as partition {number} found; {verdict.why}")
         return verdict
 

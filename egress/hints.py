@@ -20,13 +20,13 @@ def repartition(feed: str) -> str:
     return command("egress repartition", "--feed", shlex.quote(feed))
 
 
-def bring_back(part: Partition, chain: Chain, *, continues: bool) -> str:
+def bring_back(partition: Partition, chain: Chain, *, continues: bool) -> str:
     """Make the stream again with what the archive holds of it: of its incarnation, or of all where that goes
     on with the history of the one before.
     """
-    words = ["--site", part.site, "--feed", shlex.quote(chain.feed)]
+    words = ["--site", partition.site, "--feed", shlex.quote(chain.feed)]
     words += ["--incarnation", str(chain.incarnation)] if chain.incarnation and not continues else []
-    return command("replay", *words, "--target", shlex.quote(part.stream), "--into-source --create")
+    return command("replay", *words, "--target", shlex.quote(partition.stream), "--into-source --create")
 
 
 def believe_listing(chain: Chain) -> str:

@@ -372,37 +372,37 @@ def _both(source: SourceStream, end: int) -> int:
     return max(0, min(end, source.last) - source.first + 1)
 
 
-def never_begun(part: Partition) -> Stopped:
+def never_begun(partition: Partition) -> Stopped:
     """Why a feed that nothing was archived of cannot begin."""
     return Stopped(
-        f"{part.chain}: stream {part.stream} does not exist",
+        f"{partition.chain}: stream {partition.stream} does not exist",
         hint="create it: the feed then begins by itself",
         code=CODES[VerdictKind.GONE],
     )
 
 
-def gone_advice(part: Partition, chain: Chain, *, continues: bool = False) -> str:
+def gone_advice(partition: Partition, chain: Chain, *, continues: bool = False) -> str:
     """The ways on where the stream of a feed that has begun does not exist any more.
 
     `continues`: the incarnation goes on with the history of the one before, so one alone is not the stream.
     """
     again = "create it again: then its next incarnation begins by itself"
-    if part.settings.on_recreated == "halt":
+    if partition.settings.on_recreated == "halt":
         again = "create it again and look again with the last command: `on_recreated` is halt"
     lines = [f"restore the stream as it was: the feed goes on; or {again}"]
-    if not part.settings.sampling_key:
+    if not partition.settings.sampling_key:
         lines[0] += (
             "; what the archive holds of it is brought back by the replay below (look with --dry-run first; "
             "publishers wait meanwhile, and the centre gets these messages once more, as new ones)"
         )
-        lines.append(bring_back(part, chain, continues=continues))
-    if part.settings.on_recreated == "halt":
-        lines.append(resolve(part.settings.name))
+        lines.append(bring_back(partition, chain, continues=continues))
+    if partition.settings.on_recreated == "halt":
+        lines.append(resolve(partition.settings.name))
     return "\n".join(lines)
 
 
 def stopped_error(
-    part: Partition,
+    partition: Partition,
     chain: Chain,
     evidence: Evidence,
     verdict: SourceVerdict,
@@ -411,12 +411,12 @@ def stopped_error(
     continues: bool = False,
 ) -> Stopped:
     """Why the chain stops on a verdict, with the choices that there are; `continues` as in `gone_advice`."""
-    where = f"{chain}: stream {part.stream}"
+    where = f"{chain}: stream {partition.stream}"
     text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
     if evidence.source is None:
-        hint = gone_advice(part, chain, continues=continues)
+        hint = gone_advice(partition, chain, continues=continues)
     else:
-        hint = _hint(part, chain, evidence, evidence.source, verdict, proposal)
+        hint = _hint(partition, chain, evidence, evidence.source, verdict, proposal)
     return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))
 
 
@@ -429,7 +429,7 @@ def parting(evidence: Evidence, proposal: int | None) -> str:
 
 
 def _hint(
-    part: Partition,
+    partition: Partition,
     chain: Chain,
     evidence: Evidence,
     source: SourceStream,
@@ -446,9 +446,9 @@ def _hint(
     lines = [f"{first} (a new incarnation may begin within {bounds(source)})"]
     if verdict.kind is VerdictKind.UNKNOWN:
         lines += ["what is archived:", command("segments ls", shlex.quote(str(chain)))]
-    is_cut = len(part.settings.filters()) > 1
+    is_cut = len(partition.settings.filters()) > 1
     for choice in choices(evidence, verdict, proposal, is_cut=is_cut):
-        number = part.partition if is_cut and choice.options == "--same" else None
+        number = partition.number if is_cut and choice.options == "--same" else None
         lines += [f"{choice.meaning}:", resolve(chain.feed, choice.options, number)]
     if verdict.kind is VerdictKind.UNKNOWN and not can_be_same(evidence, verdict):
         lines[0] += f"; it cannot be the same: {_why_not_same(evidence, source)}"

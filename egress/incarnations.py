@@ -28,7 +28,7 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from egress.archive import HighWaterMarks
 from egress.hints import believe_listing, repartition, resolve
-from egress.partition import Partition, slices
+from egress.partition import Partition, partitions_of
 
 log = get_logger("egress.incarnations")
 
@@ -205,7 +205,7 @@ class Incarnation:
             return ()
         number = self.chain.incarnation - 1
         parts = sorted(self.stream.previous or {})
-        return tuple(replace(self.chain, incarnation=number, partition=part) for part in parts)
+        return tuple(replace(self.chain, incarnation=number, partition=partition) for partition in parts)
 
 
 class History:
@@ -213,14 +213,14 @@ class History:
 
     def __init__(
         self,
-        part: Partition,
+        partition: Partition,
         chains: ChainStore,
         objects: ObjectStore,
         marks: HighWaterMarks,
         threads: Threads,
         clock: Clock,
     ) -> None:
-        self._part, self._feed = part, part.chain
+        self._partition, self._feed = partition, partition.chain
         self._chains, self._objects, self._marks = chains, objects, marks
         self._threads, self._clock = threads, clock
 
@@ -254,14 +254,14 @@ class History:
         if document is None and chain.partition:
             document = self._chains.read_chain(replace(chain, partition=0))
         if document is None and chain.incarnation:
-            document = ChainDocument(self._part.filters, 1, 1)
+            document = ChainDocument(self._partition.filters, 1, 1)
         return () if document is None else (document,)
 
     def _check(self, chain: Chain, cut: Sequence[ChainDocument]) -> None:
         """Raises Stopped (E-FILTERS) where the partitions are not those of the configuration."""
-        found, expected = outline(cut), outline(configured(self._part))
+        found, expected = outline(cut), outline(configured(self._partition))
         if found != expected:
-            now = cut_text(configured(self._part))
+            now = cut_text(configured(self._partition))
             raise Stopped(
                 f"{chain}: begun with {cut_text(cut)}, configured with {now}",
                 hint="restore what it was, or stop egress and begin the next incarnation as configured now: "
@@ -270,7 +270,7 @@ class History:
             )
 
     def _check_own(self, chain: Chain, document: ChainDocument) -> None:
-        expected = outline(configured(self._part))[chain.partition]
+        expected = outline(configured(self._partition))[chain.partition]
         if outline([document])[0] != expected:
             raise Stopped(
                 f"{chain}: its chain.json does not say what stream.json says of it",
@@ -295,7 +295,7 @@ class History:
 
         Raises Stopped where its archive was lost.
         """
-        document = StreamDocument(info.config, info.created, None, configured(self._part, first))
+        document = StreamDocument(info.config, info.created, None, configured(self._partition, first))
         found = await self._create_stream(self._feed, document)
         return await self._threads.run(self._begun, found, document)
 
@@ -322,8 +322,8 @@ class History:
         if await self._threads.run(self._exists, chain):
             return
         parts = [replace(chain, partition=number) for number in range(count)]
-        ends = [(await self._marks.begin(part), part) for part in parts]
-        put = next(((end, part) for end, part in ends if end), None)
+        ends = [(await self._marks.begin(partition), partition) for partition in parts]
+        put = next(((end, partition) for end, partition in ends if end), None)
         if put is not None and not await self._threads.run(self._exists, chain):
             raise self._lost(put[1], put[0])
 
@@ -430,9 +430,9 @@ def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
     return None if newest < 0 else newest
 
 
-def configured(part: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
+def configured(partition: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
     """What the configuration says that the chains of all partitions are; all begin at `first`."""
-    parts, relay = slices(part.site, part.settings), part.settings.relay
+    parts, relay = partitions_of(partition.site, partition.settings), partition.settings.relay
     return tuple(ChainDocument(each.filters, len(parts), first, relay) for each in parts)
 
 

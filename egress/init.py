@@ -18,7 +18,7 @@ from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of
 from egress.consumers import INTEREST, LIMITS, WantedMessages, create, ours
-from egress.partition import Partition, all_slices, is_of_site
+from egress.partition import Partition, all_partitions, is_of_site
 
 MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
 
@@ -47,20 +47,29 @@ async def connected(settings: Settings) -> AsyncIterator[FloeClient]:
 
 async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
     """What is there now, and what could not be made."""
-    parts = all_slices(settings.site, settings.egress.feeds)
-    streams = {name: await stream_info(client, name) for name in dict.fromkeys(part.stream for part in parts)}
+    parts = all_partitions(settings.site, settings.egress.feeds)
+    streams = {
+        name: await stream_info(client, name)
+        for name in dict.fromkeys(partition.stream for partition in parts)
+    }
     done = await _buckets(client, settings, [info for info in streams.values() if info])
     problems: list[FloeError] = [_missing(name) for name, info in streams.items() if info is None]
-    for part in parts:
-        if (info := streams[part.stream]) is not None:
+    for partition in parts:
+        if (info := streams[partition.stream]) is not None:
             try:
-                done.append(await _durable(client, part, info))
+                done.append(await _durable(client, partition, info))
             except FloeError as error:
-                done.append(Done("durable", part.durable, REFUSED, part.stream, error.code))
+                done.append(Done("durable", partition.durable, REFUSED, partition.stream, error.code))
                 problems.append(error)
-            if (loop := loop_of(part, part.chain, info)) is not None:
+            if (loop := loop_of(partition, partition.chain, info)) is not None:
                 done.append(
-                    Done("advisories", part.settings.advisory.subject, REFUSED, part.stream, loop.code)
+                    Done(
+                        "advisories",
+                        partition.settings.advisory.subject,
+                        REFUSED,
+                        partition.stream,
+                        loop.code,
+                    )
                 )
                 problems.append(loop)
     for name, info in streams.items():
@@ -86,16 +95,16 @@ async def _buckets(client: FloeClient, settings: Settings, streams: Sequence[Str
     return done
 
 
-async def _durable(client: FloeClient, part: Partition, info: StreamInfo) -> Done:
-    wanted = WantedMessages(part, str(info.config.get("retention", LIMITS)))
+async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -> Done:
+    wanted = WantedMessages(partition, str(info.config.get("retention", LIMITS)))
     if not wanted.is_durable:
-        return Done("durable", part.durable, UNNEEDED, info.name, "limits retention")
+        return Done("durable", partition.durable, UNNEEDED, info.name, "limits retention")
     if found := await ours(client, wanted):
         return Done("durable", found[0], THERE, info.name)
     try:
         consumer = await create(client, wanted)
     except ReaderResetError:  # a running egress replaced it just now
-        return Done("durable", part.durable, THERE, info.name)
+        return Done("durable", partition.durable, THERE, info.name)
     return Done("durable", consumer.name, MADE, info.name, dropped(info))
 
 
@@ -115,7 +124,7 @@ async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Par
     return [
         Done("durable", name, THERE, stream, f"of no configured slice: nats consumer rm {stream} {name}")
         for name in names
-        if not any(part.partition_of(name) == part.partition for part in parts)
+        if not any(partition.partition_of(name) == partition.number for partition in parts)
     ]
 
 

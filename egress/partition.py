@@ -19,14 +19,14 @@ _DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Partition `partition` of the feed that `settings` describes, at `site`.
+    """Partition `number` of the feed that `settings` describes, at `site`.
 
     `filter_subject`: the only subjects it takes; empty: all of the stream's.
     """
 
     site: str
     settings: FeedSettings
-    partition: int = 0
+    number: int = 0
     filter_subject: str = ""
 
     @property
@@ -36,12 +36,12 @@ class Partition:
     @property
     def chain(self) -> Chain:
         """Its chain in incarnation 0000."""
-        return Chain(self.site, self.settings.name, partition=self.partition)
+        return Chain(self.site, self.settings.name, partition=self.number)
 
     @property
     def durable(self) -> str:
         """What the names of its durable consumers begin with, before a random end."""
-        return _durable(self.site, self.settings.name, self.partition)
+        return _durable(self.site, self.settings.name, self.number)
 
     def partition_of(self, durable: str) -> int | None:
         """Whose durable this is: a partition of the same feed, configured or not; None: it is another's."""
@@ -73,7 +73,7 @@ def _hash(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:8]
 
 
-def slices(site: str, feed: FeedSettings) -> list[Partition]:
+def partitions_of(site: str, feed: FeedSettings) -> list[Partition]:
     """All partitions of a feed, in their order."""
     return [Partition(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
 
@@ -84,9 +84,9 @@ def require_feeds(feeds: Sequence[FeedSettings]) -> None:
         raise ConfigError(f"{source()}: egress.feeds: expected at least one feed, found none")
 
 
-def all_slices(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
+def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
     """All partitions of all feeds, in the order of the configuration."""
-    return [each for feed in feeds for each in slices(site, feed)]
+    return [each for feed in feeds for each in partitions_of(site, feed)]
 
 
 @dataclass(frozen=True, slots=True)

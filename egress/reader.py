@@ -60,7 +60,7 @@ class ReaderTarget(Protocol):
 class Reader:
     """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
 
-    `part`: whose messages. `retention`: of the stream; where it keeps messages until they are acknowledged,
+    `partition`: whose messages. `retention`: of the stream; where it keeps messages until they are acknowledged,
     what comes before `first` is not handed over: what is `archived` is acknowledged at once, the rest is left
     alone. `account`: charged for what is kept until then.
     `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
@@ -78,18 +78,18 @@ class Reader:
         clock: Clock,
         window: int,
         has_room: Callable[[int], bool],
-        part: Partition,
+        partition: Partition,
         retention: str = "limits",
         archived: Sequence[SequenceRange] = (),
         account: MemoryAccount | None = None,
         pulling: Pulling | None = None,
     ) -> None:
-        self._client, self._stream, self._created = client, part.stream, created
+        self._client, self._stream, self._created = client, partition.stream, created
         self._target, self._on_end, self._has_room = target, on_end, has_room
         self._first, self._archived, self._account, self._clock = first, archived, account, clock
         self._pulling = pulling or Pulling()
         begin = archived[0].first if archived else first
-        self._wanted = WantedMessages(part, retention, first, begin, self._pulling.inactive)
+        self._wanted = WantedMessages(partition, retention, first, begin, self._pulling.inactive)
         self._window = max(window, client.max_payload + MESSAGE_ROOM)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None

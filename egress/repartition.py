@@ -34,7 +34,7 @@ from egress.feed import lease_key
 from egress.handover import Succession
 from egress.identity import Acceptances, SourceStream, SourceVerdict, stopped_error
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
-from egress.partition import Partition, Position, slices
+from egress.partition import Partition, Position, partitions_of
 from egress.report import LeftOut, look
 from egress.worker import Reading, Stand
 
@@ -125,25 +125,25 @@ class Repartition:
     def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
         self._opened, self._settings = opened, settings
         self._site = opened.settings.site
-        self._new = slices(self._site, settings)
-        self._marks = HighWaterMarks(opened.parts.state)
+        self._new = partitions_of(self._site, settings)
+        self._marks = HighWaterMarks(opened.deps.state)
 
     async def plan(self) -> RepartitionPlan:
         """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
-        parts, io = self._opened.parts, self._opened.pools.io
-        number = await io.run(newest_incarnation, parts.chains, self._new[0].chain)
+        deps, io = self._opened.deps, self._opened.pools.io
+        number = await io.run(newest_incarnation, deps.chains, self._new[0].chain)
         if number is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         chain = replace(self._new[0].chain, incarnation=number)
         cut = await io.run(self._cut, chain)
-        old = slices(self._site, settings_of(cut, self._settings))
+        old = partitions_of(self._site, settings_of(cut, self._settings))
         reaches = [await self._reach(each, number) for each in old]
         return RepartitionPlan(
             chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0]))
         )
 
     def _cut(self, chain: Chain) -> Sequence[ChainDocument]:
-        chains = self._opened.parts.chains
+        chains = self._opened.deps.chains
         stream, document = chains.read_stream(chain), chains.read_chain(chain)
         if stream is None or not (stream.chains or document):
             raise Stopped(
@@ -153,42 +153,42 @@ class Repartition:
             )
         return stream.chains or ([document] if document else [])
 
-    async def _reach(self, part: Partition, number: int) -> PartitionReach:
-        current = await self._load(part)
+    async def _reach(self, partition: Partition, number: int) -> PartitionReach:
+        current = await self._load(partition)
         if current.chain.incarnation != number:
             raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
         archive = await self._archive(current)
         return PartitionReach(archive.first, archive.end)
 
-    async def _load(self, part: Partition) -> Incarnation:
-        found = await self.history(part).load()
+    async def _load(self, partition: Partition) -> Incarnation:
+        found = await self.history(partition).load()
         if found is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         return found
 
     async def _archive(self, current: Incarnation) -> Archive:
-        archive = await Archive.of(current, self._opened.parts, self._marks, self._opened.pools.io)
+        archive = await Archive.of(current, self._opened.deps, self._marks, self._opened.pools.io)
         await archive.load()
         return archive
 
     async def left_out(self, plan: RepartitionPlan) -> list[LeftOut]:
         """What the stream holds that an old partition takes and no new one does, by old partition."""
-        client, stream = self._opened.parts.client, self._settings.stream
-        filters = [part.filter_subject for part in plan.new]
+        client, stream = self._opened.deps.client, self._settings.stream
+        filters = [partition.filter_subject for partition in plan.new]
         if plan.is_done or not all(filters) or await stream_info(client, stream) is None:
             return []
         found = []
-        for part in plan.old:
-            within = part.filter_subject or ">"
+        for partition in plan.old:
+            within = partition.filter_subject or ">"
             left = await look(client, stream, filters, self._opened.pools.io, within=within)
-            found.append(LeftOut(part.filter_subject, left))
+            found.append(LeftOut(partition.filter_subject, left))
         return [each for each in found if each.found.messages]
 
     # Doing it
 
     async def run(self, stop: asyncio.Event) -> RepartitionResult:
         """Do it, or complete it. Raises Unavailable where egress holds one of the leases: nothing is done."""
-        await self._opened.parts.state.ensure()
+        await self._opened.deps.state.ensure()
         plan = await self.plan()
         if plan.is_done:
             return await self._complete()
@@ -203,7 +203,7 @@ class Repartition:
         """The leases of all partitions, old and new, kept for the length of the block."""
         longer = max(plan.old, plan.new, key=len)
         async with AsyncExitStack() as stack:
-            leases = [await self._lease(stack, part.chain) for part in longer]
+            leases = [await self._lease(stack, partition.chain) for partition in longer]
             yield leases
             await self._opened.pools.idle()
 
@@ -225,9 +225,9 @@ class Repartition:
         """Bring all old partitions to one end, and put the `stream.json` behind it."""
         ends: dict[int, int] = {}
         info: StreamInfo | None = None
-        for part, lease in zip(plan.old, leases, strict=False):
-            catching = _CatchingUp(self, part, lease)
-            ends[part.partition] = await catching.run(plan.end, stop)
+        for partition, lease in zip(plan.old, leases, strict=False):
+            catching = _CatchingUp(self, partition, lease)
+            ends[partition.number] = await catching.run(plan.end, stop)
             info = await catching.inquiry.info()
         if info is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
@@ -243,22 +243,22 @@ class Repartition:
     async def _make_durables(self, info: StreamInfo, first: int) -> None:
         """An interest stream keeps only what somebody asked for: the new ones ask before the old ones go."""
         if info.config.get("retention") == INTEREST:
-            for part in self._new:
-                await create(self._opened.parts.client, WantedMessages(part, INTEREST, first))
+            for partition in self._new:
+                await create(self._opened.deps.client, WantedMessages(partition, INTEREST, first))
 
     async def _drop_durables(self, info: StreamInfo, old: Sequence[Partition]) -> None:
         """A work queue takes no two consumers of one subject: the old ones make room."""
         if info.config.get("retention") == WORK_QUEUE:
-            client = self._opened.parts.client
+            client = self._opened.deps.client
             for name in await consumer_names(client, info.name):
-                if any(WantedMessages(part, WORK_QUEUE).is_ours(name) for part in old):
+                if any(WantedMessages(partition, WORK_QUEUE).is_ours(name) for partition in old):
                     await delete_consumer(client, info.name, name)
 
     async def _complete(self) -> RepartitionResult:
         """Make what is missing of the incarnation that is open now."""
         found = []
-        for part in self._new:
-            found.append(await self._load(part))
+        for partition in self._new:
+            found.append(await self._load(partition))
             failpoint("repartition.after_chain")
         first, ends = found[0].document.first, dict(found[0].stream.previous or {})
         log.info("cut", action="repartitioned", first=first, ends=ends, **found[0].chain.log_context())
@@ -270,14 +270,14 @@ class Repartition:
     def opened(self) -> CommandContext:
         return self._opened
 
-    def history(self, part: Partition) -> History:
+    def history(self, partition: Partition) -> History:
         """The incarnations of one partition."""
-        parts = self._opened.parts
-        return History(part, parts.chains, parts.objects, self._marks, self._opened.pools.io, parts.clock)
+        deps = self._opened.deps
+        return History(partition, deps.chains, deps.objects, self._marks, self._opened.pools.io, deps.clock)
 
-    async def current(self, part: Partition) -> tuple[Incarnation, Archive]:
+    async def current(self, partition: Partition) -> tuple[Incarnation, Archive]:
         """The open incarnation and its archive, with all holes: nothing reads it again."""
-        current = await self._load(part)
+        current = await self._load(partition)
         archive = await self._archive(current)
         await archive.survey()
         return current, archive
@@ -286,14 +286,14 @@ class Repartition:
 class _CatchingUp:
     """Reads one old partition on, to where the furthest one is and no further."""
 
-    def __init__(self, repartition: Repartition, part: Partition, lease: Lease) -> None:
+    def __init__(self, repartition: Repartition, partition: Partition, lease: Lease) -> None:
         opened = repartition.opened
-        parts, pools, report = opened.parts, opened.pools, opened.report(part)
-        self._repartition, self._part, self._lease = repartition, part, lease
-        self._acceptances = Acceptances(parts.state)
-        self._succession = Succession(part, parts, repartition.history(part), report)
-        self.inquiry = Inquiry(part, parts, pools.io)
-        self._reading = Reading(part, parts, pools, report, self.inquiry, self._succession)
+        deps, pools, report = opened.deps, opened.pools, opened.report(partition)
+        self._repartition, self._partition, self._lease = repartition, partition, lease
+        self._acceptances = Acceptances(deps.state)
+        self._succession = Succession(partition, deps, repartition.history(partition), report)
+        self.inquiry = Inquiry(partition, deps, pools.io)
+        self._reading = Reading(partition, deps, pools, report, self.inquiry, self._succession)
 
     async def run(self, last: int, stop: asyncio.Event) -> int:
         """Cover everything up to `last` that the stream still holds; where coverage ends (0: nothing is).
@@ -302,7 +302,7 @@ class _CatchingUp:
         """
         async with either(stop, self._lease.lost) as leaving:
             while not leaving.is_set():
-                current, archive = await self._repartition.current(self._part)
+                current, archive = await self._repartition.current(self._partition)
                 source = await self._judged(current, archive)
                 place = await self.inquiry.place(archive, source)
                 if place.first > last:
@@ -312,7 +312,9 @@ class _CatchingUp:
                 bounded = Position(place.first, until, place.lost, is_end=place.until is None)
                 stand = Stand(current, archive, source)
                 await self._reading.read(stand, bounded, self._lease, stop, leaving)
-        raise Unavailable(f"{self._part.chain}: stopped before it was read up to {last}", hint="try again")
+        raise Unavailable(
+            f"{self._partition.chain}: stopped before it was read up to {last}", hint="try again"
+        )
 
     async def _judged(self, current: Incarnation, archive: Archive) -> SourceStream:
         """The stream, where it is the same. Raises Stopped."""
@@ -322,7 +324,9 @@ class _CatchingUp:
         if not verdict.is_same or evidence.source is None:
             proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
             continues = current.stream.continues
-            raise stopped_error(self._part, current.chain, evidence, verdict, proposal, continues=continues)
+            raise stopped_error(
+                self._partition, current.chain, evidence, verdict, proposal, continues=continues
+            )
         if held is not None:
             held.discard()
             self._reading.held = None

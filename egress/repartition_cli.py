@@ -70,8 +70,8 @@ def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
     return {
         "chain": str(plan.current),
         "nothing_to_do": plan.is_done,
-        "from": [part.filter_subject for part in plan.old],
-        "to": [part.filter_subject for part in plan.new],
+        "from": [partition.filter_subject for partition in plan.old],
+        "to": [partition.filter_subject for partition in plan.new],
         "ends_at": None if plan.is_done else plan.end,
         "still_to_read": {} if plan.is_done else plan.behind,
         "left_out": [
@@ -105,7 +105,7 @@ def _done(result: RepartitionResult, plan: RepartitionPlan) -> dict[str, Any]:
     return {
         "chain": str(result.chain),
         "nothing_to_do": plan.is_done,
-        "to": [part.filter_subject for part in plan.new],
+        "to": [partition.filter_subject for partition in plan.new],
         "first": result.first,
         "ends": result.ends,
     }
@@ -137,7 +137,7 @@ def _feed(chain: Chain) -> str:
 def _filters(parts: Sequence[Partition]) -> str:
     from egress.incarnations import filters_text
 
-    return filters_text([part.filter_subject for part in parts])
+    return filters_text([partition.filter_subject for partition in parts])
 
 
 def _sequences(count: int) -> str:

@@ -439,18 +439,18 @@ def _sum(one: Unmatched, other: Unmatched) -> Unmatched:
 
 
 async def watch(
-    part: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock
+    partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock
 ) -> None:
     """Look now and every ten minutes, and tell `report`; until cancelled.
 
     Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.
     """
-    if part.partition or not part.settings.is_partitioned:
+    if partition.number or not partition.settings.is_partitioned:
         return
     try:
         while True:
             try:
-                report.unmatched(await look(client, part.stream, part.settings.filters(), threads))
+                report.unmatched(await look(client, partition.stream, partition.settings.filters(), threads))
             except FloeError as error:
                 log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
             await clock.sleep(LOOK_EVERY)

@@ -49,7 +49,7 @@ class Case:
     begin, None where nothing is wrong. `incarnation`: the newest, where `current` cannot be read.
     """
 
-    part: Partition
+    partition: Partition
     current: Incarnation | None = None
     first: int = 1
     end: int = 0
@@ -62,7 +62,7 @@ class Case:
     @property
     def chain(self) -> Chain:
         if self.current is None:
-            return replace(self.part.chain, incarnation=self.incarnation)
+            return replace(self.partition.chain, incarnation=self.incarnation)
         return self.current.chain
 
     @property
@@ -87,7 +87,7 @@ class Case:
             return [Choice("--believe-listing", what)]
         if self.evidence is None or self.verdict is None or self.verdict.is_same:
             return []
-        is_cut = len(self.part.settings.filters()) > 1
+        is_cut = len(self.partition.settings.filters()) > 1
         return choices(self.evidence, self.verdict, self.proposal, is_cut=is_cut)
 
     @property
@@ -97,7 +97,7 @@ class Case:
             return ""
         if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
             continues = self.current is not None and self.current.stream.continues
-            return gone_advice(self.part, self.chain, continues=continues)
+            return gone_advice(self.partition, self.chain, continues=continues)
         return self.error.hint if self.error else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Case:
             why += parting(evidence, self.proposal)
         return {
             "chain": str(self.chain),
-            "stream": self.part.stream,
+            "stream": self.partition.stream,
             "code": self.code,
             "verdict": verdict.kind.value if verdict else "",
             "why": why,
@@ -131,33 +131,33 @@ def _witness(witness: Witness) -> dict[str, Any]:
     return {"sequence": witness.tip.sequence, "held": witness.held.value}
 
 
-async def look(opened: CommandContext, part: Partition) -> Case:
+async def look(opened: CommandContext, partition: Partition) -> Case:
     """One partition as it is now. Raises Unavailable where nothing can be asked."""
-    parts, io = opened.parts, opened.pools.io
-    history = History(part, parts.chains, parts.objects, HighWaterMarks(parts.state), io, parts.clock)
+    deps, io = opened.deps, opened.pools.io
+    history = History(partition, deps.chains, deps.objects, HighWaterMarks(deps.state), io, deps.clock)
     number = 0
     try:
-        newest = await io.run(newest_incarnation, parts.chains, part.chain)
+        newest = await io.run(newest_incarnation, deps.chains, partition.chain)
         number = newest or 0
         following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
-        if (lost := await _lost(history, replace(part.chain, incarnation=following))) is not None:
-            return Case(part, error=lost, incarnation=following)
+        if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
+            return Case(partition, error=lost, incarnation=following)
         current = await history.load()
         if current is None:
-            await _check_beginning(opened, part)
+            await _check_beginning(opened, partition)
     except FloeError as error:
-        return Case(part, error=error, incarnation=number)
+        return Case(partition, error=error, incarnation=number)
     if current is None:
-        return Case(part)
-    archive = await Archive.of(current, parts, HighWaterMarks(parts.state), io)
+        return Case(partition)
+    archive = await Archive.of(current, deps, HighWaterMarks(deps.state), io)
     try:
         await archive.load()
     except (Unavailable, DataError) as error:
         if error.code not in OF_LISTING:
             raise
         await archive.survey()
-        return Case(part, current, archive.first, archive.end, error=error)
-    return await _judged(opened, part, current, archive)
+        return Case(partition, current, archive.first, archive.end, error=error)
+    return await _judged(opened, partition, current, archive)
 
 
 async def _lost(history: History, chain: Chain) -> FloeError | None:
@@ -168,29 +168,31 @@ async def _lost(history: History, chain: Chain) -> FloeError | None:
         return spoiled
 
 
-async def _check_beginning(opened: CommandContext, part: Partition) -> None:
+async def _check_beginning(opened: CommandContext, partition: Partition) -> None:
     """Raises Stopped where a feed cannot begin."""
-    info = await stream_info(opened.parts.client, part.stream)
+    info = await stream_info(opened.deps.client, partition.stream)
     if info is None:
-        raise never_begun(part)
-    check_start(info, part.settings)
+        raise never_begun(partition)
+    check_start(info, partition.settings)
 
 
-async def _judged(opened: CommandContext, part: Partition, current: Incarnation, archive: Archive) -> Case:
-    parts = opened.parts
-    inquiry = Inquiry(part, parts, opened.pools.io)
+async def _judged(
+    opened: CommandContext, partition: Partition, current: Incarnation, archive: Archive
+) -> Case:
+    deps = opened.deps
+    inquiry = Inquiry(partition, deps, opened.pools.io)
     try:
-        inquiry.acceptance = await Acceptances(parts.state).get(current.chain)
-        await Closings(parts.state).get(current.chain)
+        inquiry.acceptance = await Acceptances(deps.state).get(current.chain)
+        await Closings(deps.state).get(current.chain)
     except DataError as spoiled:
-        return Case(part, current, archive.first, archive.end, error=spoiled)
+        return Case(partition, current, archive.first, archive.end, error=spoiled)
     evidence, verdict = await inquiry.look(current, archive)
     source = evidence.source
     is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
     error = archive.hollow(source.first) if is_hollow and source is not None else None
     asked = not verdict.is_same and verdict.kind is not VerdictKind.GONE
     proposal = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
-    return Case(part, current, archive.first, archive.end, evidence, verdict, proposal, error)
+    return Case(partition, current, archive.first, archive.end, evidence, verdict, proposal, error)
 
 
 def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
@@ -208,7 +210,7 @@ def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision
     created = {case.evidence.source.created for case in cases if case.evidence and case.evidence.source}
     if len(created) > 1:
         raise UsageError("the stream was made anew while it was looked at", hint="look again")
-    first = {case.part.partition: _first(case, sequence) for case in stopped}
+    first = {case.partition.number: _first(case, sequence) for case in stopped}
     return EndDecision(created.pop(), first)
 
 
@@ -234,7 +236,7 @@ def warnings(case: Case, first: int) -> str:
 async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
     """Let the incarnation of all partitions end. Raises UsageError where it has ended already."""
     chain = cases[0].chain
-    closing = await Closings(opened.parts.state).change(chain, lambda found: found.decided(decision))
+    closing = await Closings(opened.deps.state).change(chain, lambda found: found.decided(decision))
     if closing.next is not None:
         raise UsageError(f"{chain}: its incarnation has ended meanwhile", hint="look again")
     log.info("decided", action="decided", what="new incarnation", **chain.log_context())
@@ -262,7 +264,7 @@ def check_same(case: Case) -> Acceptance:
 
 async def same(opened: CommandContext, case: Case) -> None:
     """Accept the stream of this partition as the one that was archived."""
-    await Acceptances(opened.parts.state).put(case.chain, check_same(case))
+    await Acceptances(opened.deps.state).put(case.chain, check_same(case))
     log.info("decided", action="decided", what="same stream", **case.chain.log_context())
 
 
@@ -270,16 +272,16 @@ async def believe_listing(opened: CommandContext, case: Case) -> int:
     """Have the mark where the listing ends, and forget what cannot be read; the mark."""
     if case.code not in OF_LISTING:
         raise UsageError(f"{case.chain}: nothing is wrong with its listing")
-    parts, chain = opened.parts, case.chain
+    deps, chain = opened.deps, case.chain
     end = max(case.end, case.first - 1)
-    await HighWaterMarks(parts.state).set(chain, end)
+    await HighWaterMarks(deps.state).set(chain, end)
     try:
-        await Acceptances(parts.state).get(chain)
+        await Acceptances(deps.state).get(chain)
     except DataError:
-        await parts.state.delete(Acceptances.key(chain))
+        await deps.state.delete(Acceptances.key(chain))
     try:
-        await Closings(parts.state).get(chain)
+        await Closings(deps.state).get(chain)
     except DataError:
-        await parts.state.delete(Closings.key(chain))
+        await deps.state.delete(Closings.key(chain))
     log.info("decided", action="decided", what="listing", end=end, **chain.log_context())
     return end

@@ -92,14 +92,14 @@ class ResolveOptions:
 async def run(settings: Settings, wish: ResolveOptions, tuning: Tuning) -> int:
     """Show or decide; the exit code. Raises UsageError for a decision that cannot be made."""
     from egress.context import feed_named, opened
-    from egress.partition import slices
+    from egress.partition import partitions_of
     from egress.resolve import look
 
-    parts = slices(settings.site, feed_named(settings, wish.feed))
+    parts = partitions_of(settings.site, feed_named(settings, wish.feed))
     if wish.partition is not None and wish.partition >= len(parts):
         raise UsageError(f"--partition: expected 0 to {len(parts) - 1}, found {wish.partition}")
     async with opened(settings, tuning) as components:
-        cases = [await look(components, part) for part in parts]
+        cases = [await look(components, partition) for partition in parts]
         chosen = cases if wish.partition is None else [cases[wish.partition]]
         if wish.is_new:
             return await _new_incarnation(components, cases, wish)
@@ -192,9 +192,9 @@ def _lines(case: Case) -> list[str]:
     if case.bounds is not None and case.code:
         lines.append(f"  a new incarnation may begin within {case.bounds}")
     for choice in case.choices:
-        partition = None if choice.options.startswith("--new") else case.part.partition or None
+        partition = None if choice.options.startswith("--new") else case.partition.number or None
         lines.append(f"  {choice.meaning}:")
-        lines.append(f"    {command(case.part.settings.name, choice.options, partition)}")
+        lines.append(f"    {command(case.partition.settings.name, choice.options, partition)}")
     if case.advice:
         lines += [f"  {line}" for line in case.advice.split("\n")]
     return [escaped(line) for line in lines]

@@ -33,7 +33,7 @@ from egress.deps import EgressDeps, Tuning
 from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.memory import MemoryBudget
-from egress.partition import Partition, all_slices, require_feeds
+from egress.partition import Partition, all_partitions, require_feeds
 from egress.report import FeedReport
 from egress.workers.link import WorkerPlace
 
@@ -197,7 +197,7 @@ class EgressService:
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
         store = open_store(settings, objects)
-        parts_of_feeds = all_slices(settings.site, settings.egress.feeds)
+        parts_of_feeds = all_partitions(settings.site, settings.egress.feeds)
         stack.callback(store.close)
         parts = EgressDeps(
             client=data,

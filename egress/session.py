@@ -47,21 +47,21 @@ from egress.watchdog import Liveness, SessionStanding
 log = get_logger("egress.session")
 
 
-def make_draft(parts: EgressDeps, part: Partition, chain: Chain) -> SegmentFile:
+def make_draft(deps: EgressDeps, partition: Partition, chain: Chain) -> SegmentFile:
     """The next segment of `chain`."""
     return SegmentFile(
         chain,
-        parts.store.new_spool,
-        writer=parts.writer,
-        compression_level=part.settings.segment.compression_level,
-        filtered=bool(part.filter_subject),
-        sampling=Sampling.of(part.settings),
-        subject_statistics=parts.store.subject_statistics,
+        deps.store.new_spool,
+        writer=deps.writer,
+        compression_level=partition.settings.segment.compression_level,
+        filtered=bool(partition.filter_subject),
+        sampling=Sampling.of(partition.settings),
+        subject_statistics=deps.store.subject_statistics,
     )
 
 
 def make_builder(
-    part: Partition,
+    partition: Partition,
     clock: Clock,
     account: MemoryAccount,
     emit: Callable[[Emitted], None],
@@ -69,7 +69,7 @@ def make_builder(
     hurry: float | None,
 ) -> Builder:
     """What builds segments from `place` on."""
-    segment = part.settings.segment
+    segment = partition.settings.segment
     return Builder(
         SegmentLimits(segment.max_messages, segment.max_size, segment.max_age),
         clock,
@@ -77,23 +77,23 @@ def make_builder(
         emit,
         first=place.first,
         until=place.until,
-        sampled=bool(part.settings.sampling_key),
+        sampled=bool(partition.settings.sampling_key),
         hurry=hurry,
     )
 
 
 def make_target(
-    part: Partition, source: SourceStream, builder: Builder, sampled: Sampled | None
+    partition: Partition, source: SourceStream, builder: Builder, sampled: Sampled | None
 ) -> ReaderTarget:
     """Where received messages go: to the builder, through a sieve where some may be left out."""
-    feed = part.settings
+    feed = partition.settings
     if sampled is not None:
         return sampled.target
     if not (feed.max_age or feed.relay):
         return builder
     keep_ns = round(feed.max_age * NS_PER_S)
     newest_ns = source.last_timestamp_ns or 0
-    return Sifting(builder, PreFilter(part.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns))
+    return Sifting(builder, PreFilter(partition.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns))
 
 
 class Session:
@@ -105,8 +105,8 @@ class Session:
 
     def __init__(
         self,
-        parts: EgressDeps,
-        part: Partition,
+        deps: EgressDeps,
+        partition: Partition,
         pools: Pools,
         report: FeedReport,
         inquiry: Inquiry,
@@ -120,65 +120,65 @@ class Session:
         resumed: Resumed | None = None,
         snapshots: Snapshots | None = None,
     ) -> None:
-        self._parts, self._slice, self._pools, self._report = parts, part, pools, report
-        self._feed = part.settings
+        self._deps, self._partition, self._pools, self._report = deps, partition, pools, report
+        self._feed = partition.settings
         self._inquiry, self._lease, self._archive, self._current = inquiry, lease, archive, current
         self._first, self._known_source_first = place.first, source.first
         self._ended = asyncio.Event()
         self._end: BaseException | None = None
         self._is_all_sealed = False
         self._surplus_at: int | None = None
-        self._loops = Loops(archive.chain, parts.client, part.stream, parts.store, pools.io, report)
+        self._loops = Loops(archive.chain, deps.client, partition.stream, deps.store, pools.io, report)
         # Whoever gives bytes back has all readers ask: what one of them raises ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
-        self._account = parts.budget.account(pull)
+        self._account = deps.budget.account(pull)
         self._encoder = Encoder(
             pools.encoder,
             self._account,
             report,
-            lambda: make_draft(parts, part, archive.chain),
+            lambda: make_draft(deps, partition, archive.chain),
             self._source_first,
             self._gone,
             fills_hole=place.fills_hole,
             without_looped=self._without_looped,
         )
-        self._builder = make_builder(part, parts.clock, self._account, self._encoder.emit, place, hurry)
+        self._builder = make_builder(partition, deps.clock, self._account, self._encoder.emit, place, hurry)
         self._sampled = None
-        if part.settings.sampling_key:
+        if partition.settings.sampling_key:
             assert resumed is not None, "a sampled feed goes on with its sampler"
             assert snapshots is not None, "and writes what becomes of it"
             self._sampled = Sampled(
-                parts, part, pools, lease, source, place, resumed, snapshots, self._builder
+                deps, partition, pools, lease, source, place, resumed, snapshots, self._builder
             )
         self._reader = self._make_reader(source, place, resumed.read_from if resumed else place.first)
         self._putter = Uploader(
-            archive, lease, self._reader, self._ended, report, parts.clock, Backoff(parts.rng)
+            archive, lease, self._reader, self._ended, report, deps.clock, Backoff(deps.rng)
         )
-        patience, segment_age = parts.tuning.pace.stalled, self._feed.segment.max_age
-        self._liveness = Liveness(patience, segment_age, self._is_waiting, report, parts.clock)
+        patience, segment_age = deps.tuning.pace.stalled, self._feed.segment.max_age
+        self._liveness = Liveness(patience, segment_age, self._is_waiting, report, deps.clock)
 
     def _make_reader(self, source: SourceStream, place: Position, first: int) -> Reader:
-        budget = self._parts.budget
+        budget = self._deps.budget
         return Reader(
-            self._parts.client,
+            self._deps.client,
             source.created,
-            make_target(self._slice, source, self._builder, self._sampled),
+            make_target(self._partition, source, self._builder, self._sampled),
             self._end_with,
             first=first,
-            clock=self._parts.clock,
+            clock=self._deps.clock,
             window=budget.window,
             has_room=self._has_room,
-            part=self._slice,
+            partition=self._partition,
             retention=source.retention,
             archived=archived(self._current.document.first, place),
             account=self._account,
-            pulling=self._parts.tuning.pulling,
+            pulling=self._deps.tuning.pulling,
         )
 
     def _has_room(self, size: int) -> bool:
         """Whether `size` more bytes may be asked for."""
         is_held_up = self._sampled is not None and not self._sampled.has_room
-        return not is_held_up and self._encoder.has_room and self._parts.budget.has_room(size)
+        return not is_held_up and self._encoder.has_room and self._deps.budget.has_room(size)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError,
@@ -269,7 +269,7 @@ class Session:
                     await self._stop_reading()
                 else:
                     # To the moment a segment closes by age: a tick later would be late on average by half.
-                    await wait_for(encoder.wake, min(self._builder.due_in, self._parts.tuning.pace.tick))
+                    await wait_for(encoder.wake, min(self._builder.due_in, self._deps.tuning.pace.tick))
         except (FloeError, ReaderResetError) as error:
             self._end_with(error)
 
@@ -302,7 +302,7 @@ class Session:
 
     async def _source_first(self) -> int:
         """Asked anew while the session runs; what is sealed after its end goes by the last answer."""
-        if self._slice.filter_subject and self._reader.is_durable:
+        if self._partition.filter_subject and self._reader.is_durable:
             return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
         if not self._ended.is_set():
             try:
@@ -328,12 +328,12 @@ class Session:
         A filtered consumer passes what it does not match, so the stream is asked for each of them; once the
         session has ended, what it does not answer is held to be gone.
         """
-        if not self._slice.filter_subject:
+        if not self._partition.filter_subject:
             return missing
         gone: list[SequenceRange] = []
         try:
             for gap in missing:
-                gone += await absent(self._parts.client, self._slice.stream, gap)
+                gone += await absent(self._deps.client, self._partition.stream, gap)
         except (Unavailable, OutcomeUnknown) as error:
             if self._ended.is_set():
                 return missing
@@ -372,7 +372,7 @@ class Session:
 
     async def _check_loop(self) -> None:
         while not self._ended.is_set():
-            await self._parts.clock.sleep(self._parts.tuning.pace.check)
+            await self._deps.clock.sleep(self._deps.tuning.pace.check)
             try:
                 evidence, verdict = await self._inquiry.look(self._current, self._archive, self.received)
             except FloeError as error:
@@ -412,5 +412,5 @@ class Session:
 
     async def _is_waiting(self, sequence: int) -> bool:
         """Whether the stream holds a message for the chain at or after `sequence`."""
-        stream, filter_subject = self._slice.stream, self._slice.filter_subject
-        return await next_message(self._parts.client, stream, sequence, filter_subject) is not None
+        stream, filter_subject = self._partition.stream, self._partition.filter_subject
+        return await next_message(self._deps.client, stream, sequence, filter_subject) is not None

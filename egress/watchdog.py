@@ -206,8 +206,8 @@ class Rise:
 class Expiry:
     """Looks every now and then, and tells the report. `position`: the first sequence not archived."""
 
-    def __init__(self, part: Partition, client: FloeClient, report: FeedReport, clock: Clock) -> None:
-        self._slice, self._client, self._report, self._clock = part, client, report, clock
+    def __init__(self, partition: Partition, client: FloeClient, report: FeedReport, clock: Clock) -> None:
+        self._partition, self._client, self._report, self._clock = partition, client, report, clock
         self._rise = Rise()
         self.position: Callable[[], int] | None = None
 
@@ -229,15 +229,17 @@ class Expiry:
         self._report.expires(lambda: max(0.0, at - self._clock.monotonic()))
 
     async def _left(self, position: int) -> float:
-        info = await stream_info(self._client, self._slice.stream)
+        info = await stream_info(self._client, self._partition.stream)
         if info is None:
             return math.inf
         pace = self._rise.look(self._clock.monotonic(), info.first_sequence)
         limits = StreamLimits.of(info.config)
         if limits == StreamLimits() or position > info.last_sequence:
             return math.inf
-        part = self._slice
-        waiting = await next_message(self._client, part.stream, max(1, position), part.filter_subject)
+        partition = self._partition
+        waiting = await next_message(
+            self._client, partition.stream, max(1, position), partition.filter_subject
+        )
         if waiting is None:
             return math.inf
         by_age = left_by_age(limits, waiting.timestamp_ns, self._server_ns(info))

@@ -115,17 +115,17 @@ class Reading:
 
     def __init__(
         self,
-        part: Partition,
-        parts: EgressDeps,
+        partition: Partition,
+        deps: EgressDeps,
         pools: Pools,
         report: FeedReport,
         inquiry: Inquiry,
         succession: Succession,
         walk: ArchiveWalks | None = None,
     ) -> None:
-        self._slice, self._parts, self._pools, self._report = part, parts, pools, report
+        self._partition, self._deps, self._pools, self._report = partition, deps, pools, report
         self._inquiry, self._succession, self._walk = inquiry, succession, walk
-        self._backoff = Backoff(parts.rng)
+        self._backoff = Backoff(deps.rng)
         self._hurry: float | None = None
         self.held: Unflushed | None = None
 
@@ -143,7 +143,7 @@ class Reading:
                 if (walk := self._walk) is not None and place.until is None:
                     works["walk"] = lambda: self._watch_walk(stand, walk, ending)
                 watches = [
-                    watched(again(name, work, self._parts.clock), orphaned, name=name)
+                    watched(again(name, work, self._deps.clock), orphaned, name=name)
                     for name, work in works.items()
                 ]
                 try:
@@ -156,15 +156,15 @@ class Reading:
     ) -> None:
         """One session at `place`. Raises as `run`."""
         resumed, snapshots = None, None
-        if Sampling.of(self._slice.settings) is not None:
-            layout, chain = self._parts.chains.layout, stand.current.chain
-            snapshots = Snapshots(self._parts.objects, layout, chain, clock=self._parts.clock)
+        if Sampling.of(self._partition.settings) is not None:
+            layout, chain = self._deps.chains.layout, stand.current.chain
+            snapshots = Snapshots(self._deps.objects, layout, chain, clock=self._deps.clock)
             resumed = await unless(leaving, self._resume(stand, place, snapshots))
             if resumed is None:
                 return
         session = Session(
-            self._parts,
-            self._slice,
+            self._deps,
+            self._partition,
             self._pools,
             self._report,
             self._inquiry,
@@ -180,23 +180,23 @@ class Reading:
         await self._run(session, stand.archive, stop)
 
     async def _resume(self, stand: Stand, place: Position, snapshots: Snapshots) -> Resumed:
-        await look_for_loop(self._slice, stand.current.chain, self._parts.client)
+        await look_for_loop(self._partition, stand.current.chain, self._deps.client)
         return await resume(
-            self._slice,
+            self._partition,
             stand.current.chain,
             stand.archive,
             place,
             stand.source,
             snapshots,
-            self._parts.store,
+            self._deps.store,
             self._pools.io,
             first=stand.archive.first,
         )
 
     async def _watch_decisions(self, stand: Stand, ending: asyncio.Event) -> None:
         """End the session where an operator closes the incarnation because of another partition."""
-        while len(self._slice.settings.filters()) > 1 and not ending.is_set():
-            await self._parts.clock.sleep(self._parts.tuning.pace.check)
+        while len(self._partition.settings.filters()) > 1 and not ending.is_set():
+            await self._deps.clock.sleep(self._deps.tuning.pace.check)
             try:
                 if await self._succession.is_decided(stand.current.chain, stand.source.created):
                     ending.set()
@@ -221,7 +221,7 @@ class Reading:
                 ending.set()
 
     async def _run(self, session: Session, archive: Archive, stop: asyncio.Event) -> None:
-        started = self._parts.clock.monotonic()
+        started = self._deps.clock.monotonic()
         try:
             await session.run(stop)
         except RetakeError as retake:
@@ -232,7 +232,7 @@ class Reading:
         except ReaderResetError as doubt:
             self._report.doubt(doubt.reason, str(doubt))
             self.held = Unflushed(archive, await session.seal(), session.received)
-            lasted = self._parts.clock.monotonic() - started
+            lasted = self._deps.clock.monotonic() - started
             self._hurry = None if session.puts else max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
             await self._pause(session, stop)
         except LeaseLost:
@@ -273,16 +273,16 @@ class Worker:
     `run` may be called again after whatever it raised; it goes on from the listing.
     """
 
-    def __init__(self, part: Partition, parts: EgressDeps, pools: Pools, report: FeedReport) -> None:
-        self._slice, self._parts, self._pools, self._report = part, parts, pools, report
-        self._chain = part.chain
-        self._marks, self._acceptances = HighWaterMarks(parts.state), Acceptances(parts.state)
-        self._history = History(part, parts.chains, parts.objects, self._marks, pools.io, parts.clock)
-        self._succession = Succession(part, parts, self._history, report)
-        self._inquiry = Inquiry(part, parts, pools.io)
-        self._walk = ArchiveWalks(pools.io, parts.clock, parts.tuning.pace)
-        self._reading = Reading(part, parts, pools, report, self._inquiry, self._succession, self._walk)
-        self._expiry = Expiry(part, parts.client, report, parts.clock)
+    def __init__(self, partition: Partition, deps: EgressDeps, pools: Pools, report: FeedReport) -> None:
+        self._partition, self._deps, self._pools, self._report = partition, deps, pools, report
+        self._chain = partition.chain
+        self._marks, self._acceptances = HighWaterMarks(deps.state), Acceptances(deps.state)
+        self._history = History(partition, deps.chains, deps.objects, self._marks, pools.io, deps.clock)
+        self._succession = Succession(partition, deps, self._history, report)
+        self._inquiry = Inquiry(partition, deps, pools.io)
+        self._walk = ArchiveWalks(pools.io, deps.clock, deps.tuning.pace)
+        self._reading = Reading(partition, deps, pools, report, self._inquiry, self._succession, self._walk)
+        self._expiry = Expiry(partition, deps.client, report, deps.clock)
         self._has_begun = False
 
     async def run(self, lease: Lease, stop: asyncio.Event) -> None:
@@ -291,7 +291,7 @@ class Worker:
         Raises Stopped where only an operator can go on, LeaseLost, Unavailable and others for the caller to
         wait.
         """
-        await self._parts.state.ensure()
+        await self._deps.state.ensure()
         side = [watched(work, orphaned, name="monitor") for work in self._monitors()]
         try:
             async with either(stop, lease.give_back) as leaving:
@@ -302,14 +302,14 @@ class Worker:
 
     def _monitors(self) -> list[Coroutine[Any, Any, None]]:
         """What looks on beside the work, and tells the report; each for itself."""
-        parts, clock = self._parts, self._parts.clock
+        deps, clock = self._deps, self._deps.clock
         return [
             again(
                 "unmatched",
-                lambda: watch(self._slice, parts.client, self._pools.io, self._report, clock),
+                lambda: watch(self._partition, deps.client, self._pools.io, self._report, clock),
                 clock,
             ),
-            again("expiry", lambda: self._expiry.run(parts.tuning.pace.check), clock),
+            again("expiry", lambda: self._expiry.run(deps.tuning.pace.check), clock),
             again("walk", self._walk.run, clock),
         ]
 
@@ -327,7 +327,7 @@ class Worker:
             await self._put_held(lease)
             await self._succession.begin(current, closing)
             return
-        await hold(self._parts.client, self._slice)
+        await hold(self._deps.client, self._partition)
         found = await self._judge(current, archive, closing, leaving)
         if found is not None and found.verdict.is_same and found.evidence.source is not None:
             await self._go_on(found, found.evidence.source, lease, stop, leaving)
@@ -359,7 +359,7 @@ class Worker:
             return
         self._discard_held()
         decision = found.decision
-        if decision is not None and self._slice.partition not in decision.first:
+        if decision is not None and self._partition.number not in decision.first:
             await self._close(found, source, decision, lease, leaving)
         elif not leaving.is_set() and await self._succession.reopen(found.current, found.closing):
             stand = Stand(found.current, found.archive, source)
@@ -371,7 +371,7 @@ class Worker:
         if found.verdict.kind not in (VerdictKind.RECREATED, VerdictKind.GONE) and decision is None:
             raise await self._stopped(found)
         await self._put_held(lease)
-        halts = self._slice.settings.on_recreated == "halt"
+        halts = self._partition.settings.on_recreated == "halt"
         if source is None or (halts and decision is None):
             raise await self._stopped(found)
         if decision is None:
@@ -383,7 +383,7 @@ class Worker:
         proposal = await self._inquiry.proposal(found.current, found.archive, found.evidence, found.verdict)
         current = found.current
         return stopped_error(
-            self._slice,
+            self._partition,
             current.chain,
             found.evidence,
             found.verdict,
@@ -399,12 +399,12 @@ class Worker:
         if found is None:
             info = await self._inquiry.info()
             if info is None:
-                raise never_begun(self._slice)
-            check_start(info, self._slice.settings)
-            refuse_loop(self._slice, self._chain, info)
-            first = await first_sequence(self._parts.client, info, self._slice.settings, self._parts.clock)
+                raise never_begun(self._partition)
+            check_start(info, self._partition.settings)
+            refuse_loop(self._partition, self._chain, info)
+            first = await first_sequence(self._deps.client, info, self._partition.settings, self._deps.clock)
             found = await self._history.begin(info, first)
-        elif is_set(self._slice.settings) and not self._has_begun:
+        elif is_set(self._partition.settings) and not self._has_begun:
             log.info(
                 "start keys ignored, the feed has begun", action="start_ignored", **self._chain.log_context()
             )
@@ -412,7 +412,7 @@ class Worker:
         return found
 
     async def _open_archive(self, current: Incarnation) -> Archive:
-        archive = await Archive.of(current, self._parts, self._marks, self._pools.io)
+        archive = await Archive.of(current, self._deps, self._marks, self._pools.io)
         await archive.load()
         self._report.damaged(archive.damaged)
         return archive
@@ -457,8 +457,8 @@ class Worker:
         self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None
     ) -> int | None:
         """Where the partition goes on in the next incarnation; None where an operator has yet to say so."""
-        if decision is not None and self._slice.partition in decision.first:
-            return decision.first[self._slice.partition]
+        if decision is not None and self._partition.number in decision.first:
+            return decision.first[self._partition.number]
         if verdict.is_same:
             return max(archive.end + 1, archive.first)
         return 1 if verdict.kind is VerdictKind.RECREATED else None

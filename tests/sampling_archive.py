@@ -94,7 +94,7 @@ class SampledArchive:
 
     def set(self, **keys: Any) -> None:
         """Other settings from now on."""
-        self.part = Partition(SITE, feed(**keys), self.part.partition, self.part.filter_subject)
+        self.part = Partition(SITE, feed(**keys), self.part.number, self.part.filter_subject)
 
     def begin(
         self, chain: Chain = CHAIN, created: str = CREATED, previous: dict[int, int] | None = None

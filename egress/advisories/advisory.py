@@ -138,8 +138,8 @@ def event_id(chain: Chain, advisory: Advisory) -> str:
         str(advisory.moment_ns),
     )
     digest = hashlib.sha256()
-    for part in parts:
-        raw = part.encode("utf-8", "surrogatepass")
+    for partition in parts:
+        raw = partition.encode("utf-8", "surrogatepass")
         # With its length, so that no two lists of parts give the same bytes.
         digest.update(b"%d:%b" % (len(raw), raw))
     return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
@@ -254,14 +254,16 @@ def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tup
     return None
 
 
-def loop_of(part: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
-    """Why `part` cannot be read: the advisories of `chain` would come back with its messages."""
-    template = part.settings.advisory.subject
-    found = fed_back(template, info.config.get("subjects") or (), part.filter_subject) if template else None
+def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
+    """Why `partition` cannot be read: the advisories of `chain` would come back with its messages."""
+    template = partition.settings.advisory.subject
+    found = (
+        fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
+    )
     if found is None:
         return None
     told, subject = found
-    read = f"{subject}, of which {part.filter_subject} is read" if part.filter_subject else subject
+    read = f"{subject}, of which {partition.filter_subject} is read" if partition.filter_subject else subject
     return Stopped(
         f"{chain}: advisories on {told} would be messages of stream {info.name} itself ({read}), "
         "and each would lead to others",
@@ -271,14 +273,14 @@ def loop_of(part: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
     )
 
 
-def refuse_loop(part: Partition, chain: Chain, info: StreamInfo) -> None:
+def refuse_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
     """Raises Stopped where there is a loop."""
-    if (loop := loop_of(part, chain, info)) is not None:
+    if (loop := loop_of(partition, chain, info)) is not None:
         raise loop
 
 
-async def look_for_loop(part: Partition, chain: Chain, client: FloeClient) -> None:
+async def look_for_loop(partition: Partition, chain: Chain, client: FloeClient) -> None:
     """As `refuse_loop`, of the stream as it is now. Asks only where there are advisories."""
-    info = await stream_info(client, part.stream) if part.settings.advisory.subject else None
+    info = await stream_info(client, partition.stream) if partition.settings.advisory.subject else None
     if info is not None:
-        refuse_loop(part, chain, info)
+        refuse_loop(partition, chain, info)

@@ -175,8 +175,8 @@ class ReliableSender:
     async def _by_id(self, advisories: list[Advisory]) -> dict[str, Advisory]:
         found: dict[str, Advisory] = {}
         for start in range(0, len(advisories), IDS_AT_ONCE):
-            part = advisories[start : start + IDS_AT_ONCE]
-            found |= {event_id(self._letters.writer.chain, each): each for each in part}
+            partition = advisories[start : start + IDS_AT_ONCE]
+            found |= {event_id(self._letters.writer.chain, each): each for each in partition}
             await asyncio.sleep(0)  # reading goes on meanwhile
         return found
 
@@ -299,7 +299,7 @@ class PlainSender:
 
 
 class Advisories:
-    """Publishes the advisories of `chain`. Made only where `part.settings.advisory.subject` is set.
+    """Publishes the advisories of `chain`. Made only where `partition.settings.advisory.subject` is set.
 
     `outbox`: what a snapshot says is not stored yet; `doubtful`: whether some of it may have been sent since.
     `may_send`: asked before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
@@ -307,7 +307,7 @@ class Advisories:
 
     def __init__(
         self,
-        part: Partition,
+        partition: Partition,
         chain: Chain,
         client: FloeClient,
         clock: Clock,
@@ -318,7 +318,7 @@ class Advisories:
         may_send: Callable[[], bool] = lambda: True,
         ack_timeout: float = ACK_TIMEOUT,
     ) -> None:
-        feed = part.settings
+        feed = partition.settings
         letters = Letters(feed.advisory.subject, Writer(chain, inspect_field(feed)))
         tally = AdvisoryTally(chain, feed.advisory.subject)
         lateness = Lateness(client, feed.stream, round(feed.inspect_duration * NS_PER_S), clock)

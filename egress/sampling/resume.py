@@ -70,7 +70,7 @@ class Resumed:
 
 
 async def resume(
-    part: Partition,
+    partition: Partition,
     chain: Chain,
     archive: Archive,
     place: Position,
@@ -87,7 +87,7 @@ async def resume(
     segment. Raises what the store raises; ValueError for a feed that is not sampled.
     """
     abandoned = threading.Event()
-    resuming = _Resuming(part, chain, archive, place, source, snapshots, store, first, abandoned)
+    resuming = _Resuming(partition, chain, archive, place, source, snapshots, store, first, abandoned)
     try:
         return await threads.run(resuming.run)
     except asyncio.CancelledError:
@@ -100,7 +100,7 @@ class _Resuming:
 
     def __init__(
         self,
-        part: Partition,
+        partition: Partition,
         chain: Chain,
         archive: Archive,
         place: Position,
@@ -110,13 +110,13 @@ class _Resuming:
         first: int,
         abandoned: threading.Event,
     ) -> None:
-        sampling = Sampling.of(part.settings)
+        sampling = Sampling.of(partition.settings)
         if sampling is None:
-            raise ValueError(f"feed {part.settings.name}: expected one that is sampled")
-        self._part, self._chain, self._archive = part, chain, archive
+            raise ValueError(f"feed {partition.settings.name}: expected one that is sampled")
+        self._partition, self._chain, self._archive = partition, chain, archive
         self._place, self._source, self._first = place, source, first
         self._snapshots, self._store, self._abandoned = snapshots, store, abandoned
-        self._sampling, self._tracks = sampling, bool(part.settings.advisory.subject)
+        self._sampling, self._tracks = sampling, bool(partition.settings.advisory.subject)
         self._candidates = Candidates(snapshots, sampling.digest)
 
     def run(self) -> Resumed:
@@ -176,7 +176,7 @@ class _Resuming:
             self._chain,
             self._archive.refs(base[1].position if base else 1),
             self._place.first - 1,
-            filter_subject=self._part.filter_subject,
+            filter_subject=self._partition.filter_subject,
             abandoned=self._abandoned,
         ).run(base[1] if base else None, tracks=self._tracks)
         rebuilt.sampler.settle(self._settled_at(rebuilt.newest_ns))

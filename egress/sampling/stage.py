@@ -68,8 +68,8 @@ class Sampled:
 
     def __init__(
         self,
-        parts: EgressDeps,
-        part: Partition,
+        deps: EgressDeps,
+        partition: Partition,
         pools: Pools,
         lease: Lease,
         source: SourceStream,
@@ -78,29 +78,29 @@ class Sampled:
         snapshots: Snapshots,
         builder: Builder,
     ) -> None:
-        sampling, chain = Sampling.of(part.settings), snapshots.chain
+        sampling, chain = Sampling.of(partition.settings), snapshots.chain
         if sampling is None:
             raise ValueError(f"{chain}: expected a feed that is sampled")
-        self._clock, self._pace = parts.clock, parts.tuning.pace
+        self._clock, self._pace = deps.clock, deps.tuning.pace
         self._chain, self._digest = chain, sampling.digest
         self._sampler, self._builder, self._source = resumed.sampler, builder, source
         self._report = SamplingReport(chain)
-        self._advisories = _advisories(parts, part, chain, lease, resumed)
+        self._advisories = _advisories(deps, partition, chain, lease, resumed)
         self._sieve = PreFilter(
-            part.site,
+            partition.site,
             relay=sampling.relay,
             keep_ns=sampling.max_age_ns,
             newest_ns=resumed.newest_ns,
             sampler=resumed.sampler,
             claims=Claims(chain),
         )
-        self._tracking = Tracking(resumed.sampler, self._advisories, _again(part, source, place))
+        self._tracking = Tracking(resumed.sampler, self._advisories, _again(partition, source, place))
         # What fills a hole stands below snapshots that are there already.
         self._saving = None
         if not place.fills_hole:
-            interval = part.settings.snapshot_interval
+            interval = partition.settings.snapshot_interval
             self._saving = Saving(
-                snapshots, parts.store.new_spool, pools.io, parts.clock, interval, self._report
+                snapshots, deps.store.new_spool, pools.io, deps.clock, interval, self._report
             )
         self.target = SamplingStage(
             builder,
@@ -112,8 +112,8 @@ class Sampled:
             on_choices=self._report.chose,
         )
         # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
-        self._doubts_silence = part.settings.advisory.reliable and not source.asked_ns
-        self._advanced = parts.clock.monotonic()
+        self._doubts_silence = partition.settings.advisory.reliable and not source.asked_ns
+        self._advanced = deps.clock.monotonic()
         self._is_opening = False
         self.target.begin()
 
@@ -220,27 +220,27 @@ class Sampled:
 
 
 def _advisories(
-    parts: EgressDeps, part: Partition, chain: Chain, lease: Lease, resumed: Resumed
+    deps: EgressDeps, partition: Partition, chain: Chain, lease: Lease, resumed: Resumed
 ) -> Advisories | None:
-    if not part.settings.advisory.subject:
+    if not partition.settings.advisory.subject:
         return None
     return Advisories(
-        part,
+        partition,
         chain,
-        parts.client,
-        parts.clock,
-        parts.rng,
+        deps.client,
+        deps.clock,
+        deps.rng,
         outbox=resumed.outbox,
         may_send=lease.is_usable,
     )
 
 
-def _again(part: Partition, source: SourceStream, place: Position) -> Again:
+def _again(partition: Partition, source: SourceStream, place: Position) -> Again:
     """How far a former session may have come: one that ended before it put what it had read.
 
     Reliable advisories are compared with what is stored, so the doubt may be generous; others that are in
     doubt are dropped, so it goes no further than what is archived.
     """
-    if not part.settings.advisory.reliable:
+    if not partition.settings.advisory.reliable:
         return Again(place.first - 1)
     return Again(max(place.first - 1, source.last), source.asked_ns or 0)

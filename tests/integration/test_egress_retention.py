@@ -18,7 +18,7 @@ from common.settings.egress import FeedSettings
 from egress.acks import Acknowledging
 from egress.consumers import WantedMessages, take
 from egress.init import initialise
-from egress.partition import Partition, slices
+from egress.partition import Partition, partitions_of
 from infra.local.nats import NatsServer
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore, raising
@@ -517,7 +517,7 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
     def parts(count: int) -> list[Partition]:
         partitions = {"count": count, "subject": f"{stream}.{{partition}}.>"} if count > 1 else {}
         settings = FeedSettings.model_validate({"name": feed, "stream": stream, "partitions": partitions})
-        return slices(SITE, settings)
+        return partitions_of(SITE, settings)
 
     for part in parts(counts[0]):
         await take(bench.client, WantedMessages(part, "interest"))
@@ -559,7 +559,7 @@ async def test_init_makes_what_is_missing_and_touches_nothing_that_is_there(benc
 async def test_init_says_what_was_dropped_what_is_missing_and_what_is_stale(bench: Bench) -> None:
     stream, missing = await make(bench, "interest"), unique("MISSING")
     await bench.publish(stream, numbered(7))
-    gone = slices(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
+    gone = partitions_of(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
     await take(bench.client, WantedMessages(gone, "interest"))
     done, problems = await initialise(bench.client, bench.settings({"stream": stream}, {"stream": missing}))
     notes = {each.name: each.note for each in done if each.what == "durable"}

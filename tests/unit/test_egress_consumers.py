@@ -13,7 +13,7 @@ from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
 from common.settings.types import Range, parse_duration
 from egress.consumers import ACK_WAIT, WantedMessages, durable, ephemeral, filters, first, unfit
-from egress.partition import Partition, is_of_site, slices
+from egress.partition import Partition, is_of_site, partitions_of
 
 
 def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **settings: object) -> Partition:
@@ -63,7 +63,7 @@ def test_a_former_partition_is_recognised_by_its_number() -> None:
     assert not wanted.is_former(name(part(partition=1, **settings)))
     assert not wanted.is_former(name(part(feed="OTHER", partition=5)))
     assert not wanted.is_former("worker")
-    assert [each.partition_of(name(each)) for each in slices("alpha", wanted.part.settings)] == [0, 1]
+    assert [each.partition_of(name(each)) for each in partitions_of("alpha", wanted.partition.settings)] == [0, 1]
 
 
 def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -> None:

@@ -18,7 +18,7 @@ from common.service import exits
 from common.settings.egress import FeedSettings
 from egress import hints, identity
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
-from egress.partition import Partition, slices
+from egress.partition import Partition, partitions_of
 from ingress import hints as chain_advice
 from ingress import hints as checkpoint_commands
 from ingress.replay import request as replay_advice
@@ -45,7 +45,7 @@ REQUEST = Request(
 
 
 def part_of(**settings: Any) -> Partition:
-    return slices("us-east", FeedSettings(stream="NODES", **settings))[-1]
+    return partitions_of("us-east", FeedSettings(stream="NODES", **settings))[-1]
 
 
 PARTS = [
