@@ -60,9 +60,9 @@ class ReaderTarget(Protocol):
 class Reader:
     """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
 
-    `partition`: whose messages. `retention`: of the stream; where it keeps messages until they are acknowledged,
-    what comes before `first` is not handed over: what is `archived` is acknowledged at once, the rest is left
-    alone. `account`: charged for what is kept until then.
+    `partition`: whose messages. `retention`: of the stream; where it keeps messages until they are
+    acknowledged, what comes before `first` is not handed over: what is `archived` is acknowledged at once,
+    the rest is left alone. `account`: charged for what is kept until then.
     `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
     ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
     """

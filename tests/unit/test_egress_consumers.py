@@ -63,7 +63,8 @@ def test_a_former_partition_is_recognised_by_its_number() -> None:
     assert not wanted.is_former(name(part(partition=1, **settings)))
     assert not wanted.is_former(name(part(feed="OTHER", partition=5)))
     assert not wanted.is_former("worker")
-    assert [each.partition_of(name(each)) for each in partitions_of("alpha", wanted.partition.settings)] == [0, 1]
+    cut = partitions_of("alpha", wanted.partition.settings)
+    assert [each.partition_of(name(each)) for each in cut] == [0, 1]
 
 
 def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -> None:
