@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Queue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from common.errors import SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
@@ -193,61 +192,21 @@ def _sampling(footers: Iterable[Footer]) -> tuple[Mapping[str, Any] | None, str]
 T = TypeVar("T")
 
 
-class _End:
-    """What follows the last item."""
-
-
-class _Failed:
-    """What follows the last item before an error."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class _Ahead(Generic[T]):
-    def __init__(self, items: Generator[T, None, None], depth: int) -> None:
-        self._items = items
-        self._queue: Queue[T | _End | _Failed] = Queue(depth)
-        self._is_wanted = True
-        self._thread = threading.Thread(target=self._fill, name="floe-ahead", daemon=True)
-        self._thread.start()
-
-    def _fill(self) -> None:
-        try:
-            for item in self._items:
-                self._queue.put(item)
-                if not self._is_wanted:
-                    break
-            self._items.close()
-            self._queue.put(_End())
-        except BaseException as error:  # it is raised where the items are taken
-            self._queue.put(_Failed(error))
-
-    def taken(self) -> Iterator[T]:
-        while not isinstance(item := self._queue.get(), _End):
-            if isinstance(item, _Failed):
-                raise item.error
-            yield item
-
-    def stop(self) -> None:
-        """Make the thread end, whatever it still has to give; returns when it has."""
-        self._is_wanted = False
-        while self._thread.is_alive():
-            while not self._queue.empty():
-                self._queue.get()
-            self._thread.join(0.01)
-
-
 def ahead(items: Generator[T, None, None], depth: int = 4) -> Iterator[T]:
     """`items` in their order, up to `depth` of them made before they are asked for; their error at its place.
 
     When the caller stops early, `items` is closed before this returns.
     """
-    making = _Ahead(items, depth)
+    pool = ThreadPoolExecutor(1, "floe-ahead")
+    making: deque[Future[T | None]] = deque()
     try:
-        yield from making.taken()
+        making.extend(pool.submit(next, items, None) for _ in range(depth + 1))
+        while (item := making.popleft().result()) is not None:
+            making.append(pool.submit(next, items, None))
+            yield item
     finally:
-        making.stop()
+        pool.shutdown(cancel_futures=True)  # waits for the one in the making
+        items.close()
 
 
 COMPRESSION_LEVEL = 3
@@ -302,22 +261,8 @@ def check_read_back(store: SegmentStore, ref: SegmentRef, footer: Footer) -> Non
 def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[int, SequenceRange] | None]:
     path = store.new_spool()
     _check_space(shutil.disk_usage(path.parent).free, output)
-    writer = SegmentWriter(
-        path,
-        level=output.level,
-        compression_level=COMPRESSION_LEVEL,
-        subject_statistics=store.subject_statistics,
-    )
-    with _aborted_on_error(writer):
-        footers: dict[str, Footer] = {}
-        tally = RowTally(output, footers)
-        spooled = _write(store, output, writer, footers, tally)
-    return spooled, tally.late
-
-
-def _write(
-    store: SegmentStore, output: Output, writer: SegmentWriter, footers: dict[str, Footer], tally: RowTally
-) -> SpooledSegment:
+    footers: dict[str, Footer] = {}
+    tally = RowTally(output, footers)
 
     def opened(segment: SegmentRef) -> SegmentReader:
         failpoint("compaction.open")
@@ -325,18 +270,19 @@ def _write(
         footers[segment.key] = reader.footer
         return reader
 
-    for batch in ahead(union(output.inputs, opened)):
-        failpoint("compaction.merge")
-        tally.add(batch.column("sequence"))
-        writer.append(batch)
-    failpoint("compaction.spool_full")
-    return writer.finish(merged_footer(output, footers, tally))
-
-
-@contextmanager
-def _aborted_on_error(writer: SegmentWriter) -> Iterator[None]:
+    writer = SegmentWriter(
+        path,
+        level=output.level,
+        compression_level=COMPRESSION_LEVEL,
+        subject_statistics=store.subject_statistics,
+    )
     try:
-        yield
+        for batch in ahead(union(output.inputs, opened)):
+            failpoint("compaction.merge")
+            tally.add(batch.column("sequence"))
+            writer.append(batch)
+        failpoint("compaction.spool_full")
+        return writer.finish(merged_footer(output, footers, tally)), tally.late
     except BaseException:
         writer.abort()
         raise

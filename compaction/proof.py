@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
+from common.segments.columns import CONTENT_COLUMNS
 from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -26,7 +27,6 @@ from compaction.failures import Failure
 from compaction.run import unproved
 from compaction.spark import Spark, spark_error
 from compaction.supersede import Supersession
-from compaction.union import CONTENT_COLUMNS
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame

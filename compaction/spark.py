@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError, FloeError, Unavailable
@@ -72,9 +71,7 @@ class Spark:
     def __enter__(self) -> Spark:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._session is not None:
             self._session.stop()
 

@@ -15,21 +15,18 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
-from common.errors import DataError, FloeError, OutcomeUnknown
-from common.failpoints import failpoint
+from common.errors import DataError, OutcomeUnknown
 from common.objects.port import ObjectInfo, ObjectStore
-from common.segments.documents import SnapshotRef, list_snapshots, newest_first
+from common.segments.documents import SnapshotRef, newest_first
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
 from common.service.logs import get_logger
-from compaction.failures import Failure
 from compaction.supersede import Supersession, may_supersede
 
 log = get_logger("compaction.tombstones")
@@ -43,7 +40,7 @@ _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Segments that were proved to be in others. Their `modified` is 0: a tombstone holds no times."""
+    """Segments that were proved to be in others. What is written holds no times; `modified` is 0 there."""
 
     superseded: tuple[SegmentRef, ...]
     superseding: tuple[SegmentRef, ...]
@@ -93,13 +90,11 @@ class Tombstone:
     def from_json(cls, raw: bytes, layout: Layout, chain: Chain) -> Tombstone:
         """Raises ValueError, naming what is wrong, unless `raw` is one of `chain` that keeps the rules."""
         document = json.loads(raw)
-        if not isinstance(document, dict) or not document.keys() >= {"format_version"}:
-            raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
-        if document["format_version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version: expected {FORMAT_VERSION}, found {document['format_version']!r:.40}"
-            )
-        if not document.keys() >= _FIELDS:  # others are a newer version's
+        fields = document.keys() if isinstance(document, dict) else set()
+        version = document["format_version"] if "format_version" in fields else FORMAT_VERSION
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {version!r:.40}")
+        if not fields >= _FIELDS:  # others are a newer version's
             raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
         tombstone = cls(
             _refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain)
@@ -136,24 +131,13 @@ class Buried:
     superseding: array[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Deletable:
-    """What may be deleted by the tombstone at `key`, while `superseding` are intact."""
-
-    key: str
-    superseding: tuple[SegmentRef, ...]
-    superseded: tuple[SegmentRef, ...]
-
-
 class TombstoneIndex:
     """What the tombstones of one chain say of its listed segments. Pure; `add` all before asking anything."""
 
-    def __init__(self, listed: SegmentTable, standing: Iterable[StoredTombstone] = ()) -> None:
+    def __init__(self, listed: SegmentTable) -> None:
         self._listed = listed
         self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
         self._stones: list[Buried] = []
-        for stone in standing:
-            self.add(stone)
 
     def add(self, stone: StoredTombstone) -> None:
         """Take a tombstone; what it names and is not listed is forgotten."""
@@ -193,8 +177,8 @@ class TombstoneIndex:
                 found[place] = 1
         return found
 
-    def deletable(self, now: float, grace: float) -> Iterator[Deletable]:
-        """What may be deleted, by tombstone; the caller still checks what stays.
+    def deletable(self, now: float, grace: float) -> Iterator[Tombstone]:
+        """What may be deleted, by tombstone, as listed; the caller still checks what stays.
 
         `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches
         the chain's greatest end stays, and so does one whose length is not what the tombstone says.
@@ -207,10 +191,7 @@ class TombstoneIndex:
             same = (place for place in stone.superseded if place not in stone.changed)
             may_go = tuple(self._listed[each] for each in same if self._listed.end_of(each) < greatest)
             if may_go:
-                yield Deletable(stone.key, self._refs(stone.superseding), may_go)
-
-    def _refs(self, places: Iterable[int] | None) -> tuple[SegmentRef, ...]:
-        return tuple(self._listed[place] for place in places or ())
+                yield Tombstone(may_go, tuple(self._listed[place] for place in stone.superseding or ()))
 
     def done(self) -> list[str]:
         """The keys of the tombstones whose superseded segments are all gone from the listing."""
@@ -234,7 +215,11 @@ class Tombstones:
         try:
             tombstone = self._read(chain, info.key, info.size)
         except (ValueError, RecursionError) as error:
-            raise _unsound(info.key, error) from error
+            raise DataError(
+                f"tombstone {info.key}: {error}",
+                hint="nothing is deleted by it; look who wrote it, then put it away",
+                code="E-STATE-JSON",
+            ) from error
         return None if tombstone is None else StoredTombstone(tombstone, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
@@ -280,14 +265,6 @@ class Tombstones:
         return Tombstone.from_json(raw, self._layout, chain)
 
 
-def _unsound(key: str, error: Exception) -> DataError:
-    return DataError(
-        f"tombstone {key}: {error}",
-        hint="nothing is deleted by it; look who wrote it, then put it away",
-        code="E-STATE-JSON",
-    )
-
-
 def _timeless(segment: SegmentRef) -> SegmentRef:
     return SegmentRef(segment.segment, segment.key, segment.size, 0.0)
 
@@ -307,9 +284,7 @@ def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
 
 
 def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
-    if not isinstance(entry, dict) or not entry.keys() >= {"level", "name", "size"}:
-        raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
-    level, name, size = entry["level"], entry["name"], entry["size"]
+    level, name, size = (entry.get(n) if isinstance(entry, dict) else None for n in ("level", "name", "size"))
     if type(level) is not int or type(name) is not str or type(size) is not int:
         raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
     key = layout.segments_prefix(chain, level) + name
@@ -330,47 +305,3 @@ def outdated(refs: Sequence[SnapshotRef], now: float, grace: float) -> list[Snap
     last_stored = max((ref.modified for ref in refs), default=0.0)
     behind = sorted(refs, key=newest_first)[KEPT:]
     return [ref for ref in reversed(behind) if ref.modified < min(last_stored, now - grace)]
-
-
-@dataclass(slots=True)
-class Pruned:
-    """What was done in one chain, or is to be: `refs` went, or are to go."""
-
-    refs: list[SnapshotRef] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-
-
-class Pruning:
-    """Clears away the snapshots of single chains. `grace`: seconds."""
-
-    def __init__(self, store: SegmentStore, grace: float) -> None:
-        self._store, self._grace = store, grace
-
-    def due(self, chain: Chain, now: float) -> Pruned:
-        """What may go; a listing that fails is a failure of this chain alone."""
-        try:
-            refs = list_snapshots(self._store.objects, self._store.layout, chain)
-        except FloeError as error:
-            return Pruned(failures=[Failure.of(f"snapshots of {chain}", error)])
-        return Pruned(outdated(refs, now or max((ref.modified for ref in refs), default=0.0), self._grace))
-
-    def prune(self, chain: Chain, now: float) -> Pruned:
-        """Delete what may go."""
-        due = self.due(chain, now)
-        done = Pruned(failures=due.failures)
-        for ref in due.refs:
-            failpoint("compaction.delete_snapshot")
-            try:
-                self._store.objects.delete(ref.key)
-                done.refs.append(ref)
-            except FloeError as error:
-                done.failures.append(Failure.of(f"delete of {ref.key}", error))
-                break
-        if done.refs:
-            log.info(
-                "snapshots pruned",
-                action="snapshots_pruned",
-                **chain.log_context(),
-                snapshots=len(done.refs),
-            )
-        return done

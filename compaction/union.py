@@ -21,8 +21,6 @@ from common.segments.segment import SegmentRef
 from common.sequences import preference
 from compaction.failures import naming
 
-__all__ = ["CONTENT_COLUMNS", "Values", "count_up_to", "first_difference", "fork", "pc"]
-
 # pyarrow's stubs cannot say what its kernels take: arrays and chunked arrays, and the kernels, are not typed.
 Values = Any
 pc: Any = pyarrow.compute

@@ -30,6 +30,7 @@ from common.segments.table import WINDOW, SegmentTable
 from common.segments.unread import StretchReader, open_stretch
 from common.sequences import Covered, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
+from compaction.plan import blocks
 from compaction.supersede import Supersession, contained
 from compaction.union import union
 
@@ -139,40 +140,30 @@ def _sound(
     store: SegmentStore, segments: Sequence[SegmentRef], report: ChainReport, *, deep: bool
 ) -> dict[str, Footer]:
     """The footers of the segments that are what they should be, by key; a problem for each other one."""
-    if deep:
-        found = {s.key: _check_deep(store, s) for s in segments}
-    else:
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            checks = pool.map(partial(_check_shallow, store), segments)
-            found = dict(zip((s.key for s in segments), checks, strict=True))
-    report.problems += [problem for problem in found.values() if isinstance(problem, VerifyProblem)]
-    return {key: footer for key, footer in found.items() if isinstance(footer, Footer)}
+    footers: dict[str, Footer] = {}
+    # Whole segments are read one after the other: each may need much memory.
+    with ThreadPoolExecutor(1 if deep else REQUESTS_AT_ONCE) as pool:
+        found = pool.map(partial(check_segment, store, deep=deep), segments)
+        for segment, footer in zip(segments, found, strict=True):
+            if isinstance(footer, Footer):
+                footers[segment.key] = footer
+            elif footer is not None:
+                report.problems.append(footer)
+    return footers
 
 
-def _check_shallow(store: SegmentStore, segment: SegmentRef) -> Footer | VerifyProblem | None:
-    def check() -> Footer:
+def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:
+    """None for a segment that is gone: whether its coverage is missed is judged by the others."""
+    try:
+        if deep:
+            with store.open(segment) as reader:
+                for _batch in reader.batches():
+                    pass  # the reader checks order, range, counts and page checksums as it goes
+                return reader.footer
         footer = store.footer(segment)
         if not store.is_intact(segment):
             raise DataError(f"segment {segment.key}: expected the bytes that its name promises, found others")
         return footer
-
-    return _checked(segment, check)
-
-
-def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | VerifyProblem | None:
-    def check() -> Footer:
-        with store.open(segment) as reader:
-            for _batch in reader.batches():
-                pass  # the reader checks order, range, counts and page checksums as it goes
-            return reader.footer
-
-    return _checked(segment, check)
-
-
-def _checked(segment: SegmentRef, check: Callable[[], Footer]) -> Footer | VerifyProblem | None:
-    """None for a segment that is gone: whether its coverage is missed is judged by the others."""
-    try:
-        return check()
     except SegmentGone:
         return None
     except DataError as error:
@@ -308,9 +299,9 @@ def _overlapping(segments: Sequence[SegmentRef]) -> int:
 
 
 def _check_rows(store: SegmentStore, segments: Sequence[SegmentRef], report: ChainReport) -> None:
-    for block in _blocks(segments):
+    for block in blocks(segments):
         try:
-            for _batch in union(block, store.open):
+            for _batch in union(block.segments, store.open) if len(block.segments) > 1 else ():
                 pass  # equal sequences of different segments are compared as they are united
         except DataError as error:
             away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
@@ -333,18 +324,3 @@ def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[V
             elif error.code != "E-FORK":  # those were named above
                 late = "the next `floe compact` merges it with what contains it"
                 yield VerifyProblem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")
-
-
-def _blocks(segments: Sequence[SegmentRef]) -> Iterator[list[SegmentRef]]:
-    """The segments of all levels that are connected by overlaps, where they are more than one."""
-    block: list[SegmentRef] = []
-    reach = 0
-    for segment in sorted(segments, key=lambda s: s.coverage):
-        if segment.coverage.first > reach:
-            if len(block) > 1:
-                yield block
-            block = []
-        block.append(segment)
-        reach = max(reach, segment.coverage.last)
-    if len(block) > 1:
-        yield block

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -10,7 +12,10 @@ from hypothesis import strategies as st
 from common.chain import Chain
 from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
+from common.segments.table import SegmentTable
 from common.sequences import SequenceRange
+from compaction.plan import Output, Planner
+from compaction.tombstones import StoredTombstone, TombstoneIndex
 
 CHAIN = Chain("us-east", "NODES")
 LAYOUT = Layout("data")
@@ -31,6 +36,22 @@ class TestPolicy:
     max_count: int = 1000
     min_size: int = 1000
     max_size: int = 1_000_000
+
+
+def plan(
+    segments: Sequence[SegmentRef], policy: TestPolicy, now: float, *, damaged: AbstractSet[str] = frozenset()
+) -> list[Output]:
+    """The outputs that are due among one chain's `segments` (all levels), planned in one window."""
+    planner = Planner(policy, now)
+    return [*planner.add([s for s in segments if s.key not in damaged]), *planner.end()]
+
+
+def index_of(listed: SegmentTable, standing: Iterable[StoredTombstone]) -> TombstoneIndex:
+    """What the tombstones `standing` say of what is listed."""
+    index = TombstoneIndex(listed)
+    for stone in standing:
+        index.add(stone)
+    return index
 
 
 def ref(

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import cover, holes
-from compaction.plan import Output, plan
+from compaction.plan import Output
 from compaction.supersede import contained, made_by, may_supersede
-from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
-from tests.compaction_refs import NOW, TestPolicy, ref, refs
+from compaction.tombstones import StoredTombstone, Tombstone
+from tests.compaction_refs import NOW, TestPolicy, index_of, plan, ref, refs
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(
@@ -101,7 +101,7 @@ def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
         for n, s in enumerate(contained(segments))
         if n not in kept
     ]
-    index = TombstoneIndex(SegmentTable.listing(segments), standing)
+    index = index_of(SegmentTable.listing(segments), standing)
     going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
@@ -148,9 +148,9 @@ class World:
 
     def sweep(self, now: float) -> None:
         table = SegmentTable.listing(self.listed())
-        buried = TombstoneIndex(table, self.standing).buried()
+        buried = index_of(table, self.standing).buried()
         self.bury(contained([s for place, s in enumerate(table) if not buried[place]]), now)
-        for each in list(TombstoneIndex(table, self.standing).deletable(now, 100)):
+        for each in list(index_of(table, self.standing).deletable(now, 100)):
             for segment in each.superseded:
                 self.segments.pop(segment.key, None)
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange
-from compaction.plan import Planner, plan
+from compaction.plan import Planner
 from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.supersede import contained
 from compaction.verify import ChainReport, verify_chain
 from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_refs import NOW, TestPolicy
+from tests.compaction_refs import NOW, TestPolicy, plan
 from tests.property.test_compaction_plan import POLICIES, SEGMENTS
 
 WHOLE = 10**9

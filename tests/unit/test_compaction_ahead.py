@@ -22,7 +22,7 @@ def counting(count: int, closed: list[int] | None = None, fail_at: int = -1) -> 
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "floe-ahead"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("floe-ahead")]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100])

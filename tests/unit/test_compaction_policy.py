@@ -6,9 +6,9 @@ from common.chain import Chain
 from common.segments.segment import SegmentRef
 from common.sequences import Stretch
 from common.service.logs import RESERVED
-from compaction.plan import Output, plan, unite
+from compaction.plan import Output, unite
 from compaction.supersede import Supersession
-from tests.compaction_refs import CHAIN, NOW, TestPolicy, ref
+from tests.compaction_refs import CHAIN, NOW, TestPolicy, plan, ref
 
 
 def ranges(outputs: list[Output]) -> list[str]:
