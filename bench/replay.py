@@ -19,6 +19,7 @@ from common.segments.segment import Footer, Ledger
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.settings.loader import parse
+from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
@@ -69,7 +70,7 @@ async def replayed(folder: Path, url: str) -> int:
         await create_stream(
             client, {"name": "BACK", "subjects": ["bench.>"], "allow_batched": True, "allow_atomic": True}
         )
-        await work.run(client, asyncio.Event())
+        await work.run(client, Stop())
         info = await stream_info(client, "BACK")
     assert info is not None
     assert info.messages == whole // PARTS, info.messages

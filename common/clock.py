@@ -5,20 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
-
-from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
-from common.service.logs import get_logger
-from common.service.metrics import counter
-
-log = get_logger("common.clock")
-
-
-T = TypeVar("T")
-
+from collections.abc import Sequence
+from typing import Protocol
 
 NS_PER_S = 1_000_000_000
 
@@ -85,306 +73,32 @@ class ManualClock:
         self._monotonic += seconds
 
 
-async def wait_for(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until `event` is set or `seconds` have passed; whether it was set.
-
-    Not by `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
-    """
-    if not event.is_set():
-        await first_of(event.wait(), seconds=seconds)
-    return event.is_set()
+DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
 
-async def within(future: asyncio.Future[T], seconds: float) -> T:
-    """The result of `future`, cancelled where it does not come in `seconds`: then raises TimeoutError.
-
-    Instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
-    """
-    try:
-        await asyncio.wait((future,), timeout=seconds)
-        if not future.done():
-            raise TimeoutError
-        return future.result()
-    finally:
-        future.cancel()
-
-
-async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
-    """Return when one of `waits` is done or `seconds` have passed; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-P = ParamSpec("P")
-
-AGAIN = 0.5  # seconds until a task that goes on is cancelled once more
-FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds until what was ended by an error begins again
-MAX_TRACE = 4000  # characters: the end of a traceback says where
-GOOD_WHILE = 60.0  # seconds that it ran before its end counts as the first
-
-#: Takes an error on behalf of its owner.
-Tell = Callable[[Exception], None]
-
-
-#: The parts that an error may end; `service`: it had no owner.
-PARTS = (
-    "alive",
-    "decisions",
-    "discovery",
-    "events",
-    "expiry",
-    "feed",
-    "heartbeats",
-    "lease",
-    "monitor",
-    "service",
-    "sharing",
-    "target",
-    "unmatched",
-    "walk",
-    "worker",
-)
-unexpected = counter(
-    "unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=PARTS
-)
-for _part in PARTS:
-    unexpected.labels(_part)
-
-
-def told(error: BaseException, part: str, where: str = "", **context: object) -> Unforeseen:
-    """Log and count an error that ended `part` (of `PARTS`); what it is told as."""
-    unexpected.labels(part).inc()
-    known = Unforeseen.of(error, where)
-    # Not by exc_info: the log keeps tracebacks for what is no FloeError, and the cause is what counts.
-    cause = known.__cause__ or error
-    trace = "".join(traceback.format_exception(cause))
-    log.error(
-        "unforeseen",
-        action="unforeseen",
-        part=part,
-        code=known.code,
-        error=known.message,
-        traceback=trace[-MAX_TRACE:],
-        **context,
-    )
-    return known
-
-
-def orphaned(error: BaseException) -> None:
-    """An error without an owner: it ends the service (`to_its_end`). To be called on the event loop."""
-    context = {"message": "an error without an owner", "exception": error}
-    asyncio.get_running_loop().call_exception_handler(context)
-
-
-def guarded(callback: Callable[P, None], tell: Tell) -> Callable[P, None]:
-    """`callback`, for others to call: what it raises is its owner's, who is told, and not theirs."""
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            callback(*args, **kwargs)
-        except Exception as error:
-            tell(error)
-
-    return call
-
-
-def watched(work: Coroutine[Any, Any, None], tell: Tell, *, name: str) -> asyncio.Task[None]:
-    """Run `work` as a task that its owner does not await: its error is told as soon as there is one."""
-
-    def on_end(task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception):
-            tell(error)
-
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(on_end)
-    return task
-
-
-class Trouble:
-    """What a callback could not do, kept until its owner, who waits for something else too, raises it.
-
-    `told`: an event that its owner waits for anyway, set with the first error; by default one of its own.
-    """
-
-    def __init__(self, told: asyncio.Event | None = None) -> None:
-        self.told = told or asyncio.Event()
-        self._error: Exception | None = None
-
-    def tell(self, error: Exception) -> None:
-        """The first error counts."""
-        self._error = self._error or error
-        self.told.set()
-
-    def check(self) -> None:
-        """Raises what was told."""
-        if self._error is not None:
-            raise self._error
-
-    async def wait(self) -> None:
-        """Wait for ever, or until something is told: then it is raised."""
-        await self.told.wait()
-        self.check()
-
-
-async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock: Clock) -> None:
-    """Run `work` to its end; after an error that nobody foresaw it begins again, after a pause that grows.
-
-    Raises what is a FloeError and no `Unforeseen`: that was foreseen, and is the caller's to deal with.
-    """
-    pause = FIRST_PAUSE
-    while True:
-        began = clock.monotonic()
-        try:
-            await work()
-            return
-        except Exception as error:
-            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
-                raise
-            if clock.monotonic() - began >= GOOD_WHILE:
-                pause = FIRST_PAUSE
-            told(error, part, part, pause=pause)
-        await clock.sleep(pause)
-        pause = min(LAST_PAUSE, pause * 2)
-
-
-async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
-    """Run what a process is there for; an error without an owner cancels it. Raises that as Unforeseen."""
-    loop = asyncio.get_running_loop()
-    orphan: asyncio.Future[BaseException] = loop.create_future()
-
-    def keep(error: BaseException) -> None:
-        if not orphan.done():
-            told(error, "service")
-            orphan.set_result(error)
-
-    def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if error is None or _is_of_transport(error, context):
-            log.warning("event loop", action="loop", reason=context.get("message"), error=str(error or ""))
-        else:
-            # A task that nobody awaited is found by the garbage collection, in whatever thread that runs.
-            loop.call_soon_threadsafe(keep, error)
-
-    former = loop.get_exception_handler()
-    loop.set_exception_handler(handle)
-    task = asyncio.create_task(main, name="main")
-    waits: list[asyncio.Future[Any]] = [task, orphan]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await end(task)
-        loop.set_exception_handler(former)
-    if orphan.done():
-        raise Unforeseen.of(orphan.result())
-    return task.result()
-
-
-def _is_of_transport(error: BaseException, context: dict[str, Any]) -> bool:
-    """Whether it is about a connection, which is made again by whoever needs it."""
-    return "transport" in context or isinstance(
-        error, ConnectionError | TimeoutError | Unavailable | OutcomeUnknown
-    )
-
-
-async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel `tasks` and return when they have ended; what they raise is dropped.
-
-    More than once, because `asyncio.wait_for` of Python 3.11 loses a cancellation that comes together with
-    the result it waits for: the task goes on.
-    """
-    while running := [task for task in tasks if not task.done()]:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running, timeout=AGAIN)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
-
-
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None where `stop` is set first: then it is cancelled."""
-    task = asyncio.create_task(work)
-    try:
-        await first_of(stop.wait(), asyncio.wait({task}))
-        return task.result() if task.done() else None
-    finally:
-        await end(task)
-
-
-@asynccontextmanager
-async def either(*events: asyncio.Event, seconds: float | None = None) -> AsyncIterator[asyncio.Event]:
-    """An event of its own that is set as soon as one of `events` is, for the length of the block.
-
-    `seconds`: it is set after that time at the latest.
-    """
-    one = asyncio.Event()
-
-    async def pass_on(event: asyncio.Event) -> None:
-        await first_of(event.wait(), seconds=seconds)
-        one.set()
-
-    if any(event.is_set() for event in events):
-        one.set()
-    tasks = [asyncio.create_task(pass_on(event), name="either") for event in events]
-    try:
-        yield one
-    finally:
-        await end(*tasks)
-
-
-async def together(*works: Coroutine[Any, Any, object]) -> None:
-    """Run `works` side by side to their ends; the first that fails ends the others.
-
-    Raises a BaseExceptionGroup of what failed. Unlike asyncio's TaskGroup it ends a task for certain.
-    """
-    tasks = [asyncio.create_task(work) for work in works]
-    await _run(tasks, tasks)
-
-
-async def beside(main: Coroutine[Any, Any, object], *sides: Coroutine[Any, Any, object]) -> None:
-    """Run `main` to its end; the `sides` run as long, and one of them that fails ends everything.
-
-    Raises a BaseExceptionGroup of what failed.
-    """
-    tasks = [asyncio.create_task(work) for work in (main, *sides)]
-    await _run(tasks[:1], tasks)
-
-
-async def _run(needed: Sequence[asyncio.Task[object]], tasks: Sequence[asyncio.Task[object]]) -> None:
-    try:
-        while not all(task.done() for task in needed) and not any(map(_failure, tasks)):
-            await asyncio.wait([t for t in tasks if not t.done()], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        await end(*tasks)
-    if failures := [failure for failure in map(_failure, tasks) if failure is not None]:
-        raise BaseExceptionGroup("side by side", failures)
-
-
-def _failure(task: asyncio.Task[object]) -> BaseException | None:
-    return None if not task.done() or task.cancelled() else task.exception()
-
-
-DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds, before jitter
+def doubling(first: float, last: float) -> tuple[float, ...]:
+    """Seconds from `first` to `last`, each twice the one before."""
+    delays = [first]
+    while delays[-1] < last:
+        delays.append(min(last, delays[-1] * 2))
+    return tuple(delays)
 
 
 class Backoff:
-    """Growing delays with jitter, so that instances that failed together do not come back together."""
+    """`delays` (seconds) one after another, the last again and again.
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    `rng`: for 50 to 100 % of each, so that instances that failed together do not come back together.
+    """
+
+    def __init__(self, rng: random.Random | None, delays: Sequence[float] = DELAYS) -> None:
+        self._rng, self._delays = rng, delays
         self._failures = 0
 
     def next(self) -> float:
-        """Seconds to wait now: 50 to 100 % of the next delay."""
-        delay = DELAYS[min(self._failures, len(DELAYS) - 1)]
+        """Seconds to wait now."""
+        delay = self._delays[min(self._failures, len(self._delays) - 1)]
         self._failures += 1
-        return delay * self._rng.uniform(0.5, 1.0)
+        return delay if self._rng is None else delay * self._rng.uniform(0.5, 1.0)
 
     def reset(self) -> None:
         """Something succeeded."""

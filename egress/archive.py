@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 import asyncio
 import threading
 
-from common.clock import Clock, first_of
+from common.clock import Clock
 from common.errors import FloeError
+from common.tasks import first_of
 from egress.deps import EgressTuning
 
 log = get_logger("egress.archive")

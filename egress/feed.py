@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.chain import Chain
-from common.clock import GOOD_WHILE, Backoff, Clock, end, first_of, orphaned, wait_for, watched
+from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
@@ -20,6 +20,7 @@ from common.leasing.balancer import LeaseGroup
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
+from common.tasks import GOOD_WHILE, Stop, StopReason, end, first_of, orphaned, wait_for, watched
 from egress import metrics
 from egress.deps import EgressDeps, Pools
 from egress.partition import Partition
@@ -59,7 +60,7 @@ class Feed:
         self._worker = Worker(partition, deps, self._pools, self._report)
         self._backoff = Backoff(deps.rng)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Until `stop` is set and everything is put."""
         try:
             while (lease := await self._seat.occupy(stop)) is not None:
@@ -67,42 +68,42 @@ class Feed:
         finally:
             self._pools.close()
 
-    async def _hold(self, lease: Lease, stop: asyncio.Event) -> None:
+    async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
 
         It is given back only when no upload is under way any more: another instance would begin beside it.
         """
         self._report.working()
-        halt = asyncio.Event()
+        halt = Stop()
         sides = [
             watched(lease.keep(), orphaned, name=f"lease {self._chain}"),
             watched(self._halt(halt, lease, stop), orphaned, name=f"halt {self._chain}"),
         ]
         try:
-            while lease.is_usable() and not (stop.is_set() or lease.give_back.is_set()):
+            while lease.is_usable() and not (stop.is_set or lease.give_back.is_set):
                 await self._work(lease, halt)
             await self._pools.idle()
         finally:
             await end(*sides)
-        was_lost = lease.lost.is_set()
+        was_lost = lease.lost.is_set
         await lease.release()
         self._seat.vacate(lost=was_lost)
 
-    async def _halt(self, halt: asyncio.Event, lease: Lease, stop: asyncio.Event) -> None:
+    async def _halt(self, halt: Stop, lease: Lease, stop: Stop) -> None:
         """Set `halt` with `stop`, and where a lease to be given back waits too long for its segment's end."""
         await first_of(stop.wait(), lease.give_back.wait())
-        if not stop.is_set():
+        if not stop.is_set:
             await wait_for(stop, self._deps.tuning.pace.hand_over)
         halt.set()
 
-    async def _work(self, lease: Lease, halt: asyncio.Event) -> None:
+    async def _work(self, lease: Lease, halt: Stop) -> None:
         began = self._deps.clock.monotonic()
         try:
             await self._worker.run(lease, halt)
             self._backoff.reset()
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
-            lease.lost.set()
+            lease.lost.set(StopReason.LEASE_LOST)
         except (Unavailable, OutcomeUnknown) as error:
             self._report.waits(error)
             await self._pause(lease, halt, self._backoff.next())
@@ -116,7 +117,7 @@ class Feed:
             self._report.fails(error)
             await self._pause(lease, halt, self._backoff.next())
 
-    async def _pause(self, lease: Lease, halt: asyncio.Event, seconds: float) -> None:
+    async def _pause(self, lease: Lease, halt: Stop, seconds: float) -> None:
         """Wait, unless there is a reason to leave."""
         await first_of(halt.wait(), lease.give_back.wait(), lease.lost.wait(), seconds=seconds)
 
@@ -124,11 +125,11 @@ class Feed:
 class Runs(Protocol):
     """What runs until `stop` is set and it has come to an end."""
 
-    async def run(self, stop: asyncio.Event) -> None: ...
+    async def run(self, stop: Stop) -> None: ...
 
 
 async def run_feeds(
-    feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: asyncio.Event, shutdown_timeout: float
+    feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: Stop, shutdown_timeout: float
 ) -> bool:
     """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
 
@@ -152,13 +153,13 @@ async def run_feeds(
     return any(task.get_name() == "feeds" for task in done)
 
 
-async def _run_all(feeds: Sequence[Runs], stop: asyncio.Event) -> None:
+async def _run_all(feeds: Sequence[Runs], stop: Stop) -> None:
     async with asyncio.TaskGroup() as tasks:
         for feed in feeds:
             tasks.create_task(feed.run(stop))
 
 
-async def _deadline(stop: asyncio.Event, clock: Clock, seconds: float) -> None:
+async def _deadline(stop: Stop, clock: Clock, seconds: float) -> None:
     await stop.wait()
     await clock.sleep(seconds)
     log.error("not drained in time", action="drain_timeout", seconds=seconds)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from common.chain import Chain
-from common.clock import first_of
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
+from common.tasks import Stop, first_of
 from egress.archive import Archive
 from egress.deps import EgressDeps
 from egress.identity import Evidence, HeldMessage, SourceVerdict, VerdictKind
@@ -83,7 +83,7 @@ class Succession:
         return closing
 
     async def wait(
-        self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: asyncio.Event
+        self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop
     ) -> None:
         """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
         self._report.closing(closing.missing(self._count, created))

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Sequence
 
-from common.clock import Clock, Trouble, again, end, first_of, unless, wait_for
+from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import parse_time, stream_info
 from common.jetstream.client import FloeClient, RawSubscription
@@ -25,6 +25,7 @@ from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import HeartbeatSettings, HeartbeatSubjectSettings
+from common.tasks import Stop, Trouble, again, end, first_of, unless, wait_for
 from egress import metrics
 from egress.report import FeedReport
 
@@ -62,18 +63,18 @@ class Heartbeats:
         self._failures: dict[str, str] = {}
         self._is_leader = False
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Publish while this member leads, stand by while another does, until `stop` is set.
 
         After an error that nobody foresaw it begins again.
         """
         await again("heartbeats", lambda: self._take_part(stop), self._clock)
 
-    async def _take_part(self, stop: asyncio.Event) -> None:
+    async def _take_part(self, stop: Stop) -> None:
         trouble = Trouble()
         hearing = await self._hear(trouble)
         try:
-            while not stop.is_set():
+            while not stop.is_set:
                 trouble.check()
                 self._show()
                 self._released.clear()
@@ -107,7 +108,7 @@ class Heartbeats:
             log.debug("no election", action="heartbeats_election", error=str(error))
             return None
 
-    async def _lead(self, lease: Lease, stop: asyncio.Event, trouble: Trouble) -> None:
+    async def _lead(self, lease: Lease, stop: Stop, trouble: Trouble) -> None:
         self._is_leader = True
         self._show()
         log.info("publishing heartbeats", action="heartbeats_leader", subjects=len(self._settings.subjects))
@@ -219,15 +220,15 @@ class SignOfLife:
         self._chains, self._client, self._clock, self._every = chains, client, clock, every
         self._failure, self._is_put_off = "", False
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Put it again and again until `stop` is set; after an error that nobody foresaw it begins again."""
         await again("alive", lambda: self._put_on(stop), self._clock)
 
-    async def _put_on(self, stop: asyncio.Event) -> None:
+    async def _put_on(self, stop: Stop) -> None:
         threads = Threads("alive", 1)
         try:
             await wait_for(stop, self._every * SOON)
-            while not stop.is_set():
+            while not stop.is_set:
                 began = self._clock.monotonic()
                 await unless(stop, self._once(threads))
                 # At the centre the site looks silent until it is put: soon after the store is back.

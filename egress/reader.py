@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from common.clock import NS_PER_S, Clock, end, told, watched
+from common.clock import NS_PER_S, Clock
 from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
 from common.jetstream.client import FloeClient, RawSubscription, frame
@@ -27,6 +27,7 @@ from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestO
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
+from common.tasks import end, told, watched
 from egress import batch as lists
 from egress.acks import Acknowledging, ReaderResetError
 from egress.consumers import INTEREST, Taken, WantedMessages, drop_strays, take

@@ -12,13 +12,11 @@ behind it what the next run, or the next start of egress, completes.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from common.chain import Chain
-from common.clock import either, end, orphaned, watched
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
@@ -26,6 +24,7 @@ from common.jetstream.lease import Lease, owner_text
 from common.segments.documents import ChainDocument, StreamDocument
 from common.service.logs import get_logger
 from common.settings.egress import FeedSettings, PartitionSettings
+from common.tasks import Stop, either, end, orphaned, watched
 from egress.archive import Archive, HighWaterMarks
 from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
 from egress.context import CommandContext
@@ -186,7 +185,7 @@ class Repartition:
 
     # Doing it
 
-    async def run(self, stop: asyncio.Event) -> RepartitionResult:
+    async def run(self, stop: Stop) -> RepartitionResult:
         """Do it, or complete it. Raises Unavailable where egress holds one of the leases: nothing is done."""
         await self._opened.deps.state.ensure()
         plan = await self.plan()
@@ -221,7 +220,7 @@ class Repartition:
         stack.push_async_callback(end, watched(lease.keep(), orphaned, name=f"lease {chain}"))
         return lease
 
-    async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: asyncio.Event) -> None:
+    async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: Stop) -> None:
         """Bring all old partitions to one end, and put the `stream.json` behind it."""
         ends: dict[int, int] = {}
         info: StreamInfo | None = None
@@ -295,13 +294,13 @@ class _CatchingUp:
         self.inquiry = Inquiry(partition, deps, pools.io)
         self._reading = Reading(partition, deps, pools, report, self.inquiry, self._succession)
 
-    async def run(self, last: int, stop: asyncio.Event) -> int:
+    async def run(self, last: int, stop: Stop) -> int:
         """Cover everything up to `last` that the stream still holds; where coverage ends (0: nothing is).
 
         Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
         """
         async with either(stop, self._lease.lost) as leaving:
-            while not leaving.is_set():
+            while not leaving.is_set:
                 current, archive = await self._repartition.current(self._partition)
                 source = await self._judged(current, archive)
                 place = await self.inquiry.place(archive, source)

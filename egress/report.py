@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock, SystemClock, told
+from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.jetstream.api import StreamInfo, ask
 from common.jetstream.client import FloeClient
@@ -24,6 +24,7 @@ from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.subjects import matches
+from common.tasks import told
 from egress import metrics
 from egress.builder import Close
 from egress.identity import Evidence, SourceVerdict, VerdictKind

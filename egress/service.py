@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import socket
@@ -10,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
-from common.clock import Backoff, Clock, SystemClock, end, orphaned, wait_for, watched
+from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.api import most_replicas
 from common.jetstream.client import FloeClient, connect
@@ -28,6 +27,7 @@ from common.service.metrics import begin, version
 from common.service.monitor import Health, Monitor
 from common.service.process import Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings
+from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.deps import EgressDeps, Tuning
 from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
@@ -128,7 +128,7 @@ async def serve(
 
 
 @asynccontextmanager
-async def _stop(place: WorkerPlace | None, port: int) -> AsyncIterator[asyncio.Event]:
+async def _stop(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
     """What ends the service: a signal, or for a worker also the end of its parent.
 
     A second signal is the parent's affair: a supervisor sends its signal to all processes, and the parent
@@ -164,7 +164,7 @@ class EgressService:
         reexamine: float,
         clock: Clock,
         health: Health,
-        stop: asyncio.Event,
+        stop: Stop,
         objects: ObjectStore | None = None,
         siblings: int = 1,
         worker: int | None = None,
@@ -247,7 +247,7 @@ class EgressService:
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
         """What `step` returns, once what it needs can be reached."""
         backoff = Backoff(self._rng)
-        while not self._stop.is_set():
+        while not self._stop.is_set:
             try:
                 result = await step()
             except (Unavailable, OutcomeUnknown) as error:

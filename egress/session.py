@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Backoff, Clock, end, first_of, guarded, told, wait_for
+from common.clock import NS_PER_S, Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.api import absent, next_message
 from common.jetstream.lease import Lease
@@ -23,6 +23,7 @@ from common.segments.reader import SpooledSegment
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
+from common.tasks import Stop, end, first_of, guarded, told, wait_for
 from egress.acks import archived
 from egress.archive import Archive
 from egress.builder import Builder, Close, Emitted, Piece, SegmentLimits
@@ -124,7 +125,7 @@ class Session:
         self._feed = partition.settings
         self._inquiry, self._lease, self._archive, self._current = inquiry, lease, archive, current
         self._first, self._known_source_first = place.first, source.first
-        self._ended = asyncio.Event()
+        self._ended = Stop()
         self._end: BaseException | None = None
         self._is_all_sealed = False
         self._surplus_at: int | None = None
@@ -180,7 +181,7 @@ class Session:
         is_held_up = self._sampled is not None and not self._sampled.has_room
         return not is_held_up and self._encoder.has_room and self._deps.budget.has_room(size)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError,
         LeaseLost.
 
@@ -256,16 +257,16 @@ class Session:
 
     # The loops
 
-    async def _encode_loop(self, stop: asyncio.Event) -> None:
+    async def _encode_loop(self, stop: Stop) -> None:
         encoder = self._encoder
         try:
-            while not (self._ended.is_set() or self._is_all_sealed):
+            while not (self._ended.is_set or self._is_all_sealed):
                 encoder.wake.clear()
                 self._tick()
                 if not encoder.is_idle and not encoder.is_ahead:
                     if not await encoder.next():
                         await self._stop_reading()
-                elif encoder.is_idle and (stop.is_set() or self._builder.is_done or self._gives_back()):
+                elif encoder.is_idle and (stop.is_set or self._builder.is_done or self._gives_back()):
                     await self._stop_reading()
                 else:
                     # To the moment a segment closes by age: a tick later would be late on average by half.
@@ -283,7 +284,7 @@ class Session:
 
     def _gives_back(self) -> bool:
         """Whether others wait for the lease, and a segment was put since or there is none to wait for."""
-        if not self._lease.give_back.is_set():
+        if not self._lease.give_back.is_set:
             return False
         if self._surplus_at is None:
             self._surplus_at = self.puts
@@ -304,7 +305,7 @@ class Session:
         """Asked anew while the session runs; what is sealed after its end goes by the last answer."""
         if self._partition.filter_subject and self._reader.is_durable:
             return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
-        if not self._ended.is_set():
+        if not self._ended.is_set:
             try:
                 self._known_source_first = await self._inquiry.first()
             except (Unavailable, OutcomeUnknown) as error:
@@ -316,7 +317,7 @@ class Session:
         try:
             return await self._loops.without(piece)
         except FloeError as error:
-            if self._ended.is_set():
+            if self._ended.is_set:
                 return piece
             if isinstance(error, Unavailable | OutcomeUnknown):
                 raise ReaderResetError("unreachable", error.message) from error
@@ -335,7 +336,7 @@ class Session:
             for gap in missing:
                 gone += await absent(self._deps.client, self._partition.stream, gap)
         except (Unavailable, OutcomeUnknown) as error:
-            if self._ended.is_set():
+            if self._ended.is_set:
                 return missing
             raise ReaderResetError("unreachable", error.message) from error
         return gone
@@ -343,7 +344,7 @@ class Session:
     async def _put_loop(self) -> None:
         sealed, on_sealed = self._encoder.sealed, self._encoder.on_sealed
         try:
-            while not self._ended.is_set():
+            while not self._ended.is_set:
                 on_sealed.clear()
                 if sealed:
                     await self._put(sealed[0])
@@ -363,7 +364,7 @@ class Session:
         if self._sampled is not None:
             self._sampled.covered(spooled.footer.coverage.last)
 
-    async def _watch(self, stop: asyncio.Event) -> None:
+    async def _watch(self, stop: Stop) -> None:
         await first_of(stop.wait(), self._lease.lost.wait(), self._lease.give_back.wait())
         self._encoder.wake.set()
         await self._lease.lost.wait()
@@ -371,7 +372,7 @@ class Session:
         self._end_with(LeaseLost(f"lease of {chain}: another instance holds it, or it was not renewed"))
 
     async def _check_loop(self) -> None:
-        while not self._ended.is_set():
+        while not self._ended.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
             try:
                 evidence, verdict = await self._inquiry.look(self._current, self._archive, self.received)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.clock import Backoff, Clock, wait_for
+from common.clock import Backoff, Clock
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.lease import Lease
 from common.segments.reader import SpooledSegment
 from common.segments.segment import SegmentRef
 from common.service.logs import get_logger
+from common.tasks import Stop, wait_for
 from egress.acks import ReaderResetError
 from egress.archive import Archive
 from egress.reader import Reader
@@ -38,7 +38,7 @@ class Uploader:
         archive: Archive,
         lease: Lease,
         reader: Reader,
-        ended: asyncio.Event,
+        ended: Stop,
         report: FeedReport,
         clock: Clock,
         backoff: Backoff,

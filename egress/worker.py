@@ -8,18 +8,18 @@ that it came from, before that history is closed.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.clock import Backoff, again, either, end, orphaned, unless, wait_for, watched
+from common.clock import Backoff
 from common.errors import FloeError, LeaseLost, Stopped
 from common.jetstream.lease import Lease
 from common.segments.reader import SpooledSegment
 from common.segments.segment import Tip
 from common.service.logs import get_logger
+from common.tasks import Stop, again, either, end, orphaned, unless, wait_for, watched
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import look_for_loop, refuse_loop
 from egress.archive import Archive, ArchiveWalks, HighWaterMarks
@@ -129,7 +129,7 @@ class Reading:
         self._hurry: float | None = None
         self.held: Unflushed | None = None
 
-    async def run(self, stand: Stand, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event) -> None:
+    async def run(self, stand: Stand, lease: Lease, stop: Stop, leaving: Stop) -> None:
         """One session from the position on, until `stop` is set, it ends, or an operator ends it.
 
         Nothing is begun once `leaving` is set. Raises LeaseLost and what the servers raise.
@@ -151,9 +151,7 @@ class Reading:
                 finally:
                     await end(*watches)
 
-    async def read(
-        self, stand: Stand, place: Position, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event
-    ) -> None:
+    async def read(self, stand: Stand, place: Position, lease: Lease, stop: Stop, leaving: Stop) -> None:
         """One session at `place`. Raises as `run`."""
         resumed, snapshots = None, None
         if Sampling.of(self._partition.settings) is not None:
@@ -193,9 +191,9 @@ class Reading:
             first=stand.archive.first,
         )
 
-    async def _watch_decisions(self, stand: Stand, ending: asyncio.Event) -> None:
+    async def _watch_decisions(self, stand: Stand, ending: Stop) -> None:
         """End the session where an operator closes the incarnation because of another partition."""
-        while len(self._partition.settings.filters()) > 1 and not ending.is_set():
+        while len(self._partition.settings.filters()) > 1 and not ending.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
             try:
                 if await self._succession.is_decided(stand.current.chain, stand.source.created):
@@ -203,9 +201,9 @@ class Reading:
             except FloeError as error:
                 log.info("decisions not read", action="decisions_put_off", error=str(error))
 
-    async def _watch_walk(self, stand: Stand, walk: ArchiveWalks, ending: asyncio.Event) -> None:
+    async def _watch_walk(self, stand: Stand, walk: ArchiveWalks, ending: Stop) -> None:
         """End the session where a walk has found a hole that the source still holds: it comes next."""
-        while not ending.is_set():
+        while not ending.is_set:
             await walk.news.wait()
             walk.news.clear()
             try:
@@ -220,7 +218,7 @@ class Reading:
                 log.info("hole to be filled", action="hole_found", first=place.first, last=place.until)
                 ending.set()
 
-    async def _run(self, session: Session, archive: Archive, stop: asyncio.Event) -> None:
+    async def _run(self, session: Session, archive: Archive, stop: Stop) -> None:
         started = self._deps.clock.monotonic()
         try:
             await session.run(stop)
@@ -242,7 +240,7 @@ class Reading:
         finally:
             await session.close()
 
-    async def _pause(self, session: Session, stop: asyncio.Event) -> None:
+    async def _pause(self, session: Session, stop: Stop) -> None:
         """Wait before the next session where this one stored nothing."""
         if session.puts:
             self._backoff.reset()
@@ -285,7 +283,7 @@ class Worker:
         self._expiry = Expiry(partition, deps.client, report, deps.clock)
         self._has_begun = False
 
-    async def run(self, lease: Lease, stop: asyncio.Event) -> None:
+    async def run(self, lease: Lease, stop: Stop) -> None:
         """Freeze until `stop` is set or the lease is to be given back, and everything is put.
 
         Raises Stopped where only an operator can go on, LeaseLost, Unavailable and others for the caller to
@@ -295,7 +293,7 @@ class Worker:
         side = [watched(work, orphaned, name="monitor") for work in self._monitors()]
         try:
             async with either(stop, lease.give_back) as leaving:
-                while not leaving.is_set() or self._reading.held is not None:
+                while not leaving.is_set or self._reading.held is not None:
                     await self._round(lease, stop, leaving)
         finally:
             await end(*side)
@@ -313,7 +311,7 @@ class Worker:
             again("walk", self._walk.run, clock),
         ]
 
-    async def _round(self, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event) -> None:
+    async def _round(self, lease: Lease, stop: Stop, leaving: Stop) -> None:
         """Judge, then act; once `leaving` is set, only what is held back is still put where it belongs."""
         current = await self._current()
         archive = await self._open_archive(current)
@@ -335,7 +333,7 @@ class Worker:
             await self._turn(found, lease, leaving)
 
     async def _judge(
-        self, current: Incarnation, archive: Archive, closing: Closing, leaving: asyncio.Event
+        self, current: Incarnation, archive: Archive, closing: Closing, leaving: Stop
     ) -> Findings | None:
         """None where `leaving` came first and nothing is held back that would depend on the answer."""
         held = self._reading.held
@@ -350,7 +348,7 @@ class Worker:
         return Findings(current, archive, closing, evidence, verdict)
 
     async def _go_on(
-        self, found: Findings, source: SourceStream, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event
+        self, found: Findings, source: SourceStream, lease: Lease, stop: Stop, leaving: Stop
     ) -> None:
         """The stream is the same: read on, unless an operator lets the incarnation end."""
         if self._reading.held is not None and source.retention != LIMITS:
@@ -361,11 +359,11 @@ class Worker:
         decision = found.decision
         if decision is not None and self._partition.number not in decision.first:
             await self._close(found, source, decision, lease, leaving)
-        elif not leaving.is_set() and await self._succession.reopen(found.current, found.closing):
+        elif not leaving.is_set and await self._succession.reopen(found.current, found.closing):
             stand = Stand(found.current, found.archive, source)
             await self._reading.run(stand, lease, stop, leaving)
 
-    async def _turn(self, found: Findings, lease: Lease, leaving: asyncio.Event) -> None:
+    async def _turn(self, found: Findings, lease: Lease, leaving: Stop) -> None:
         """The stream is another one, or not what it was: end the incarnation where that may be done."""
         decision, source = found.decision, found.evidence.source
         if found.verdict.kind not in (VerdictKind.RECREATED, VerdictKind.GONE) and decision is None:
@@ -438,7 +436,7 @@ class Worker:
         source: SourceStream,
         decision: EndDecision | None,
         lease: Lease,
-        leaving: asyncio.Event,
+        leaving: Stop,
     ) -> None:
         """Note where the partition ends; wait for the others a while, if there are any."""
         info = await self._inquiry.info()

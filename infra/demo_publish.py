@@ -6,9 +6,10 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
-from common.clock import Clock, wait_for
+from common.clock import Clock
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
+from common.tasks import Stop, wait_for
 from infra.awkward import AwkwardReport, publish_awkward
 from infra.demo_world import AWKWARD, NODES, STREAMS
 from infra.emulator import Emulator, PublishSchedule
@@ -55,7 +56,7 @@ class SitePublisher:
         for config in STREAMS.values():
             await create_stream(self.client, config)
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Publish into both streams until the load's time is over or `stop` is set."""
         async with asyncio.TaskGroup() as group:
             for emulator in self._make_emulators():
@@ -91,7 +92,7 @@ class SitePublisher:
     def _emulator(self, fleet: Fleet, pace: PublishSchedule) -> Emulator:
         return Emulator(self.client, fleet, pace, self.clock, subject=f"{NODES.lower()}.{{sender}}")
 
-    async def _bursts(self, stop: asyncio.Event) -> None:
+    async def _bursts(self, stop: Stop) -> None:
         rng = random.Random(self._seed())
         for burst in range(BURSTS):
             root = f"{AWKWARD.lower()}.b{burst}"

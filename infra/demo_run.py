@@ -13,6 +13,7 @@ from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
+from common.tasks import Stop
 from infra.demo_compare import ArchivedChain, read_archive
 from infra.demo_publish import Load, SitePublisher
 from infra.demo_services import DemoService, run_command
@@ -75,7 +76,7 @@ class Run:
 
     async def publish_and_disturb(self) -> None:
         """Publish for the load's time; kill egress and ingress and compact meanwhile."""
-        started, stop = self.clock.monotonic(), asyncio.Event()
+        started, stop = self.clock.monotonic(), Stop()
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch())
             working = [group.create_task(publisher.run(stop)) for publisher in self.publishers]

@@ -6,11 +6,12 @@ import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from common.clock import Clock, SystemClock, wait_for
+from common.clock import Clock, SystemClock
 from common.jetstream.client import connect
 from common.service.logs import get_logger
 from common.service.process import stop_on_signals
 from common.settings.service import NatsSettings
+from common.tasks import Stop, wait_for
 from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
 from infra.facts import read_facts
 from infra.fleet import Fleet, Sizes, describe
@@ -69,7 +70,7 @@ async def _run(emulator: Emulator) -> None:
         watching.cancel()
 
 
-async def _watch(emulator: Emulator, stop: asyncio.Event) -> None:
+async def _watch(emulator: Emulator, stop: Stop) -> None:
     while not await wait_for(stop, SECONDS_BETWEEN_LINES):
         progress = emulator.progress
         log.info(progress.published.line(), action="emulating", per_second=round(progress.rate()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from common.clock import Clock
 from common.errors import ConfigError, DataError, UsageError
 from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
+from common.tasks import Stop
 from infra.acked import AckedPublisher, Published
 from infra.fleet import Fleet
 
@@ -83,12 +83,12 @@ class Emulator:
         self._subject = subject
         self._documents = self._endless()
 
-    async def run(self, stop: asyncio.Event) -> Published:
+    async def run(self, stop: Stop) -> Published:
         """Publish until the pace is over or `stop` is set; returns when all is acknowledged."""
         started = self._clock.monotonic()
         async with AckedPublisher(self._client) as publisher:
             self.progress.published = publisher.published
-            while not stop.is_set():
+            while not stop.is_set:
                 elapsed = self.progress.elapsed = self._clock.monotonic() - started
                 if self._pace.is_over(publisher.published.sent, elapsed):
                     break
@@ -96,11 +96,11 @@ class Emulator:
             self.progress.elapsed = self._clock.monotonic() - started
             return await publisher.settle()
 
-    async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: asyncio.Event) -> None:
+    async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
         """Publish what is due now, a second's worth of the fastest pace at most, and wait for the next."""
         due = min(self._pace.due(elapsed) - publisher.published.sent, 20_000)
         for _ in range(due):
-            if stop.is_set():
+            if stop.is_set:
                 return
             await publisher.publish(*next(self._documents))
         await publisher.flush()

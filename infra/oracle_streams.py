@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.chain import Chain
-from common.clock import wait_for
 from common.errors import ConfigError, DataError, OutcomeUnknown
 from common.jetstream.api import create_consumer, delete_consumer, parse_ack, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore, status
 from common.segments.segment import Message
+from common.tasks import wait_for
 from infra.oracle import SubjectMap, Trace, same_subject
 
 BATCH = 2000

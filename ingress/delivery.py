@@ -10,17 +10,17 @@ A crash anywhere leaves the checkpoint, or an open intent that whoever comes nex
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from common.chain import Chain
-from common.clock import Clock, either
+from common.clock import Clock
 from common.errors import AnotherWriter, Stopped, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, no_headers
 from common.service.exits import command, ways
 from common.service.logs import get_logger
+from common.tasks import Stop, either
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry
 from ingress.checkpoint import (
@@ -217,7 +217,7 @@ class Delivery:
         assert self._known.state is not None, "there is a state from the first on"
         return self._known.state
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Carry until `stop` is set and no intent is open.
 
         Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where
@@ -260,7 +260,7 @@ class Delivery:
 
     # One intent
 
-    async def _carry(self, stop: asyncio.Event) -> bool:
+    async def _carry(self, stop: Stop) -> bool:
         """Open an intent over what is ready and finish it; False when `stop` was set."""
         rows = await self._take(stop)
         if rows is None:
@@ -284,17 +284,17 @@ class Delivery:
             self._supply.release(rows)
         return True
 
-    async def _take(self, stop: asyncio.Event) -> Rows | None:
+    async def _take(self, stop: Stop) -> Rows | None:
         """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
         while nothing was ready.
         """
         # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
-        while not stop.is_set():
+        while not stop.is_set:
             async with either(stop, seconds=IDLE_SPACING) as leaving:
                 rows = await self._supply.take(leaving)
             if rows is not None:
                 return rows
-            if not stop.is_set():
+            if not stop.is_set:
                 await self._settler.check_moved(self._known)
                 await self._look_when_idle()
         return None

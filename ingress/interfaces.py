@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from common.chain import Chain
+from common.tasks import Stop
 from ingress.checkpoint import Intent, TargetState
 from ingress.checkpoint_store import Stored
 from ingress.rows.rows import Rows
@@ -55,7 +55,7 @@ class RowSource(Protocol):
 
     @property
     def recall(self) -> Recaller: ...
-    async def take(self, stop: asyncio.Event) -> Rows | None: ...
+    async def take(self, stop: Stop) -> Rows | None: ...
     def release(self, rows: Rows) -> None: ...
     def closed(self, positions: Mapping[Chain, int]) -> None: ...
     def reset(self, positions: Mapping[Chain, int]) -> None: ...

@@ -12,6 +12,7 @@ from common.errors import ConfigError, DataError, FloeError
 from common.failpoints import failpoint
 from common.service.logs import get_logger
 from common.service.process import Threads
+from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.pauses import Pauses
 from ingress.chains.prefetch import Prefetcher
@@ -90,7 +91,7 @@ class ParkedSource:
         self._offered[self._name(block.piece)] = block.size
         self._supply.offer(block)
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop) -> Rows | None:
         """As the supply; of parked messages only what may be delivered, each once."""
         while (rows := await self._supply.take(stop)) is not None:
             if not any(block.piece.out_of_turn for block in rows.blocks):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.clock import Clock, again, end, first_of, wait_for
+from common.clock import Clock
 from common.errors import FloeError
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
@@ -18,6 +18,7 @@ from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings
+from common.tasks import Stop, again, end, first_of, wait_for
 from ingress import metrics
 from ingress.buckets import kv_replicas
 from ingress.deps import IngressDeps, IngressTuning, share_targets
@@ -58,7 +59,7 @@ class Controller:
         self._lookers = Threads("look", LOOKERS)
         self._failures: list[FloeError] = []
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Carry until `stop` is set. Raises the first error that ended a target, once no target is left."""
         check_targets(self._settings.ingress)
         for each in (metrics.nats_reachable, metrics.store_reachable):
@@ -82,7 +83,7 @@ class Controller:
         name = f"floe ingress {self._settings.instance}".strip()
         return await connect(self._settings.nats_for("ingress"), name=name, clock=self._clock)
 
-    async def _serve(self, client: FloeClient, stop: asyncio.Event) -> None:
+    async def _serve(self, client: FloeClient, stop: Stop) -> None:
         leases = await self._patiently(lambda: self._leases(client), stop)
         if leases is None:
             return
@@ -141,9 +142,9 @@ class Controller:
         bucket = await KeyValue.open(client, settings.lease_bucket, ttl=settings.lease_ttl, replicas=replicas)
         return Leases(bucket, new_owner(self._settings.instance), settings.lease_ttl, self._clock)
 
-    async def _patiently(self, step: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T | None:
+    async def _patiently(self, step: Callable[[], Awaitable[T]], stop: Stop) -> T | None:
         """What `step` returns, once what it needs can be reached; None where `stop` is set first."""
-        while not stop.is_set():
+        while not stop.is_set:
             self._health.beat()
             try:
                 found = await step()
@@ -160,7 +161,7 @@ class Controller:
 
     # Running
 
-    async def _run(self, runner: TargetSupervisor, stop: asyncio.Event) -> None:
+    async def _run(self, runner: TargetSupervisor, stop: Stop) -> None:
         """One target; an error that ends it for this process leaves the others alone."""
         try:
             await runner.run(stop)
@@ -176,7 +177,7 @@ class Controller:
     # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.
 
     async def _drained(
-        self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: asyncio.Event
+        self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: Stop
     ) -> None:
         """Wait until no target runs any more; from `stop` on for the time-out at most.
 
@@ -185,7 +186,7 @@ class Controller:
         failing = asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
         carrying = asyncio.wait(targets, return_when=asyncio.FIRST_EXCEPTION)
         await first_of(carrying, stop.wait(), failing)
-        if not stop.is_set():
+        if not stop.is_set:
             return
         running = [target.get_name() for target in targets if not target.done()]
         log.info("draining", action="draining", targets=len(running))

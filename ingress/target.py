@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
 from common.chain import Chain
-from common.clock import beside, either, end, first_of, orphaned, told, watched
 from common.errors import FloeError, LeaseLost, Stopped, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from common.settings.ingress import TargetSettings
+from common.tasks import Stop, StopReason, beside, either, end, first_of, orphaned, told, watched
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
@@ -49,7 +48,7 @@ class Target:
         with suppress(Stopped):  # carrying tells, under the lease
             self._publisher_name(await self._info())
 
-    async def run(self, lease: Lease, stop: asyncio.Event) -> None:
+    async def run(self, lease: Lease, stop: Stop) -> None:
         """Carry until `stop` is set and no intent is open.
 
         Raises what an operator has to deal with, LeaseLost, and what passes by itself.
@@ -75,7 +74,7 @@ class Target:
         carrier: Delivery,
         supply: Prefetcher,
         lease: Lease,
-        stop: asyncio.Event,
+        stop: Stop,
         retries: Coroutine[Any, Any, None],
     ) -> None:
         """Carry to the end; the side tasks run as long, and one of them that fails ends everything."""
@@ -87,7 +86,7 @@ class Target:
 
     async def _watch(self, carrier: Delivery, supply: Prefetcher, lease: Lease) -> None:
         """Report what goes on, and end everything when the lease is lost."""
-        while not lease.lost.is_set():
+        while not lease.lost.is_set:
             # A target that was stopped stays so until it is known to be mended.
             if carrier.is_settled or carrier.trouble or not self._report.is_stopped:
                 self._report.carries(carrier, supply)
@@ -223,7 +222,7 @@ class TargetSupervisor:
         self._seat = parts.sharing.seat(lease_key(settings.stream), self._report)
         self._was_checked, self._pause = False, FIRST_PAUSE
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Carry, or stand by, until `stop` is set and no intent is open.
 
         What nobody foresaw ends an attempt, loudly, and the next one begins after a pause that grows. Raises
@@ -236,8 +235,8 @@ class TargetSupervisor:
             await self._parts.sharing.retire(self._seat)
             raise
 
-    async def _serve(self, stop: asyncio.Event) -> None:
-        while not self._was_checked and not stop.is_set():
+    async def _serve(self, stop: Stop) -> None:
+        while not self._was_checked and not stop.is_set:
             await self._attempt(self._check(), stop)
         while (lease := await self._seat.occupy(stop)) is not None:
             await self._hold(lease, stop)
@@ -246,7 +245,7 @@ class TargetSupervisor:
         await self._carriage.check()
         self._was_checked = True
 
-    async def _hold(self, lease: Lease, stop: asyncio.Event) -> None:
+    async def _hold(self, lease: Lease, stop: Stop) -> None:
         """Work under the lease until it is lost or to be given back, or `stop` is set.
 
         A target that waits for an operator keeps its lease: another instance would find the same.
@@ -255,23 +254,23 @@ class TargetSupervisor:
         keeping = watched(lease.keep(), orphaned, name=f"lease {self.target}")
         try:
             async with either(stop, lease.give_back, lease.lost) as leaving:
-                while lease.is_usable() and not leaving.is_set():
+                while lease.is_usable() and not leaving.is_set:
                     await self._attempt(self._carry(lease, leaving), leaving)
         finally:
             await end(keeping)
-            was_lost = lease.lost.is_set()
+            was_lost = lease.lost.is_set
             await lease.release()
             self._report.gives_back()
             self._seat.vacate(lost=was_lost)
 
-    async def _carry(self, lease: Lease, leaving: asyncio.Event) -> None:
+    async def _carry(self, lease: Lease, leaving: Stop) -> None:
         try:
             await self._carriage.run(lease, leaving)
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", target=self.target, error=error.message)
-            lease.lost.set()
+            lease.lost.set(StopReason.LEASE_LOST)
 
-    async def _attempt(self, work: Coroutine[Any, Any, None], leaving: asyncio.Event) -> None:
+    async def _attempt(self, work: Coroutine[Any, Any, None], leaving: Stop) -> None:
         """Do `work`, and wait after what keeps it from its end, unless `leaving` is set."""
         began = self._parts.clock.monotonic()
         try:

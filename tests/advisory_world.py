@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.chain import Chain
-from common.clock import Clock, SystemClock, end
+from common.clock import Clock, SystemClock
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import header
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
 from common.settings.service import NatsSettings
+from common.tasks import end
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
 from egress.advisories.senders import Advisories
 from egress.partition import Partition

@@ -25,6 +25,7 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, is_gapless
 from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings
+from common.tasks import Stop
 from egress.archive import HighWaterMarks
 from egress.deps import Confirming, EgressTuning, Pulling, Tuning
 from egress.service import EgressService
@@ -52,7 +53,7 @@ class Running:
     """An egress that runs: its health, and how to stop it."""
 
     health: Health
-    stop: asyncio.Event
+    stop: Stop
     task: asyncio.Task[bool]
 
     def status(self, feed: str) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class Bench:
     ) -> Running:
         """Run egress as a task, over `objects` instead of the bench's own and by `clock`, if given."""
         clock = clock or SystemClock()
-        health, stop = Health(clock), asyncio.Event()
+        health, stop = Health(clock), Stop()
         service = EgressService(settings, tuning, reexamine, clock, health, stop, objects)
         return Running(health, stop, asyncio.create_task(service.run()))
 

@@ -15,6 +15,7 @@ from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message, SegmentRef
 from common.service.monitor import Health
+from common.tasks import Stop
 from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from tests.ingress_world import CHAIN, Arrived, Centre, arrived
 from tests.support import PATIENCE, soon
@@ -84,7 +85,7 @@ async def closed_at(client: FloeClient, centre: Centre, sequence: int) -> Target
 @asynccontextmanager
 async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
     """The service in this process, whatever it ends with."""
-    health, stop = Health(SystemClock()), asyncio.Event()
+    health, stop = Health(SystemClock()), Stop()
     task = asyncio.create_task(centre.run(stop, health, **ingress))
     try:
         yield health

@@ -29,6 +29,7 @@ from common.service.monitor import Health
 from common.settings.loader import load
 from common.settings.root import Settings
 from common.settings.service import NatsSettings
+from common.tasks import Stop
 from ingress.checkpoint_store import StateStore
 from ingress.deps import IngressTuning
 from ingress.service import Controller
@@ -200,7 +201,7 @@ class Centre:
     @asynccontextmanager
     async def running(self, **ingress: Any) -> AsyncIterator[Health]:
         """The service in this process, drained at the end."""
-        health, stop = Health(SystemClock()), asyncio.Event()
+        health, stop = Health(SystemClock()), Stop()
         task = asyncio.create_task(self.run(stop, health, **ingress))
         try:
             yield health
@@ -208,20 +209,18 @@ class Centre:
             stop.set()
             await asyncio.wait_for(task, PATIENCE)
 
-    async def run(
-        self, stop: asyncio.Event | None = None, health: Health | None = None, **ingress: Any
-    ) -> None:
+    async def run(self, stop: Stop | None = None, health: Health | None = None, **ingress: Any) -> None:
         """The service until `stop`, or until it ends by itself."""
         store = SegmentStore(self.archive.objects, Layout(PREFIX))
         health = health or Health(SystemClock())
         controller = Controller(
             self.settings(**ingress), store, self.archive.documents, health, SystemClock(), pace=QUICK
         )
-        await controller.run(stop or asyncio.Event())
+        await controller.run(stop or Stop())
 
     async def ending(self, seconds: float = PATIENCE, **ingress: Any) -> FloeError:
         """What ends the service, or what stops the target while the service stays: then as Stopped."""
-        health, stop = Health(SystemClock()), asyncio.Event()
+        health, stop = Health(SystemClock()), Stop()
         task = asyncio.create_task(self.run(stop, health, **ingress))
 
         def over() -> bool:

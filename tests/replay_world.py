@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from common.clock import SystemClock
 from common.errors import FloeError
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
+from common.tasks import Stop
 from ingress.replay.outlook import Outlook
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
@@ -53,7 +53,7 @@ class World:
     async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
         work = self.replay(options, **asked)
         async with work.connected() as client:
-            return await work.run(client, asyncio.Event())
+            return await work.run(client, Stop())
 
     async def look(self, **asked: Any) -> Outlook:
         work = self.replay(**asked)

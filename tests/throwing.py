@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.clock import unexpected
 from common.errors import Unforeseen
 from common.jetstream.client import FloeClient
+from common.tasks import unexpected
 
 
 def count(part: str) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
-from common.clock import NS_PER_S, Tell, orphaned
+from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
 from common.jetstream.api import (
     MESSAGE_NOT_FOUND,
@@ -28,6 +28,7 @@ from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
 from common.jetstream.requests import NOBODY, ApiError, api_error
 from common.segments.segment import Message
+from common.tasks import Tell, orphaned
 
 WRONG_LAST_SEQUENCE = (10071, 10164)  # the second one where another write of the key is in flight
 NAME_IN_USE = 10058

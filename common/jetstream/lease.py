@@ -13,11 +13,12 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from common.clock import Clock, Tell, orphaned, told
+from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
 from common.jetstream.kv import BucketGone, KeyValue
 from common.service.logs import get_logger
+from common.tasks import Stop, StopReason, Tell, orphaned, told
 
 log = get_logger("jetstream.lease")
 
@@ -103,13 +104,13 @@ class Lease:
     def __init__(
         self, kv: KeyValue, key: str, owner: str, revision: int, started: float, ttl: float, clock: Clock
     ) -> None:
-        self.key, self.lost, self.give_back = key, asyncio.Event(), asyncio.Event()
+        self.key, self.lost, self.give_back = key, Stop(), Stop()
         self._kv, self._value, self._revision = kv, owner.encode(), revision
         self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
 
     def is_usable(self) -> bool:
         """Whether work may still be begun under this lease: a third of its time is left, at least."""
-        return not self.lost.is_set() and self._clock.monotonic() < self._deadline - self._ttl / 3
+        return not self.lost.is_set and self._clock.monotonic() < self._deadline - self._ttl / 3
 
     async def keep(self) -> None:
         """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`.
@@ -125,7 +126,7 @@ class Lease:
 
     async def _keep(self) -> None:
         pause = self._ttl / 3
-        while not self.lost.is_set():
+        while not self.lost.is_set:
             await self._clock.sleep(pause)
             if self._clock.monotonic() >= self._deadline:
                 self._lose("its time ran out")
@@ -135,8 +136,8 @@ class Lease:
 
     async def release(self) -> None:
         """Give it up, so that another owner need not wait; what fails here, expiry does later."""
-        held = not self.lost.is_set()
-        self.lost.set()
+        held = not self.lost.is_set
+        self.lost.set(StopReason.LEASE_LOST)
         for _ in range(SETTLING_READS if held else 0):
             try:
                 if await self._kv.delete(self.key, self._revision) or not await self._adopt():
@@ -176,7 +177,7 @@ class Lease:
 
     def _lose(self, why: str) -> None:
         log.warning("lease lost", action="lease_lost", key=self.key, reason=why)
-        self.lost.set()
+        self.lost.set(StopReason.LEASE_LOST)
 
 
 def _end_if_cancelled() -> None:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from common.clock import NS_PER_S, Trouble, wait_for
+from common.clock import NS_PER_S
 from common.errors import DataError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.api import StreamInfo, ack_numbers, create_consumer, delete_consumer, parse_ack
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import status
 from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_status
 from common.segments.segment import Message
+from common.tasks import Trouble, wait_for
 
 SILENT = 10  # heartbeats that may fail to come
 MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload

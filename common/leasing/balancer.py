@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.clock import Clock, again, end, first_of, orphaned, watched
+from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.lease import Lease, Leases
@@ -22,6 +22,7 @@ from common.jetstream.requests import ApiError
 from common.leasing.members import LeaseWatcher, Members
 from common.service.logs import get_logger
 from common.service.monitor import Health
+from common.tasks import Stop, StopReason, again, end, first_of, orphaned, watched
 
 log = get_logger("sharing")
 
@@ -72,9 +73,9 @@ class LeaseSlot:
         self.holder: str | None = None
         self._offered = asyncio.Event()
 
-    async def occupy(self, stop: asyncio.Event) -> Lease | None:
+    async def occupy(self, stop: Stop) -> Lease | None:
         """The lease, as soon as this member holds it; None if `stop` is set first."""
-        if not stop.is_set():
+        if not stop.is_set:
             await first_of(self._offered.wait(), stop.wait())
         self._offered.clear()
         return self.lease
@@ -196,14 +197,14 @@ class LeaseGroup:
         if (lease := seat.clear()) is not None:
             await lease.release()
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Take and give back until `stop` is set. Then this is no member any more, before all else.
 
         After an error that nobody foresaw it begins again.
         """
         await again("sharing", lambda: self._share_out(stop), self._clock)
 
-    async def _share_out(self, stop: asyncio.Event) -> None:
+    async def _share_out(self, stop: Stop) -> None:
         hearing = again("sharing", lambda: self._bell.run(stop), self._clock)
         listening = watched(hearing, orphaned, name="bell")
         try:
@@ -215,9 +216,9 @@ class LeaseGroup:
             await end(listening)
             await self._members.aclose()
 
-    async def _look_on(self, stop: asyncio.Event) -> None:
+    async def _look_on(self, stop: Stop) -> None:
         due = self._clock.monotonic()
-        while not stop.is_set():
+        while not stop.is_set:
             at_all = self._bell.silence()
             if self._clock.monotonic() >= due or at_all:
                 due = self._clock.monotonic() + self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
@@ -229,10 +230,10 @@ class LeaseGroup:
             if self._bell.rung.is_set():
                 await self._clock.sleep(self._rng.uniform(0, JITTER))
 
-    async def _gather_siblings(self, stop: asyncio.Event) -> None:
+    async def _gather_siblings(self, stop: Stop) -> None:
         """Wait for the processes that were started with this one, so that the first does not take all."""
         until = self._clock.monotonic() + FOR_SIBLINGS
-        while self._siblings > 1 and not stop.is_set() and self._clock.monotonic() < until:
+        while self._siblings > 1 and not stop.is_set and self._clock.monotonic() < until:
             if await self._recount() and self._count >= self._siblings:
                 return
             await first_of(stop.wait(), self._bell.rung.wait(), seconds=0.2)
@@ -240,7 +241,7 @@ class LeaseGroup:
 
     # One look
 
-    async def _look(self, stop: asyncio.Event) -> None:
+    async def _look(self, stop: Stop) -> None:
         """At everything: members, what is held, what is free."""
         if await self._recount():
             self._give_back()
@@ -273,15 +274,15 @@ class LeaseGroup:
     def _give_back(self) -> None:
         for key in surplus(self._held(), self._share):
             lease = self._seats[key].lease
-            if lease is not None and not lease.give_back.is_set():
+            if lease is not None and not lease.give_back.is_set:
                 log.info("lease to be given back", action="give_back", key=key, members=self._count)
-                lease.give_back.set()
+                lease.give_back.set(StopReason.GIVE_BACK)
 
-    async def _take(self, keys: Collection[str], stop: asyncio.Event) -> None:
+    async def _take(self, keys: Collection[str], stop: Stop) -> None:
         """Ask for free leases in random order while the share allows it; learn who holds the others."""
         waiting = [seat for key, seat in self._seats.items() if key in keys and seat.lease is None]
         self._rng.shuffle(waiting)
-        while waiting and not stop.is_set():
+        while waiting and not stop.is_set:
             # No more at a time than there is room for: what finds none is not asked for again in this look,
             # and the one lease that was asked for may be another's.
             pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
@@ -336,7 +337,7 @@ class LeaseGroup:
     def _vacated(self, seat: LeaseSlot, lost: bool) -> None:
         """What was given back is left to others for a while, what was lost is looked for at once."""
         lease = seat.clear()
-        given_back = lease is not None and lease.give_back.is_set()
+        given_back = lease is not None and lease.give_back.is_set
         reason = "lost" if lost else "surplus" if given_back else "drained"
         self._counts.handed_over(reason)
         if given_back:

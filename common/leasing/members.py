@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 
-from common.clock import Tell, Trouble, end, first_of, guarded, orphaned, wait_for, watched
 from common.errors import FloeError, Refused
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.kv import BucketGone, state_key
 from common.jetstream.lease import Lease, Leases
 from common.service.logs import get_logger
+from common.tasks import Stop, Tell, Trouble, end, first_of, guarded, orphaned, wait_for, watched
 
 log = get_logger("sharing.bell")
 
@@ -29,7 +29,7 @@ class Members:
 
     async def join(self) -> None:
         """Be a member (again); nothing where it is one. Raises Unavailable, OutcomeUnknown."""
-        if self._lease is not None and not self._lease.lost.is_set():
+        if self._lease is not None and not self._lease.lost.is_set:
             return
         await self._stop_keeping()
         self._lease = await self._leases.acquire(self.key)
@@ -86,7 +86,7 @@ class LeaseWatcher:
         self.members: set[str] = set()
         self.is_missed = False
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Listen until `stop` is set; without the permission nothing is ever heard."""
         patterns: dict[str, Callable[[str, bytes | None], None]] = {
             self._pattern: self._on_lease,
@@ -107,10 +107,10 @@ class LeaseWatcher:
                 await subscription.unsubscribe()
 
     async def _subscribe(
-        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell, stop: asyncio.Event
+        self, pattern: str, heard: Callable[[str, bytes | None], None], tell: Tell, stop: Stop
     ) -> RawSubscription | None:
         """The subscription once it stands; None where it is refused or `stop` came first."""
-        while not stop.is_set():
+        while not stop.is_set:
             try:
                 return await self._leases.listen(pattern, heard, tell)
             except Refused as error:

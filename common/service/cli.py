@@ -170,7 +170,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 
     Raises Unforeseen for an error in the background that nobody else takes.
     """
-    from common.clock import to_its_end
+    from common.tasks import to_its_end
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(to_its_end(main))

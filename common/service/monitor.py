@@ -20,11 +20,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from common.clock import Clock, SystemClock, told
+from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
 from common.service.logs import escaped
 from common.service.metrics import REGISTRY, version
 from common.settings.types import parse_listen
+from common.tasks import told
 
 MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
 MAX_REQUESTS = 16  # answered at the same time; further ones are turned away

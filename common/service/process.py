@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from common.clock import told
 from common.service.logs import get_logger
 from common.settings.types import read_all_again
+from common.tasks import Stop, told
 
 log = get_logger("common.shutdown")
 
@@ -38,14 +38,14 @@ def exit_at_once(number: int) -> None:
 @asynccontextmanager
 async def stop_on_signals(
     second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
-) -> AsyncIterator[asyncio.Event]:
+) -> AsyncIterator[Stop]:
     """An event that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
 
     SIGHUP calls `hangups`. To be entered in the main thread. On leaving, the former handlers are back; with
     `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own
     exit code.
     """
-    stop = asyncio.Event()
+    stop = Stop()
     loop = asyncio.get_running_loop()
     received: list[int] = []
 
@@ -79,7 +79,7 @@ def _hang_up() -> None:
             told(error, "service", "hangup")
 
 
-def _ask(stop: asyncio.Event, number: int) -> None:
+def _ask(stop: Stop, number: int) -> None:
     log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
     stop.set()
 

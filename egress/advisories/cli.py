@@ -135,10 +135,11 @@ async def advisories(
 
     Example: floe advisories NODE_DATA_ADVISORIES node1.example.net -c site.yaml --since 5h
     """
-    from common.clock import SystemClock, unless
+    from common.clock import SystemClock
     from common.jetstream.client import connect
     from common.open import load_settings
     from common.service.process import stop_on_signals
+    from common.tasks import unless
 
     _check_stream(stream)
     settings, clock = load_settings(config, quiet=True), SystemClock()

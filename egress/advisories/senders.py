@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Backoff, Clock, wait_for
+from common.clock import NS_PER_S, Backoff, Clock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
+from common.tasks import wait_for
 from egress.advisories.advisory import Advisory, Letters, Writer, event_id, filter_of, inspect_field
 from egress.advisories.outbox import (
     LIMIT,

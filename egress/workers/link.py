@@ -10,6 +10,7 @@ from typing import Self
 
 from common.errors import UsageError
 from common.service.logs import always, get_logger
+from common.tasks import Stop
 
 log = get_logger("egress.place")
 
@@ -44,7 +45,7 @@ class WorkerPlace:
         """Have every line of this process say which worker it is."""
         always(worker=self.index)
 
-    async def watch(self, port: int, stop: asyncio.Event) -> None:
+    async def watch(self, port: int, stop: Stop) -> None:
         """Tell the parent the monitor's `port`; set `stop` when the parent has gone."""
         with socket.socket(fileno=self.descriptor) as line:
             line.setblocking(False)

@@ -10,9 +10,9 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from common.clock import end, told, watched
 from common.service.logs import get_logger
 from common.service.metrics import begin
+from common.tasks import Stop, end, told, watched
 from egress.workers.link import WorkerPlace
 
 log = get_logger("egress.workers")
@@ -52,7 +52,7 @@ class WorkerProcess:
         self.pid, self.port, self.restarts = 0, 0, 0
         begin("egress_worker_", worker=str(index))
 
-    async def run_once(self, ending: asyncio.Event, patience: float) -> int:
+    async def run_once(self, ending: Stop, patience: float) -> int:
         """Run one process to its end; its exit code. Raises OSError where none can be started.
 
         Once `ending` is set it is asked to drain, and killed after `patience` seconds.
@@ -101,7 +101,7 @@ class WorkerProcess:
         told(error, "worker", f"line of worker {self.index}")
         self.send(signal.SIGTERM)
 
-    async def _wait(self, process: asyncio.subprocess.Process, ending: asyncio.Event, patience: float) -> int:
+    async def _wait(self, process: asyncio.subprocess.Process, ending: Stop, patience: float) -> int:
         ended = asyncio.ensure_future(process.wait())
         asked = asyncio.ensure_future(ending.wait())
         try:

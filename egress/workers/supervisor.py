@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from common.clock import Backoff, Clock, SystemClock, end, orphaned, wait_for, watched
+from common.clock import Backoff, Clock, SystemClock
 from common.errors import FloeError
 from common.service.exits import is_debug
 from common.service.logs import flush, get_logger
@@ -18,6 +18,7 @@ from common.service.metrics import counter, gauge
 from common.service.monitor import Health, Monitor
 from common.service.process import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
+from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
 from egress.workers import supervisor
 from egress.workers.pages import WorkerPages
@@ -38,9 +39,9 @@ class Crew:
     ) -> None:
         self.workers = workers
         self._patience, self._clock, self._rng = shutdown_timeout + KILL_MARGIN, clock, rng
-        self._ending = asyncio.Event()
+        self._ending = Stop()
 
-    async def run(self, stop: asyncio.Event) -> int:
+    async def run(self, stop: Stop) -> int:
         """Until `stop` is set, or one ended as a restart would again, and all have ended.
 
         Returns the worst of their exit codes.
@@ -62,7 +63,7 @@ class Crew:
         for worker in self.workers:
             worker.send(signal.SIGHUP)
 
-    async def _pass_on(self, stop: asyncio.Event) -> None:
+    async def _pass_on(self, stop: Stop) -> None:
         await stop.wait()
         self._ending.set()
 
@@ -72,7 +73,7 @@ class Crew:
         while True:
             started = self._clock.monotonic()
             code = await self._run_once(worker)
-            if self._ending.is_set() or self._ends_all(worker, code):
+            if self._ending.is_set or self._ends_all(worker, code):
                 return code
             if self._clock.monotonic() - started > GOOD_WHILE:
                 backoff.reset()
@@ -108,7 +109,7 @@ class Crew:
         if not await wait_for(self._ending, seconds):
             worker.restarts += 1
             supervisor.restarts.labels(str(worker.index)).inc()
-        return self._ending.is_set()
+        return self._ending.is_set
 
 
 BEAT = 1.0  # seconds

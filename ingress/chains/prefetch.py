@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from common.chain import Chain
-from common.clock import Clock, Trouble, first_of, together
+from common.clock import Clock
 from common.errors import (
     ConfigError,
     DataError,
@@ -26,6 +26,7 @@ from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import Stretch
 from common.service.logs import get_logger
 from common.service.process import Threads
+from common.tasks import Stop, Trouble, first_of, together
 from ingress import metrics
 from ingress.chains.chain_state import (
     AskShape,
@@ -118,12 +119,12 @@ class Prefetcher:
 
     # For whoever publishes
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop) -> Rows | None:
         """Everything that is ready, as far as one intent holds it; None when `stop` was set first."""
-        while not self._ready and not stop.is_set():
+        while not self._ready and not stop.is_set:
             self._filled.clear()
             await first_of(self._filled.wait(), stop.wait())
-        return None if stop.is_set() else Rows(list(self._taken()))
+        return None if stop.is_set else Rows(list(self._taken()))
 
     def _taken(self) -> Iterator[Block]:
         rows = size = pieces = left_out = 0

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 from common.chain import Chain
-from common.clock import Clock, first_of, guarded, together
+from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.segments.documents import ChainStore
 from common.segments.naming import Pair, suggestion
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
+from common.tasks import first_of, guarded, together
 from ingress import metrics
 from ingress.discovery.sites import Sites
 from ingress.errors import leading, passes_by_itself

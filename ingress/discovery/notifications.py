@@ -12,7 +12,7 @@ from urllib.parse import unquote_plus
 import msgspec
 
 from common.chain import Chain
-from common.clock import Clock, Trouble, first_of, guarded, told
+from common.clock import Clock
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.objects.open import open_queue
@@ -22,6 +22,7 @@ from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health
 from common.settings.root import Settings
+from common.tasks import Trouble, first_of, guarded, told
 from ingress import metrics
 from ingress.discovery.discovery import Discovery
 

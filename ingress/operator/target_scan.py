@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.chain import Chain
-from common.clock import Trouble
 from common.errors import OutcomeUnknown
 from common.jetstream.api import create_consumer, delete_consumer, next_message, parse_ack
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore, status
+from common.tasks import Trouble
 
 BATCH = 5_000  # messages of one pull request
 PATIENCE = 10.0  # seconds without a message before the reading is given up

@@ -13,10 +13,10 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from common.clock import wait_for
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient
+from common.tasks import wait_for
 from ingress.publishers.publisher import (
     ACK_TIMEOUT,
     Expected,

@@ -12,10 +12,10 @@ from asyncio import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.clock import guarded, within
 from common.errors import Unavailable
 from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, RawSubscription
+from common.tasks import guarded, within
 from ingress.rows.rows import Rows
 
 NO_RESPONDERS = b"NATS/1.0 503"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shlex
 from array import array
@@ -14,7 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from common.chain import Chain
-from common.clock import Clock, beside
+from common.clock import Clock
 from common.errors import FloeError, Stopped, Unavailable
 from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream, stream_info
 from common.jetstream.client import FloeClient
@@ -35,6 +34,7 @@ from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.settings.types import format_duration
+from common.tasks import Stop, beside
 from ingress.buckets import open_bucket
 from ingress.errors import leading
 from ingress.replay.outlook import former_of
@@ -309,7 +309,7 @@ class Drill:
         self.stream, self.prefix = f"{NAME}{number}", f"{ROOT}.{number}"
         self._threads = Threads("drill", 2)
 
-    async def run(self, request: Request, stop: asyncio.Event) -> DrillReport:
+    async def run(self, request: Request, stop: Stop) -> DrillReport:
         """Drill `request`, whose target and prefix are `stream` and `prefix`.
 
         Raises Unavailable where `stop` is set before the end. The scratch stream is removed whatever happens.
@@ -337,7 +337,7 @@ class Drill:
             del words[at : at + 2]
         return command("drill", shlex.join(words))
 
-    async def _drilled(self, work: Replay, client: FloeClient, stop: asyncio.Event) -> DrillReport:
+    async def _drilled(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
         for name in await scratch.sweep():
             self._teller.say(f"removed {name}, which a former drill left")
@@ -356,12 +356,10 @@ class Drill:
                 raise leading(errors) from None
         return reports[0]
 
-    async def _compared(
-        self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: asyncio.Event
-    ) -> DrillReport:
+    async def _compared(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)
         former = await former_of(client, work.service.state_bucket, self.stream)
-        if not result.finished or not isinstance(former, Remembered) or stop.is_set():
+        if not result.finished or not isinstance(former, Remembered) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="give the same command again")
         found = await self._found(client)
         ranges, problems = former.receipt.ranges, list[str]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from common.clock import Clock, wait_for
+from common.clock import Clock
 from common.errors import UsageError
 from common.settings.types import parse_size
+from common.tasks import Stop, wait_for
 from ingress.publishers.publisher import Outcome, Publisher
 from ingress.rows.rows import Ready, Rows
 
@@ -156,7 +156,7 @@ class PacedPublisher:
     Raises Interrupted once `stop` is set, so that a slow replay need not finish its intent first.
     """
 
-    def __init__(self, inner: Publisher, pace: Pace, clock: Clock, stop: asyncio.Event) -> None:
+    def __init__(self, inner: Publisher, pace: Pace, clock: Clock, stop: Stop) -> None:
         self.name = inner.name
         self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
 
@@ -164,7 +164,7 @@ class PacedPublisher:
         """As `Publisher.publish`, but returns after a part of the rows."""
         times, sizes = upcoming(rows, stored)
         while True:
-            if self._stop.is_set():
+            if self._stop.is_set:
                 raise Interrupted
             count, wait = self._pace.allowed(self._clock.monotonic(), times, sizes)
             if count:

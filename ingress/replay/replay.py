@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from common.chain import Chain
-from common.clock import Clock, beside, either, end, orphaned, wait_for, watched
+from common.clock import Clock
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
@@ -27,6 +27,7 @@ from common.service.exits import ways
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
+from common.tasks import Stop, beside, either, end, orphaned, wait_for, watched
 from ingress.buckets import open_bucket
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import ROLE as INGRESS
@@ -66,7 +67,7 @@ class Tenures:
 
     @property
     def is_lost(self) -> bool:
-        return any(lease.lost.is_set() for lease in self.leases)
+        return any(lease.lost.is_set for lease in self.leases)
 
 
 @asynccontextmanager
@@ -77,7 +78,7 @@ async def leased(
     owner: str,
     clock: Clock,
     teller: Teller,
-    stop: asyncio.Event,
+    stop: Stop,
     advice: Advice,
 ) -> AsyncIterator[Tenures]:
     """The leases of replay and of ingress on `target`; those of a killed holder are waited for.
@@ -133,7 +134,7 @@ class _Waiting:
         target: str,
         clock: Clock,
         teller: Teller,
-        stop: asyncio.Event,
+        stop: Stop,
         advice: Advice,
     ) -> None:
         self._advice = advice
@@ -144,7 +145,7 @@ class _Waiting:
         deadline = self._clock.monotonic() + 1.5 * self._leases.ttl + 1
         while (lease := await self._leases.acquire(key)) is None:
             holder = owner_text(await self._leases.holder(key) or "nobody any more")
-            if self._stop.is_set() or self._clock.monotonic() > deadline:
+            if self._stop.is_set or self._clock.monotonic() > deadline:
                 raise held_error(self._advice, self._target, key, holder)
             if not self._told:
                 self._teller.say(f"waiting for the lease of {holder}")
@@ -188,7 +189,7 @@ class Carrying:
         self._advice = Advice(receipt.request, replace(around.options, again=False))
         self.state, self.bytes_done = state, 0
 
-    async def run(self, stop: asyncio.Event) -> bool:
+    async def run(self, stop: Stop) -> bool:
         """Carry until all is stored, or `stop` is set; whether all is.
 
         Raises Stopped with what to do, LeaseLost, and what passes by itself.
@@ -207,11 +208,11 @@ class Carrying:
             await publisher.aclose()
         if self._is_done:
             return await self._finish(keeper, envelope)
-        if not stop.is_set():
+        if not stop.is_set:
             raise Unavailable(f"target {self._target}: its state was moved by somebody else")
         return False
 
-    async def _run_beside(self, carrier: Delivery, source: ReplaySource, stop: asyncio.Event) -> None:
+    async def _run_beside(self, carrier: Delivery, source: ReplaySource, stop: Stop) -> None:
         sides = [source.run(), self._watch(carrier, source)]
         try:
             async with either(stop, source.finished) as ended:
@@ -289,7 +290,7 @@ class Carrying:
         around = self._around
         return [gap.range for gap in await around.threads.run(around.documents.gaps, chain)]
 
-    async def _publisher(self, info: StreamInfo, stop: asyncio.Event) -> Publisher:
+    async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:
         around, name = self._around, self._target
         against = offered(around.client.server_version, info.config, frozenset())
         chosen = choose(name, "auto", against)
@@ -408,7 +409,7 @@ class Replay:
         """Commands for hints; once the replay has begun, they go on with it."""
         return Advice(self.request, replace(self._options, again=self._again))
 
-    async def run(self, client: FloeClient, stop: asyncio.Event) -> ReplayResult:
+    async def run(self, client: FloeClient, stop: Stop) -> ReplayResult:
         """Replay until all is stored, or until `stop` is set.
 
         Raises Stopped, ConfigError, UsageError; HeldError where another replay runs; Unavailable after long.
@@ -439,7 +440,7 @@ class Replay:
             return 0
         return former.revision if former else 0
 
-    async def _attempt(self, client: FloeClient, stop: asyncio.Event, started: float) -> ReplayResult:
+    async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
         name = self.request.target
         if not self._begun and await former_of(client, self.service.state_bucket, name) is None:
             # Before its lease: nobody shall stop an ingress for what is refused afterwards.

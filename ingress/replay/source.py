@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.chain import Chain
-from common.clock import end, first_of
 from common.errors import SegmentCorrupt, Stopped
 from common.jetstream.headers import REPLAY
 from common.segments.documents import ChainStore
@@ -26,6 +25,7 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches
+from common.tasks import Stop, end, first_of
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
 from ingress.checkpoint import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, IntentPiece
@@ -140,17 +140,17 @@ class ReplaySource:
 
     # For whoever publishes
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop) -> Rows | None:
         """Everything that is ready, as far as one intent holds it; None once `stop` is set.
 
         At the end of the ranges `finished` is set, and nothing is ready any more.
         """
-        while not self._ready and not stop.is_set():
+        while not self._ready and not stop.is_set:
             if self._ended:
                 self.finished.set()
             self._changed.clear()
             await first_of(self._changed.wait(), stop.wait())
-        return None if stop.is_set() else Rows(list(self._taken()))
+        return None if stop.is_set else Rows(list(self._taken()))
 
     def _taken(self) -> Iterator[Block]:
         rows = size = pieces = 0

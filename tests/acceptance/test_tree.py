@@ -19,6 +19,7 @@ from common.open import open_chains, open_store
 from common.segments.segment import Ledger, Message
 from common.service.monitor import Health
 from common.settings.loader import load
+from common.tasks import Stop
 from egress.service import EgressService as Egress
 from infra.local.nats import NatsServer
 from ingress.service import Controller
@@ -106,7 +107,7 @@ def tree(tmp_path: Path) -> Iterable[Tree]:
 @asynccontextmanager
 async def egress(config: Path) -> AsyncIterator[None]:
     """Egress in this process, drained at the end."""
-    stop, clock = asyncio.Event(), SystemClock()
+    stop, clock = Stop(), SystemClock()
     task = asyncio.create_task(Egress(load(str(config)), QUICK, 0.3, clock, Health(clock), stop).run())
     try:
         yield
@@ -118,7 +119,7 @@ async def egress(config: Path) -> AsyncIterator[None]:
 @asynccontextmanager
 async def ingress(config: Path) -> AsyncIterator[None]:
     """Ingress in this process, drained at the end."""
-    stop, clock, settings = asyncio.Event(), SystemClock(), load(str(config))
+    stop, clock, settings = Stop(), SystemClock(), load(str(config))
     controller = Controller(settings, open_store(settings), open_chains(settings), Health(clock), clock)
     task = asyncio.create_task(controller.run(stop))
     try:

@@ -18,6 +18,7 @@ from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, escape
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
+from common.tasks import Stop
 from infra.acked import AckedPublisher, Published
 from infra.awkward import _delete as delete
 from infra.awkward import awkward_messages, publish_awkward
@@ -216,7 +217,7 @@ async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: Flo
     before = await open_stream(client, stream, subject, create=True)
 
     made = emulator(client, PublishSchedule(nodes=50, rate=0, count=120), subject)
-    published = await made.run(asyncio.Event())
+    published = await made.run(Stop())
     await check_stored(client, before, published)
 
     info = await stream_info(client, stream)
@@ -228,7 +229,7 @@ async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: Flo
 
 
 async def test_a_fleet_stops_when_it_is_told_to_and_waits_for_what_is_under_way(client: FloeClient) -> None:
-    stream, stop = unique("FLEET"), asyncio.Event()
+    stream, stop = unique("FLEET"), Stop()
     subject = f"{stream.lower()}.{{sender}}"
     await open_stream(client, stream, subject, create=True)
     made = emulator(client, PublishSchedule(nodes=10, rate=2000), subject)

@@ -16,6 +16,7 @@ from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
+from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Gap, advanced
@@ -65,7 +66,7 @@ class Centre:
             self.threads.close()
 
     async def _carry(self) -> None:
-        while (rows := await self.supply.take(asyncio.Event())) is not None:
+        while (rows := await self.supply.take(Stop())) is not None:
             self.stored = advanced(self.stored, rows.pieces())
             self.order += [
                 (block.piece.chain, block.piece.count)

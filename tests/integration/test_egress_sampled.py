@@ -16,6 +16,7 @@ from common.jetstream.api import create_stream
 from common.jetstream.headers import Provenance, escape
 from common.jetstream.lease import Lease, Leases
 from common.segments.segment import Message
+from common.tasks import StopReason
 from egress import metrics
 from egress.advisories.advisory import parse
 from egress.init import initialise
@@ -300,7 +301,7 @@ async def test_a_lease_to_be_given_back_goes_at_the_end_of_a_segment(
     async with bench.egress(feed):
         await send(bench, feed, NODES)
         await soon(lambda: _has_told(bench, feed, 10))
-        leases[-1].give_back.set()
+        leases[-1].give_back.set(StopReason.GIVE_BACK)
         await asyncio.sleep(0.3)
         assert bench.end(feed["stream"]) == 0
         await send(bench, feed, [f"m{number}" for number in range(8)])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock, end, first_of
+from common.clock import SystemClock
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
@@ -21,6 +21,7 @@ from common.jetstream.lease import Lease, Leases, new_owner
 from common.leasing.balancer import LeaseGroup, fair_share
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
+from common.tasks import Stop, end, first_of
 from egress.deps import EgressTuning, Tuning
 from egress.service import share_site
 from infra.local.nats import NatsServer
@@ -59,7 +60,7 @@ class Member:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self.stop = asyncio.Event()
+        self.stop = Stop()
         self.told = {key: Told() for key in self.keys}
         self._seats = [self.sharing.seat(key, self.told[key]) for key in self.keys]
         self.task = asyncio.create_task(self._run())
@@ -80,7 +81,7 @@ class Member:
                 await asyncio.sleep(self.linger)
             finally:
                 await end(keeping)
-            lost = lease.lost.is_set()
+            lost = lease.lost.is_set
             del self.held[seat.key]
             await lease.release()
             seat.vacate(lost=lost)

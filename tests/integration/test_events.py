@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock, unexpected
+from common.clock import SystemClock
 from common.errors import FloeError, Refused
 from common.jetstream.client import frame
 from common.objects.s3 import S3Account
 from common.objects.sqs import Received, SqsQueue
+from common.tasks import unexpected
 from infra.local.nats import NatsServer
 from ingress.discovery import notifications
 from ingress.discovery import notifications as nats_events

@@ -20,6 +20,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
+from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.deps import lease_key
 from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
@@ -43,7 +44,7 @@ class Instance:
     names: Sequence[str]
     ingress: dict[str, Any]
     health: Health = field(default_factory=lambda: Health(SystemClock()))
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
         self.task = asyncio.create_task(self.centre.run(self.stop, self.health, **self.ingress))

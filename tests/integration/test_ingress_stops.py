@@ -14,6 +14,7 @@ from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
+from common.tasks import Stop
 from ingress.target import Target
 from tests.commands import paste_checkpoint
 from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
@@ -225,7 +226,7 @@ async def test_one_target_that_stops_does_not_stop_another(
     bad = Centre(tmp_path, archive, nats_url, create=None)
     good = Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
-    health, stop = Health(SystemClock()), asyncio.Event()
+    health, stop = Health(SystemClock()), Stop()
 
     async with client_of(nats_url) as client:
         running = asyncio.create_task(good.run(stop, health, targets=targets))
@@ -241,7 +242,7 @@ async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_agai
 ) -> None:
     bad, good = Centre(tmp_path, archive, nats_url), Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
-    health, stop, carry = Health(SystemClock()), asyncio.Event(), Target.run
+    health, stop, carry = Health(SystemClock()), Stop(), Target.run
     is_mended = asyncio.Event()
 
     async def run(self: Target, *rest: Any) -> None:

@@ -195,7 +195,7 @@ async def test_a_lease_is_not_used_in_the_last_third_of_its_time(kv: KeyValue):
     assert lease.is_usable()
     clock.advance(0.02)
     assert not lease.is_usable()
-    assert not lease.lost.is_set()
+    assert not lease.lost.is_set
 
 
 async def test_a_paused_holder_finds_its_lease_unusable_the_moment_it_wakes(kv: KeyValue):
@@ -204,14 +204,14 @@ async def test_a_paused_holder_finds_its_lease_unusable_the_moment_it_wakes(kv: 
     clock.advance(TTL * 5)
     assert not lease.is_usable()
     await lease.keep()
-    assert lease.lost.is_set()
+    assert lease.lost.is_set
 
 
 async def test_a_lease_that_another_took_is_lost(kv: KeyValue):
     lease = await leases(kv, "me").acquire("k")
     await kv.put("k", b"you")
     await asyncio.wait_for(lease.keep(), TTL)
-    assert lease.lost.is_set()
+    assert lease.lost.is_set
     await lease.release()
     assert await leases(kv).holder("k") == "you"
 
@@ -229,7 +229,7 @@ async def test_a_deleted_bucket_loses_the_lease_and_the_next_acquire_makes_it_an
     lease = await leases(kv).acquire("k")
     await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
     await asyncio.wait_for(lease.keep(), TTL)
-    assert lease.lost.is_set()
+    assert lease.lost.is_set
     assert await leases(kv).acquire("k") is not None
 
 
@@ -260,7 +260,7 @@ async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(
     proxy.heal()
     began = time.monotonic()
     while time.monotonic() - began < 2 * TTL:
-        assert not lease.lost.is_set()
+        assert not lease.lost.is_set
         await asyncio.sleep(0.05)
     assert lease.is_usable()
     await stopped(keeping)
@@ -400,5 +400,5 @@ async def test_a_stopped_holder_that_wakes_knows_at_once(kv: KeyValue, nats_url:
         process.send_signal(signal.SIGCONT)
         assert process.stdout.readline() == "unusable\n"
         assert process.stdout.readline() == "lost\n"
-        assert taken.is_usable() or not taken.lost.is_set()
+        assert taken.is_usable() or not taken.lost.is_set
         assert await leases(kv).holder("k") in ("you", None)

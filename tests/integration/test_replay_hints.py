@@ -20,6 +20,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service import process
+from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay import request
 from ingress.replay.pace import MessageRate
@@ -55,8 +56,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run on loops of other threads, where signals cannot be caught, and do not look for long."""
 
     @asynccontextmanager
-    async def unstopped() -> AsyncIterator[asyncio.Event]:
-        yield asyncio.Event()
+    async def unstopped() -> AsyncIterator[Stop]:
+        yield Stop()
 
     monkeypatch.setattr(process, "stop_on_signals", unstopped)
     monkeypatch.setattr(request, "Options", partial(ReplayOptions, look_spacing=0.05))
@@ -100,7 +101,7 @@ async def half_way(world: World, **asked: Any) -> None:
     """A replay of ROWS messages that was stopped within its intent."""
     world.fill((1, ROWS))
     await world.make()
-    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), asyncio.Event()
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
 
     async with work.connected() as client:
         running = asyncio.create_task(work.run(client, stop))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from common.segments.archive import read_cover
 from common.segments.reader import messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
+from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
@@ -63,7 +63,7 @@ async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay:
         settings, request, ReplayOptions(create=True), bench.store, bench.chains, SystemClock(), Teller()
     )
     async with work.connected() as client:
-        result = await work.run(client, asyncio.Event())
+        result = await work.run(client, Stop())
     assert (result.finished, result.rows) == (True, 300)
 
     running = bench.start(settings)

@@ -16,6 +16,7 @@ from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
+from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay.request import ReplayOptions
 from tests.ingress_world import CHAIN, arrived, client_of, rows_of
@@ -49,7 +50,7 @@ async def stopped_half_way(world: World, **asked: Any) -> int:
     """A slow replay that is stopped; how many messages it stored."""
     from ingress.replay.pace import MessageRate
 
-    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), asyncio.Event()
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
     async with work.connected() as client:
         asyncio.get_running_loop().call_later(1.0, stop.set)
         result = await work.run(client, stop)
@@ -109,7 +110,7 @@ async def test_two_at_a_time_are_kept_apart(world: World) -> None:
     await world.make()
     first, second = world.replay(ReplayOptions(pace=None)), world.replay()
     async with first.connected() as one, second.connected() as two:
-        results = await asyncio.gather(first.run(one, asyncio.Event()), second.run(two, asyncio.Event()))
+        results = await asyncio.gather(first.run(one, Stop()), second.run(two, Stop()))
     assert all(result.finished for result in results)
     assert await world.sequences() == list(range(1, 2501))
 
@@ -119,7 +120,7 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
 
     world.fill((1, 2500))
     await world.make()
-    slow, stop = world.replay(ReplayOptions(pace=MessageRate(50))), asyncio.Event()
+    slow, stop = world.replay(ReplayOptions(pace=MessageRate(50))), Stop()
     async with slow.connected() as client:
         running = asyncio.create_task(slow.run(client, stop))
         await asyncio.sleep(0.5)
@@ -223,7 +224,7 @@ async def test_cut_connections_and_lost_answers_repeat_nothing(
         world.centre.urls[:] = [proxy.url]
         work = world.replay(ReplayOptions(pace=MessageRate(2500)))
         async with work.connected() as client:
-            running = asyncio.create_task(work.run(client, asyncio.Event()))
+            running = asyncio.create_task(work.run(client, Stop()))
             for _ in range(3):
                 await asyncio.sleep(0.4)
                 await proxy.refuse()

@@ -13,6 +13,7 @@ from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.segments.segment import Message
 from common.sequences import SequenceRange
+from common.tasks import Stop
 from egress import metrics
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling import rebuild
@@ -438,7 +439,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(
 ) -> None:
     log = busy_log()
     site.put(log[:300], SequenceRange(1, 300), digest="")
-    reached, ended = asyncio.Event(), []
+    reached, ended = Stop(), []
     loop = asyncio.get_running_loop()
     original = rebuild.Rebuilding._read
 

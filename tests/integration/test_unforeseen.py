@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from common import clock
-from common.clock import SystemClock, to_its_end
+from common import tasks
+from common.clock import SystemClock
 from common.jetstream.api import stream_info
 from common.jetstream.client import frame
 from common.jetstream.lease import Lease
@@ -24,6 +24,7 @@ from common.leasing.members import LeaseWatcher
 from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
+from common.tasks import to_its_end
 from egress import builder as builder_module
 from egress import feed as egress_controller
 from egress import report
@@ -288,9 +289,9 @@ async def _holds(bench: Bench, stream: str, number: int) -> bool:
 
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (clock, target):
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
-        monkeypatch.setattr(module, "LAST_PAUSE", 0.2)
+    monkeypatch.setattr(tasks, "PAUSES", (0.1, 0.2))
+    monkeypatch.setattr(target, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(target, "LAST_PAUSE", 0.2)
 
 
 def _armed(monkeypatch: pytest.MonkeyPatch, places: Places) -> list[tuple[str, list[Throw]]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from nats.aio.transport import TcpTransport
 
-from common.clock import SystemClock, to_its_end
+from common.clock import SystemClock
 from common.errors import Unforeseen
 from common.jetstream.api import create_stream, get_message, stream_info
 from common.jetstream.client import FloeClient, connect, frame
@@ -19,6 +19,7 @@ from common.jetstream.pull import From, read_all, scan
 from common.jetstream.requests import Requests
 from common.leasing.members import LeaseWatcher
 from common.settings.service import NatsSettings
+from common.tasks import Stop, to_its_end
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
 from ingress.operator.target_scan import TargetScan, take_census
@@ -125,7 +126,7 @@ async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, LeaseWatcher, "_on_connection")
     bucket = await KeyValue.open(client, unique("L"), ttl=5.0)
     bell = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
-    await bell.run(asyncio.Event())
+    await bell.run(Stop())
 
 
 async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock, to_its_end
+from common.clock import SystemClock
 from common.errors import Unforeseen
 from common.service.monitor import Health
+from common.tasks import Stop, to_its_end
 from egress.service import _stop
 from egress.workers import supervisor
 from egress.workers.link import WorkerPlace
@@ -63,7 +64,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_go_on() -> None:
-    crew, stop, before = crew_of(SPOILS, SLEEPS), asyncio.Event(), count("worker")
+    crew, stop, before = crew_of(SPOILS, SLEEPS), Stop(), count("worker")
     running = asyncio.create_task(crew.run(stop))
     spoiled, other = crew.workers
     await soon(lambda: spoiled.restarts >= 1, 20)

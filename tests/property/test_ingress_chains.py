@@ -24,6 +24,7 @@ from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
+from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import Pause, Pauses
 from ingress.chains.prefetch import Prefetcher
@@ -221,7 +222,7 @@ class World:
 
     async def carry(self) -> None:
         while self.supply.ready():
-            rows = await self.supply.take(asyncio.Event())
+            rows = await self.supply.take(Stop())
             assert rows is not None
             pieces = rows.pieces()
             if self.rng.random() < 0.1:

@@ -18,6 +18,7 @@ from common.chain import Chain
 from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Stopped, Unavailable
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
+from common.tasks import Stop
 from ingress.checkpoint import Checkpoint, Gap, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateStore, Stored, from_json, to_json
 from ingress.delivery import Delivery
@@ -270,13 +271,13 @@ class Archive:
 class FakeSupply:
     """Gives out random stretches in random turns, as the real one gives out what is decoded."""
 
-    def __init__(self, host: Host, stop: asyncio.Event) -> None:
+    def __init__(self, host: Host, stop: Stop) -> None:
         self.stop = stop
         self.host, self.archive, self.rng = host, host.world.archive, host.world.rng
         self.at: dict[Chain, int] = {}
         self.recall = self
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop) -> Rows | None:
         await self.host.world.gates.step(self.host.name)
         blocks = []
         for _ in range(self.rng.randint(1, 4)):
@@ -331,7 +332,7 @@ class World:
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            stop = asyncio.Event()
+            stop = Stop()
             settler = Reconciler(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:

@@ -8,6 +8,7 @@ import asyncio
 
 import pytest
 
+from common.tasks import Stop
 from ingress.checkpoint_store import StateStore
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import TargetErrors
@@ -25,7 +26,7 @@ class SharedWorld(World):
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            stop = asyncio.Event()
+            stop = Stop()
             settler = self.settler(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:

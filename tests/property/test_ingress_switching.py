@@ -4,12 +4,12 @@ open and others publish: nothing is lost, and first deliveries keep their order.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 
 import pytest
 
 from common.errors import Stopped
+from common.tasks import Stop
 from ingress.checkpoint_store import StateStore
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import TargetErrors
@@ -31,7 +31,7 @@ class SwitchingWorld(SharedWorld):
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            stop = asyncio.Event()
+            stop = Stop()
             kind = SharedSettler if not self.trouble else self.rng.choice([Reconciler, SharedSettler])
             settler = kind(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)

@@ -16,6 +16,7 @@ from common.chain import Chain
 from common.jetstream.api import consumer_info, consumer_names, stream_info
 from common.open import load_settings, open_chains, open_store
 from common.segments.segment import Message, Reason
+from common.tasks import Stop
 from infra.acked import AckedPublisher
 from infra.oracle import Comparison, Trace, compare, total
 from infra.oracle_archive import archive_holes, archived
@@ -72,7 +73,7 @@ async def retention(s3: Any, rng: random.Random, seconds: float, rate: int = 400
             configs = [_config(world, proxy.url, number) for number, proxy in enumerate(proxies)]
             await _initialised(configs[0])
             services = [world.egress(config, f"egress-{n}") for n, config in enumerate(configs)]
-            stop = asyncio.Event()
+            stop = Stop()
             load = asyncio.create_task(_publish(url, ledger, rng, rate, stop))
             while time.monotonic() < started + seconds:
                 await asyncio.sleep(rng.uniform(0.2, 1.2))
@@ -138,9 +139,9 @@ async def _listens(service: Service, seconds: float = 30) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _publish(url: str, ledger: Ledger, rng: random.Random, rate: int, stop: asyncio.Event) -> None:
+async def _publish(url: str, ledger: Ledger, rng: random.Random, rate: int, stop: Stop) -> None:
     async with client_of(url, "load") as client:
-        while not stop.is_set():
+        while not stop.is_set:
             for stream in STREAMS:
                 await _publish_some(client, stream, ledger, rng, max(1, rate // 20))
             await asyncio.sleep(0.1)

@@ -35,7 +35,7 @@ def metric_names() -> set[str]:
         for module in pkgutil.walk_packages(package.__path__, f"{role}."):
             if module.name.endswith("metrics") or module.name in (
                 "common.segments.store",
-                "common.clock",
+                "common.tasks",
                 "egress.workers.supervisor",
             ):
                 importlib.import_module(module.name)

@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.clock import DELAYS, Backoff, ManualClock, end, unless
+from common.clock import DELAYS, Backoff, ManualClock
 from common.errors import Unavailable
+from common.tasks import Stop, end, unless
 from egress.deps import Confirming
 from egress.evidence import confirm
 from egress.memory import LARGEST_WINDOW, MemoryBudget
@@ -70,7 +71,7 @@ async def test_a_task_that_survives_its_first_cancellation_is_ended() -> None:
 
 
 async def test_work_is_dropped_when_the_stop_comes_first() -> None:
-    stop = asyncio.Event()
+    stop = Stop()
 
     async def quick() -> int:
         return 7

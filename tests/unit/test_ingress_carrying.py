@@ -17,6 +17,7 @@ from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
+from common.tasks import Stop
 from ingress.checkpoint import Checkpoint, CheckpointConflict, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateMoved, Stored
 from ingress.delivery import Delivery
@@ -51,7 +52,7 @@ class World:
     def __init__(self, moves: list[TargetState] | None = None, first: int = 1) -> None:
         self.stored, self.moves = Stored(state(us=1), 1), moves or []
         self.next, self.published, self.stop_at = first, 0, 5
-        self.stop = asyncio.Event()
+        self.stop = Stop()
         self.recall, self.sending = self, Sending()
 
     def carrier(self, limits: Any = None) -> Delivery:
@@ -85,7 +86,7 @@ class World:
 
     # Rows
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop) -> Rows | None:
         """As the real ones: nothing is waited for where rows are ready."""
         assert self.published < 50, "it never stops"
         self.next += 1
@@ -160,7 +161,7 @@ def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
 
 async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
     with pytest.raises(CheckpointConflict) as error:
-        await World(first=7).carrier().run(asyncio.Event())
+        await World(first=7).carrier().run(Stop())
     assert "floe status -c " in error.value.hint
 
 
@@ -215,7 +216,7 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
         health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery
     )
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
-    runner, stop, began = TargetSupervisor(parts, settings), asyncio.Event(), []
+    runner, stop, began = TargetSupervisor(parts, settings), Stop(), []
     runner._pause = 0.05
 
     async def check() -> None:
@@ -224,7 +225,7 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
             stop.set()
         raise KeyError("nobody foresaw this")
 
-    async def occupy(_stop: asyncio.Event) -> None:
+    async def occupy(_stop: Stop) -> None:
         return None
 
     carriage: Any = SimpleNamespace(check=check)

@@ -16,10 +16,11 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from common.clock import ManualClock, unexpected
+from common.clock import ManualClock
 from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
 from common.service.monitor import Health, Monitor, Pages
+from common.tasks import unexpected
 from tests.support import PATIENCE, eventually
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -22,6 +21,7 @@ from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.service.process import Threads
+from common.tasks import Stop
 from ingress.chains.pauses import Pause, Pauses
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState
 from ingress.checkpoint_store import Stored
@@ -164,7 +164,7 @@ class Supply:
     def offer(self, block: Block) -> None:
         self.ready.append(block)
 
-    async def take(self, _stop: asyncio.Event) -> Rows | None:
+    async def take(self, _stop: Stop) -> Rows | None:
         rows, self.ready = self.ready, []
         return Rows(rows) if rows else None
 
@@ -204,7 +204,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     for sequence in (5, 6, 7, 5):
         source.offer(again(sequence))
 
-    rows = await source.take(asyncio.Event())
+    rows = await source.take(Stop())
 
     assert rows is not None
     assert [block.piece.rows.first for block in rows.blocks] == [5]
@@ -213,7 +213,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
     assert source.offered_bytes == 0
     source.offer(again(5))
-    assert await source.take(asyncio.Event()) is None
+    assert await source.take(Stop()) is None
     assert supply.released == 400
 
 
@@ -225,7 +225,7 @@ async def test_what_a_reset_drops_may_be_offered_again(parked: ParkedStore, thre
     source.reset({})
 
     assert not source.is_offered(parked.name(CHAIN, 5))
-    assert await source.take(asyncio.Event()) is None
+    assert await source.take(Stop()) is None
 
 
 async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:

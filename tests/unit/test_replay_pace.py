@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -11,6 +10,7 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.sequences import SequenceRange
+from common.tasks import Stop
 from ingress.replay.output import progress_line, standing
 from ingress.replay.pace import Both, ByteRate, MessageRate, Pace, Speed, pace_of
 from ingress.replay.plan import ChainRange, asked_range, stretches_of
@@ -125,7 +125,7 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
 
     name = SegmentName(Chain("s", "F"), 0, SequenceRange(1, 20), "0" * 16)
     rows = Rows([Block(IntentPiece(name, SequenceRange(1, 20), 20), _material(20))])
-    stop = asyncio.Event()
+    stop = Stop()
     inner = Inner()
     paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
     outcome = await paced.publish(rows, 0, 0)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
 
-from common.clock import (
-    ManualClock,
+from common.clock import ManualClock
+from common.errors import Stopped, Unavailable, Unforeseen
+from common.service.cli import run_async
+from common.tasks import (
+    Stop,
+    StopReason,
     Trouble,
     again,
     beside,
@@ -21,12 +26,10 @@ from common.clock import (
     watched,
     within,
 )
-from common.errors import Stopped, Unavailable, Unforeseen
-from common.service.cli import run_async
 from tests.support import PATIENCE
 
 
-async def swallows(times: int, ended: asyncio.Event) -> None:
+async def swallows(times: int, ended: Stop) -> None:
     """Goes on after so many cancellations, as code over `asyncio.wait_for` of Python 3.11 may."""
     try:
         while True:
@@ -46,16 +49,16 @@ async def fails(after: float = 0.01) -> None:
 
 
 async def test_sides_end_with_the_main_work_even_where_they_lose_a_cancellation() -> None:
-    ended = asyncio.Event()
+    ended = Stop()
     await asyncio.wait_for(beside(asyncio.sleep(0.01), swallows(1, ended)), PATIENCE)
-    assert ended.is_set()
+    assert ended.is_set
 
 
 async def test_a_side_that_fails_ends_the_main_work() -> None:
-    ended = asyncio.Event()
+    ended = Stop()
     with pytest.raises(BaseExceptionGroup) as caught:
         await asyncio.wait_for(beside(swallows(1, ended), fails()), PATIENCE)
-    assert ended.is_set()
+    assert ended.is_set
     assert [str(error) for error in caught.value.exceptions] == ["failed"]
 
 
@@ -72,20 +75,20 @@ async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work() -> None
 
 async def test_together_waits_for_all_and_ends_all_with_the_first_that_fails() -> None:
     await together(asyncio.sleep(0.01), asyncio.sleep(0.02))
-    ended = asyncio.Event()
+    ended = Stop()
     with pytest.raises(BaseExceptionGroup):
         await asyncio.wait_for(together(swallows(1, ended), fails()), PATIENCE)
-    assert ended.is_set()
+    assert ended.is_set
 
 
 async def test_a_cancelled_group_leaves_nothing_running() -> None:
-    ended = asyncio.Event()
+    ended = Stop()
     task = asyncio.create_task(together(swallows(0, ended), asyncio.sleep(60)))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended.is_set()
+    assert ended.is_set
 
 
 async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() -> None:
@@ -229,3 +232,42 @@ def test_a_group_is_told_by_what_nobody_foresaw() -> None:
     told = Unforeseen.of(ExceptionGroup("group", [Unavailable("b"), inner]), "chain s/f")
     assert told.message == "chain s/f: KeyError: 'x'"
     assert isinstance(told.__cause__, KeyError)
+
+
+async def test_a_stop_keeps_its_first_reason() -> None:
+    stop = Stop()
+    assert (stop.is_set, stop.reason) == (False, None)
+    stop.set(StopReason.RESET)
+    stop.set(StopReason.SHUTDOWN)
+    assert (stop.is_set, stop.reason) == (True, StopReason.RESET)
+    assert await stop.wait()
+
+
+async def test_a_stop_is_waited_for_no_longer_than_asked() -> None:
+    stop = Stop()
+    assert not await stop.wait(0.01)
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    assert await stop.wait(PATIENCE)
+    assert stop.reason is StopReason.SHUTDOWN
+
+
+async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_them() -> None:
+    service, lease = Stop(), Stop()
+    child = Stop(service, lease)
+    grandchild = Stop(child)
+    child_of_its_own = Stop(service)
+    child_of_its_own.set(StopReason.DECISION)
+    assert not service.is_set
+    lease.set(StopReason.GIVE_BACK)
+    assert (child.reason, grandchild.reason) == (StopReason.GIVE_BACK, StopReason.GIVE_BACK)
+    service.set(StopReason.SHUTDOWN)
+    assert (child.reason, child_of_its_own.reason) == (StopReason.GIVE_BACK, StopReason.DECISION)
+    assert Stop(child).reason is StopReason.GIVE_BACK
+
+
+async def test_a_child_that_nobody_needs_any_more_is_forgotten() -> None:
+    parent = Stop()
+    child = weakref.ref(Stop(parent))
+    gc.collect()
+    assert child() is None
+    parent.set()
