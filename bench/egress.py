@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import time
 
-from bench.floors import documents, fill, raw_read
 from bench.harness import Bench, Figure, paired
-from bench.place import STREAM, BenchPlace, archive_end, peak_mb, place, run, store_of, until
+from bench.place import (
+    STREAM,
+    BenchPlace,
+    archive_end,
+    documents,
+    fill,
+    peak_mb,
+    place,
+    raw_read,
+    run,
+    store_of,
+    until,
+)
 
 COUNT = 400_000
 SENDERS = 50_000

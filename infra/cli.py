@@ -72,7 +72,7 @@ Examples:
 @json_option
 @run_command
 async def emulate(**options: Any) -> None:
-    from infra.emulate import Emulation, run_emulation
+    from infra.emulator import Emulation, run_emulation
 
     as_json = options.pop("as_json")
     settings = _connection(options.pop("config"), options.pop("server"))
@@ -100,9 +100,9 @@ async def emulate(**options: Any) -> None:
 @json_option
 @run_command
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
-    from infra.demo import STEPS, DemoOptions, run_demo
-    from infra.demo_publish import Load
-    from infra.demo_view import ConsoleView, QuietView
+    from infra.demo.demo import STEPS, DemoOptions, run_demo
+    from infra.demo.publish import Load
+    from infra.demo.view import ConsoleView, QuietView
 
     options = DemoOptions(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
     clock = SystemClock()

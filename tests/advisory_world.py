@@ -23,7 +23,7 @@ from common.tasks import end
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
 from egress.advisories.senders import Advisories
 from egress.partition import Partition
-from infra.oracle_streams import read_stream
+from infra.oracle import read_stream
 from tests.support import unique
 
 SECOND = 1_000_000_000

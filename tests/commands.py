@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 
 from floe import cli
-from infra.local.tether import tether
+from infra.local.process import tether
 from tests.egress_bench import SITE, Bench
 from tests.support import PATIENCE, unique
 

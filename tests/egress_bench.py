@@ -29,9 +29,7 @@ from common.tasks import Stop
 from egress.archive import HighWaterMarks
 from egress.deps import Confirming, EgressTuning, Pulling, Tuning
 from egress.service import EgressService
-from infra.oracle import Comparison, Trace, compare
-from infra.oracle_archive import archived
-from infra.oracle_streams import source_trace
+from infra.oracle import Comparison, Trace, archived, compare, source_trace
 from tests.support import PATIENCE, SharedS3, soon, unique
 
 SITE = "site"

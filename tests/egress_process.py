@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.egress_bench import SITE, Bench
 from tests.support import PATIENCE, unique
 

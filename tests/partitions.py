@@ -14,9 +14,7 @@ from common.segments.segment import Message
 from common.sequences import cover, is_gapless
 from egress.feed import lease_key
 from egress.incarnations import Closings
-from infra.oracle import Trace, compare
-from infra.oracle_archive import archived
-from infra.oracle_streams import read_stream
+from infra.oracle import Trace, archived, compare, read_stream
 from tests.egress_bench import SITE, Bench
 from tests.support import PATIENCE, soon
 

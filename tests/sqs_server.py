@@ -10,8 +10,7 @@ from typing import Any
 
 import boto3
 
-from infra.local.ports import free_ports
-from infra.local.tether import spawn
+from infra.local.process import free_ports, spawn
 from tests.support import eventually, unique
 
 # Credentials that moto does not check.

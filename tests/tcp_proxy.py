@@ -12,7 +12,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from infra.local.ports import free_port
+from infra.local.process import free_port
 
 CHUNK = 65536
 BOTH = ("up", "down")

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from infra.local.ports import free_port
-from infra.local.tether import spawn
+from infra.local.process import free_port, spawn
 
 START_TIMEOUT = 120.0  # seconds until JetStream must answer
 STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL

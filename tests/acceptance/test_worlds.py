@@ -26,11 +26,9 @@ from common.open import load_settings, open_store
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
-from infra.oracle import Trace, compare, prefixed
-from infra.oracle_archive import archived
-from infra.oracle_streams import source_trace, target_traces
-from infra.oracle_targets import compare_target
+from infra.oracle import Trace, archived, compare, prefixed, source_trace, target_traces
 from tests.clusters import placing
+from tests.oracle_targets import compare_target
 from tests.scenarios.judge import PREFIX, carried
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import run_floe

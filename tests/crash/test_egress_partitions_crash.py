@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.commands import ROOT, configuration
 from tests.egress_bench import Bench, connected
 from tests.partitions import Partitioned, feed_of, publish_over

@@ -16,7 +16,7 @@ import yaml
 from common.jetstream.client import FloeClient, frame
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.cli import line_of
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.advisory_world import SECOND, World, connected, new, now_ns, running
 from tests.support import PATIENCE, soon
 

@@ -20,14 +20,11 @@ from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from common.tasks import Stop
 from infra.acked import AckedPublisher, Published
+from infra.awkward import KINDS, MAX_HEADERS, NEEDS, awkward_messages, publish_awkward, unchecked_frame
 from infra.awkward import _delete as delete
-from infra.awkward import awkward_messages, publish_awkward
-from infra.awkward_kinds import KINDS, MAX_HEADERS, NEEDS, unchecked_frame
 from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
-from infra.facts import read_facts
-from infra.fleet import Fleet
-from infra.oracle import compare
-from infra.oracle_streams import read_stream, source_trace, target_traces
+from infra.fleet import Fleet, read_facts
+from infra.oracle import compare, read_stream, source_trace, target_traces
 from tests.support import seeded, unique
 
 pytestmark = pytest.mark.servers

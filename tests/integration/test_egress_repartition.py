@@ -16,9 +16,7 @@ import pytest
 from common.chain import Chain
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, compare
-from infra.oracle_archive import archived
-from infra.oracle_streams import source_trace
+from infra.oracle import Trace, archived, compare, source_trace
 from tests.commands import Done, configuration, floe, paste
 from tests.disks import restore_disk, save_disk
 from tests.egress_bench import SITE, Bench, connected

@@ -17,8 +17,7 @@ from common.segments.segment import Message
 from egress.identity import Acceptances
 from egress.incarnations import Closings
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, compare
-from infra.oracle_streams import read_stream
+from infra.oracle import Trace, compare, read_stream
 from tests.commands import configuration, floe, paste
 from tests.disks import restore_disk, save_disk
 from tests.egress_bench import Bench, connected

@@ -20,7 +20,7 @@ from common.tasks import StopReason
 from egress import metrics
 from egress.advisories.advisory import parse
 from egress.init import initialise
-from infra.oracle_streams import read_stream
+from infra.oracle import read_stream
 from tests.egress_bench import SITE, Bench, connected
 from tests.faulty_store import FaultyStore
 from tests.support import PATIENCE, soon, unique

@@ -17,8 +17,7 @@ import yaml
 from common.errors import ConfigError, Refused
 from egress.service import serve
 from infra.local.nats import NatsServer
-from infra.local.ports import free_port
-from infra.local.tether import spawn
+from infra.local.process import free_port, spawn
 from tests.egress_bench import Bench, connected
 from tests.support import SharedS3, eventually, soon, unique
 

@@ -16,7 +16,7 @@ import yaml
 
 from common.segments.documents import StreamDocument
 from egress.deps import Confirming
-from infra.local.ports import free_port
+from infra.local.process import free_port
 from tests.commands import command_of, configuration, floe, paste
 from tests.egress_bench import QUICK, SITE, Bench, connected
 from tests.faulty_store import FaultyStore

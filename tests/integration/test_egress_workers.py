@@ -21,8 +21,7 @@ import pytest
 import yaml
 
 from common.jetstream.kv import KeyValue, state_key
-from infra.local.ports import free_port
-from infra.local.tether import spawn
+from infra.local.process import free_port, spawn
 from tests.egress_bench import SITE, Bench, connected
 from tests.support import PATIENCE, soon, unique
 

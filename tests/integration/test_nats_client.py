@@ -17,7 +17,7 @@ from common.jetstream.client import ApiError, FloeClient, connect, frame
 from common.jetstream.headers import header, status
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from infra.local.ports import free_port
+from infra.local.process import free_port
 from tests.support import soon, unique
 
 Message = tuple[bytes, bytes, bytes, bytes | None]

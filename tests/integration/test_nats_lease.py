@@ -21,7 +21,7 @@ from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Lease, Leases, new_owner
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.support import PATIENCE, seeded, soon, unique
 from tests.tcp_proxy import TcpProxy
 

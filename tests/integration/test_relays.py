@@ -20,7 +20,7 @@ from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from infra.oracle_archive import archived
+from infra.oracle import archived
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateStore
 from tests.egress_bench import Bench, connected

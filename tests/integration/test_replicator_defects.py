@@ -16,8 +16,7 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import consumer_names, stream_info
 from common.settings.root import Settings
-from infra.oracle_archive import archived
-from infra.oracle_streams import read_stream
+from infra.oracle import archived, read_stream
 from tests.egress_bench import SITE, Bench, Running, connected
 from tests.egress_process import Process, processes
 from tests.ingress_world import Archive, Centre, count_in

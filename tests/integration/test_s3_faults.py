@@ -17,7 +17,7 @@ from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unava
 from common.objects.s3 import S3Objects, S3Options
 from common.settings.loader import read_secret
 from common.settings.types import FileSecret, read_all_again
-from infra.local.ports import free_port
+from infra.local.process import free_port
 from infra.local.seaweedfs import SeaweedFS
 from tests.http_proxy import (
     Answer,

@@ -13,8 +13,7 @@ from common.chain import Chain
 from common.objects.port import ObjectStore
 from common.open import load_settings, open_store
 from common.segments.store import SegmentGone, SegmentStore
-from infra.oracle import Trace, compare
-from infra.oracle_reading import archived
+from infra.oracle import Trace, archived, compare
 from tests.scenarios.faults import Outcome, prepare
 from tests.scenarios.judge import judge, sources_of
 from tests.scenarios.load import Load

@@ -18,9 +18,8 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains, open_store
-from infra.oracle import Trace, prefixed
-from infra.oracle_streams import target_traces
-from infra.oracle_targets import classes, compare_target
+from infra.oracle import Trace, prefixed, target_traces
+from tests.oracle_targets import classes, compare_target
 from tests.scenarios.delivery_beside import FEEDS, FROZEN, SITES, WRITTEN, Compactor, Egress
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults

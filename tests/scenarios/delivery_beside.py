@@ -16,8 +16,7 @@ from common.chain import Chain
 from common.segments.store import SegmentStore
 from common.tasks import Stop
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, prefixed
-from infra.oracle_streams import source_trace
+from infra.oracle import Trace, prefixed, source_trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.load import Load, client_of, make_stream
 from tests.scenarios.processes import Service, run_floe

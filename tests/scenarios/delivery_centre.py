@@ -19,7 +19,7 @@ from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from common.settings.types import parse_duration
 from infra.local.nats import NatsCluster
-from infra.local.ports import free_port
+from infra.local.process import free_port
 from tests.scenarios.bucket import POLICY
 from tests.scenarios.processes import Service
 from tests.tcp_proxy import TcpProxy

@@ -18,7 +18,7 @@ from common.errors import FloeError
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from infra.oracle import Comparison, allow
-from infra.oracle_targets import classes, compare_target
+from tests.oracle_targets import classes, compare_target
 from tests.scenarios.delivery import arrived, disturbed, require_faults
 from tests.scenarios.delivery_centre import PREFIX, REPLICAS, TARGET, Centre
 from tests.scenarios.delivery_journal import Consumer, Journal

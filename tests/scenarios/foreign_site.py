@@ -23,7 +23,7 @@ from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from infra.oracle import Trace, prefixed
-from infra.oracle_targets import classes
+from tests.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.delivery_meter import peak_memory, scrape, until, value

@@ -12,8 +12,17 @@ from common.invariants import rows_balance
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_store
 from common.segments.store import SegmentStore
-from infra.oracle import Comparison, Trace, compare, prefixed, total
-from infra.oracle_reading import archive_holes, archived, source_trace, target_traces
+from infra.oracle import (
+    Comparison,
+    Trace,
+    archive_holes,
+    archived,
+    compare,
+    prefixed,
+    source_trace,
+    target_traces,
+    total,
+)
 from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
 from tests.support import PATIENCE

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from infra.oracle_targets import classes
+from tests.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_meter import peak_memory
 from tests.scenarios.many_sites_archive import FEEDS, ROWS, SITES, Archive

@@ -18,8 +18,8 @@ from common.chain import Chain
 from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
-from infra.local.signed import SignedClient
-from infra.local.tether import spawn
+from infra.local.process import spawn
+from infra.local.seaweedfs import SignedClient
 from infra.oracle import Trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.processes import ROOT

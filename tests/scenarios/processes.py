@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.support import PATIENCE
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,7 @@ from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
-from infra.oracle import Trace, compare, prefixed
-from infra.oracle_reading import target_traces
+from infra.oracle import Trace, compare, prefixed, target_traces
 from tests.scenarios.load import HEADERS, client_of
 from tests.scenarios.processes import Service
 from tests.scenarios.world import World

@@ -18,8 +18,7 @@ from common.open import load_settings, open_chains, open_store
 from common.segments.segment import Message, Reason
 from common.tasks import Stop
 from infra.acked import AckedPublisher
-from infra.oracle import Comparison, Trace, compare, total
-from infra.oracle_archive import archive_holes, archived
+from infra.oracle import Comparison, Trace, archive_holes, archived, compare, total
 from tests.scenarios.faults import Outcome
 from tests.scenarios.judge import Verdict
 from tests.scenarios.load import client_of, make_stream

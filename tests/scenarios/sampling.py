@@ -34,7 +34,7 @@ from egress.batch import chosen
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from infra.local.nats import NatsServer
-from infra.oracle_streams import read_stream
+from infra.oracle import read_stream
 from tests.egress_bench import SITE, Bench, connected
 from tests.egress_process import Process, processes
 from tests.support import soon, unique

@@ -22,8 +22,7 @@ from common.segments.store import SegmentStore
 from common.settings.types import parse_duration
 from egress.feed import lease_key
 from infra.acked import AckedPublisher
-from infra.oracle import Trace, total
-from infra.oracle_streams import read_stream
+from infra.oracle import Trace, read_stream, total
 from tests.scenarios.faults import Outcome
 from tests.scenarios.judge import Verdict, archive_of
 from tests.scenarios.load import client_of, make_stream, publish

@@ -19,7 +19,7 @@ from common.segments.segment import Message, Reason
 from common.segments.store import SegmentStore
 from egress.advisories.advisory import event_id
 from infra.acked import AckedPublisher
-from infra.oracle_archive import archive_holes
+from infra.oracle import archive_holes
 from tests.scenarios.load import client_of
 from tests.scenarios.sampling import (
     SAMPLED,

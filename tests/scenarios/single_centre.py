@@ -16,10 +16,9 @@ from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from infra.local.nats import NatsServer
-from infra.local.ports import free_port
-from infra.oracle import Comparison, Trace
-from infra.oracle_streams import target_traces
-from infra.oracle_targets import compare_target
+from infra.local.process import free_port
+from infra.oracle import Comparison, Trace, target_traces
+from tests.oracle_targets import compare_target
 from tests.scenarios.delivery_centre import PREFIX, TARGET, Instance, write_config
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import Service

@@ -11,7 +11,7 @@ from typing import Any
 from common.chain import Chain
 from common.open import load_settings, open_chains, open_store
 from infra.oracle import prefixed
-from infra.oracle_targets import classes
+from tests.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_centre import LEASE_SECONDS, PREFIX, Instance
 from tests.scenarios.delivery_meter import Meter, until

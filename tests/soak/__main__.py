@@ -42,7 +42,7 @@ EGRESS, INGRESS, COMPACTION = "egress", "ingress", "compaction"
 BESIDE = (  # what every run stands on
     *("common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak"),
     *("tests/egress_bench.py", "tests/egress_process.py", "tests/segment_files.py"),
-    *("tests/support.py", "tests/tcp_proxy.py"),
+    *("tests/oracle_targets.py", "tests/support.py", "tests/tcp_proxy.py"),
 )
 
 

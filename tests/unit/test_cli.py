@@ -31,7 +31,7 @@ from common.service.cli import (
     run_command,
     table,
 )
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.support import PATIENCE
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.segments.segment import Message
-from infra.demo import DemoOptions, run_demo
-from infra.demo_publish import Load
-from infra.demo_result import COLUMNS, DemoResult, Readings, worst
-from infra.demo_view import QuietView
+from infra.demo.demo import DemoOptions, run_demo
+from infra.demo.publish import Load
+from infra.demo.result import COLUMNS, DemoResult, Readings, worst
+from infra.demo.view import QuietView
 from infra.oracle import Comparison, Trace
 
 CHAIN = Chain("us-east", "NODES")

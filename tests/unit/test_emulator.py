@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from common.errors import UsageError
 from infra.cli import emulate
 from infra.emulator import PublishSchedule, subject_filter
-from infra.facts import Facts, read_facts
-from infra.fleet import Fleet, Sizes, describe
+from infra.fleet import Facts, Fleet, Sizes, describe, read_facts
 
 NOW = 1_700_000_000.0
 FACTS = read_facts()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.tether import spawn
+from infra.local.process import spawn
 from tests.support import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]

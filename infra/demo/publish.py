@@ -11,10 +11,9 @@ from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.tasks import Stop, wait_for
 from infra.awkward import AwkwardReport, publish_awkward
-from infra.demo_world import AWKWARD, NODES, STREAMS
+from infra.demo.world import AWKWARD, NODES, STREAMS
 from infra.emulator import Emulator, PublishSchedule
-from infra.facts import Facts
-from infra.fleet import Fleet
+from infra.fleet import Facts, Fleet
 
 BURSTS = 4
 LEAVERS = 10  # nodes that fall silent before the others do

@@ -12,17 +12,65 @@ from common.chain import Chain
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.open import open_chains, open_store
-from common.segments.segment import Reason, SegmentRef
+from common.segments.segment import Message, Reason, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch, cover
 from common.settings import loader
-from infra.demo_advisories import stories
-from infra.demo_result import Readings
-from infra.demo_services import run_command
-from infra.demo_world import ADVISORIES, NODES, PREFIX, STREAMS, TARGET, World
-from infra.oracle import Trace, prefixed
-from infra.oracle_archive import archive_holes, archived
-from infra.oracle_streams import Arrived, source_trace, target_traces
+from infra.demo.result import Readings
+from infra.demo.world import ADVISORIES, AWKWARD, NODES, PREFIX, SITES, STREAMS, TARGET, World, run_command
+from infra.oracle import (
+    Arrived,
+    Trace,
+    archive_holes,
+    archived,
+    prefixed,
+    read_stream,
+    source_trace,
+    target_traces,
+)
+
+# What may follow on what: a node appears, falls silent, and comes back or is forgotten.
+FOLLOWS = {
+    "": {"new"},
+    "new": {"timeout"},
+    "timeout": {"recover", "expire"},
+    "recover": {"timeout"},
+    "expire": {"new"},
+}
+MAX_PROBLEMS = 5
+
+
+@dataclass(slots=True)
+class Stories:
+    """The advisories of one stream. `counts`: by event; `problems`: what cannot be true, a few lines."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    _last: dict[str, str] = field(default_factory=dict)
+    _ids: set[str] = field(default_factory=set)
+
+    def take(self, message: Message) -> None:
+        """Note one advisory."""
+        document = json.loads(message.payload)
+        event, value, identity = document["event"], document["value"], document["event_id"]
+        before, self._last[value] = self._last.get(value, ""), event
+        self.counts[event] += 1
+        if event not in FOLLOWS[before]:
+            self._note(f"{value}: {event} after {before or 'nothing'}")
+        if identity in self._ids:
+            self._note(f"{value}: {event} twice under one id")
+        self._ids.add(identity)
+
+    def _note(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+async def stories(client: FloeClient, stream: str) -> Stories:
+    """Read all advisories of the stream."""
+    told = Stories()
+    await read_stream(client, stream, told.take)
+    return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +174,23 @@ async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[s
     total = sum(row["messages"] for row in rows.values())
     senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)
     return f"Spark, reading the segments: {total:,} messages, {senders:,} nodes registered", problems
+
+
+WHERE = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is hard to carry
+
+
+async def ask_drill(world: World) -> tuple[str, list[str]]:
+    """Restore one feed into a scratch stream; a sentence about it, and what differs from the archive.
+
+    Raises FloeError where the drill fails, or says nothing that can be read.
+    """
+    site, feed = WHERE
+    command = ("floe", "drill", "-c", str(world.central_config), "--site", site, "--feed", feed, "--json")
+    out = await run_command(world.folder, "drill", *command)
+    try:
+        found = json.loads(out)
+        rows, seconds, is_well = found["rows"], found["seconds"], found["ok"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FloeError(f"floe drill --json: expected a report, found {out[:80]!r}", code="E-DEMO") from error
+    problems = [] if is_well and rows else [f"drill of {site}/{feed}: {out[:500]}"]
+    return f"{site}/{feed}: {rows:,} messages restored into a scratch stream in {seconds:.1f} s", problems

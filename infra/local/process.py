@@ -1,4 +1,4 @@
-"""Child processes that end with the process that started them, however that ends.
+"""Child processes that end with the process that started them, however that ends; free ports for them.
 
 A test run or a demo that is killed cannot stop its servers. A death signal (PR_SET_PDEATHSIG) follows the
 thread that started the child, not the process: a server would end with the thread that started it. Here a
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -111,6 +113,41 @@ def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         leads = os.getpgid(pid) == pid
         (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+
+
+# Below the range that Linux hands to outgoing connections (32768 and up): a server keeps its port over
+# restarts, and would else find it taken by a client of some other server.
+_LOWEST, _HIGHEST = 10_240, 22_500
+PAIR_DISTANCE = 10_000
+_TRIES = 1000
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on. Raises OSError where none is found."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int, *, paired: bool = False) -> list[int]:
+    """`count` different free ports; with `paired`, `port + 10_000` of each is free too. Raises OSError."""
+    found: list[int] = []
+    for _ in range(_TRIES):
+        port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
+        if port not in found and is_free(port) and (not paired or is_free(port + PAIR_DISTANCE)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"expected {count} free ports in {_LOWEST}..{_HIGHEST}, found {len(found)}")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could bind `port` on 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 if __name__ == "__main__":
