@@ -196,6 +196,12 @@ class Stored:
     state: TargetState | None
     revision: int
 
+    @property
+    def there(self) -> TargetState:
+        """The state; only to be asked for where there is one."""
+        assert self.state is not None, "only what exists is settled"
+        return self.state
+
 
 class StateMoved(Exception):
     """Another instance, or an operator, changed the stored state: `stored` is what is there now."""

@@ -20,7 +20,7 @@ from common.failpoints import failpoint
 from common.jetstream.client import FloeClient, no_headers
 from common.service.exits import command, ways
 from common.service.logs import get_logger
-from common.tasks import Stop, either
+from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.chain_state import ChainRegistry
 from ingress.checkpoint import (
@@ -35,40 +35,219 @@ from ingress.checkpoint import (
 from ingress.checkpoint_store import StateMoved, Stored
 from ingress.interfaces import RowSource, Settling, StateKeeper
 from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
-from ingress.rows.prepare import TargetLimits
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import Settled
 
 log = get_logger("ingress.delivery")
 
-
 SLOW_ROUNDS = 8  # attempts in a row that stored nothing before everything is begun again
 FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between such attempts
+ROUNDS = 3  # looks at what another instance does before it is too much
+ROUND_SPACING = 1.0  # seconds between them
+IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
+IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
+
+# What else has to be durable before an intent, all of whose rows are stored, is closed.
+BeforeClose = Callable[[Intent], Awaitable[None]]
 
 
-class IntentSender:
-    """Publishes into one target. `trouble`: why nothing is stored at the moment; empty while all is well."""
+class ServerLimits:
+    """The limits of the server, beside those that the rows of one target were made ready for.
+
+    `reset`: drops what is ready, and begins again at positions. `hint`: what is done about a row of the open
+    intent that is too large.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        chains: ChainRegistry,
+        reset: Callable[[Mapping[Chain, int]], None],
+        hint: str,
+    ) -> None:
+        self._client, self._chains, self._reset, self._hint = client, chains, reset, hint
+
+    @property
+    def are_outdated(self) -> bool:
+        """Whether rows were made ready for another server than the one that is connected to now."""
+        return self._chains.limits.max_payload != self._client.max_payload
+
+    async def renew(self, positions: Mapping[Chain, int]) -> None:
+        """Have rows made ready anew from `positions`, which are stored. Raises what asking raises."""
+        await self._chains.renew_limits()
+        self._reset(positions)
+
+    def check(self, rows: Rows, stored: int) -> None:
+        """Right before rows of an open intent are written, of which the first `stored` are not.
+
+        Raises Stopped for a row that the server would not take, ConfigError where it takes no headers.
+        """
+        most = self._client.max_payload
+        if not self._client.takes_headers:
+            raise no_headers()
+        if rows.most <= most or (found := rows.above(most, stored)) is None:
+            return
+        (chain, sequence, size), before = found, self._chains.limits.max_payload
+        raise Stopped(
+            f"chain {chain}: message {sequence} of the open intent needs {size} bytes with its headers: "
+            f"expected a server with max_payload {before}, as it was made ready for, found {most}",
+            hint=self._hint,
+            code="E-OVERSIZE-INTENT",
+        )
+
+
+class Delivery:
+    """Carries into one target, as long as the lease may be used.
+
+    `is_settled`: whether target and state agreed since this began. `trouble`: why nothing is stored at the
+    moment; empty while all is well.
+    """
 
     def __init__(
         self,
         target: str,
+        keeper: StateKeeper,
         settler: Settling,
         publisher: Publisher,
+        supply: RowSource,
         clock: Clock,
+        before_close: BeforeClose | None = None,
         limits: ServerLimits | None = None,
     ) -> None:
-        self.target, self.trouble, self._limits = target, "", limits
-        self._settler, self._publisher, self._clock = settler, publisher, clock
+        self.target, self.is_settled, self.trouble = target, False, ""
+        self._keeper, self._settler, self._publisher, self._limits = keeper, settler, publisher, limits
+        self._supply, self._clock, self._before_close = supply, clock, before_close
+        self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
 
-    async def send(self, known: Stored, intent: Intent, rows: Rows, settled: Settled) -> int:
-        """Publish until all rows of the open intent of `known` are stored; the base that the last of them
-        stands by.
+    @property
+    def state(self) -> TargetState:
+        """What is stored, as far as this instance knows."""
+        return self._known.there
 
-        `settled`: how many of them are stored already. Raises what settling raises, and Unavailable where the
-        target takes nothing.
+    async def run(self, stop: Stop) -> None:
+        """Carry until `stop` is set and no intent is open.
+
+        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where
+        beginning again may help.
+        """
+        await self._begin()
+        while True:
+            try:
+                if self.state.intent is not None:  # ours, or of whoever crashed
+                    await self._finish(self.state.intent)
+                elif not self.is_settled:
+                    await self._settler.settle(self._known, None)
+                elif (rows := await self._take(stop)) is None:
+                    return
+                else:
+                    await self._deliver(rows)
+                self.is_settled = True
+            except StateMoved as moved:  # by an operator, or another instance
+                log.warning("state moved by another instance", action="moved", target=self.target)
+                metrics.intents.labels(self.target, "lost").inc()
+                self._adopt(moved.stored)
+                await self._wait_for_quiet()
+
+    async def _begin(self) -> None:
+        """Load the state, or make the first one for a target that never held a message."""
+        stored, reading = await self._settler.first()
+        if stored.state is None and reading is not None:
+            # What a target that others publish to holds at the first start was there before.
+            last = reading.last_sequence
+            stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
+        self._adopt(stored)
+
+    def _adopt(self, stored: Stored) -> None:
+        self._known = stored
+        behind = self.state
+        if behind.intent is not None:
+            metrics.intents.labels(self.target, "taken_over").inc()
+            behind = close_intent(behind)
+        # What comes after the open intent may be decoded while it is being finished.
+        self._supply.reset(behind.checkpoint.positions)
+
+    # One intent
+
+    async def _take(self, stop: Stop) -> Rows | None:
+        """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
+        while nothing was ready.
+        """
+        # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
+        while not stop.is_set:
+            if (rows := await self._supply.take(stop, IDLE_SPACING)) is not None:
+                return rows
+            if not stop.is_set:
+                await self._settler.check_moved(self._known)
+                # A target that was deleted or set back is found before the next row comes.
+                if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
+                    self._looked_at = self._clock.monotonic()
+                    await self._settler.settle(self._known, None)
+        return None
+
+    async def _deliver(self, rows: Rows) -> None:
+        """Open an intent over `rows` and finish it."""
+        try:
+            self._settler.check_lease()
+            # A foreign message is better found before an intent stands open that can never be finished.
+            settled = await self._settler.settle(self._known, None)
+            if self._limits is not None and self._limits.are_outdated:
+                # What the server does not take any more must not get into an intent.
+                await self._limits.renew(self.state.checkpoint.positions)
+                return
+            metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
+            intent = await self._save(self._opened(rows, settled.base))
+            self._settler.sending.opens(self._known.revision)
+            metrics.intents.labels(self.target, "opened").inc()
+            failpoint("ingress.after_intent")
+            assert intent is not None, "it was just opened"
+            await self._finish(intent, rows)
+        finally:
+            self._supply.release(rows)
+
+    async def _finish(self, intent: Intent, rows: Rows | None = None) -> None:
+        """Publish what of the open intent is not stored, and close it.
+
+        `rows`: its messages if it was opened just now and nothing of it was sent; None: find out.
+        """
+        started = self._clock.monotonic()
+        if rows is not None:
+            base = await self._publish(intent, rows, Settled(intent.base, 0))
+        else:
+            base = await self._publish_rest(intent)
+        failpoint("ingress.before_close")
+        if self._before_close is not None:
+            await self._before_close(intent)
+        await self._save(close_intent(self.state, base))
+        failpoint("ingress.after_close")
+        metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
+        metrics.closed(self.target, intent)
+        self._supply.closed(self.state.checkpoint.positions)
+
+    async def _publish_rest(self, intent: Intent) -> int:
+        if self._settler.steps_over and not intent.is_shared:
+            # Before another row is sent it says that messages of others may stand in it.
+            await self._save(share_intent(self.state))
+            intent = replace(intent, is_shared=True)
+        settled = await self._settler.settle(self._known, None)
+        if settled.stored == intent.count:
+            return settled.base
+        rows = await self._supply.recall.rows(intent, settled.stored)
+        try:
+            if self._settler.steps_over:
+                # With the rows at hand it is known exactly.
+                settled = await self._settler.settle(self._known, rows)
+            return await self._publish(intent, rows, settled)
+        finally:
+            self._supply.release(rows)
+
+    async def _publish(self, intent: Intent, rows: Rows, settled: Settled) -> int:
+        """Publish until all rows of the open intent are stored, `settled.stored` of which are already; the
+        base that the last of them stands by.
+
+        Raises what settling raises, and Unavailable where the target takes nothing.
         """
         slow, sending = 0, self._settler.sending
-        sending.settled(known.revision, settled.stored)
+        sending.settled(self._known.revision, settled.stored)
         while settled.stored < intent.count:
             self._settler.check_lease()
             if self._limits is not None:
@@ -80,10 +259,11 @@ class IntentSender:
             before, settled = settled, replace(settled, stored=outcome.stored)
             if outcome.unclear is not None:
                 self._note(outcome, outcome.unclear)
-                settled = await self._settler.settle(known, rows)
-                sending.settled(known.revision, settled.stored)
-                if self._settler.steps_over:
-                    settled = _at_least(outcome.stored, settled)
+                settled = await self._settler.settle(self._known, rows)
+                sending.settled(self._known.revision, settled.stored)
+                if self._settler.steps_over and settled.stored < outcome.stored:
+                    # Acknowledged rows are stored, even where others are read that cannot be found any more.
+                    settled = Settled(settled.base + settled.stored - outcome.stored, outcome.stored)
                 # What others stored meanwhile explains a refusal, and waiting would not help.
                 foreign = settled.base > before.base and outcome.unclear.err_code in WRONG_LAST_SEQUENCE
                 metrics.stepped_over(self.target, settled.base - before.base)
@@ -116,194 +296,7 @@ class IntentSender:
         if slow:
             await self._clock.sleep(min(LAST_PAUSE, FIRST_PAUSE * 2**slow))
 
-
-def _at_least(acknowledged: int, settled: Settled) -> Settled:
-    """Rows that were acknowledged are stored, even where others are read that cannot be found any more."""
-    if settled.stored >= acknowledged:
-        return settled
-    return Settled(settled.base + settled.stored - acknowledged, acknowledged)
-
-
-ROUNDS = 3  # looks at what another instance does before it is too much
-ROUND_SPACING = 1.0  # seconds between them
-IDLE_SPACING = 2.0  # seconds between two looks at the state while nothing is ready
-IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
-
-
-# What else has to be durable before an intent, all of whose rows are stored, is closed.
-BeforeClose = Callable[[Intent], Awaitable[None]]
-
-
-class ServerLimits:
-    """The limits of the server, beside those that the rows of one target were made ready for.
-
-    `ask`: what the target and its server take now. `reset`: drops what is ready, and begins again at
-    positions. `hint`: what is done about a row of the open intent that is too large.
-    """
-
-    def __init__(
-        self,
-        client: FloeClient,
-        roster: ChainRegistry,
-        ask: Callable[[], Awaitable[TargetLimits]],
-        reset: Callable[[Mapping[Chain, int]], None],
-        hint: str,
-    ) -> None:
-        self._hint = hint
-        self._client, self._roster, self._ask, self._reset = client, roster, ask, reset
-
-    @property
-    def are_outdated(self) -> bool:
-        """Whether rows were made ready for another server than the one that is connected to now."""
-        return self._roster.shape.max_payload != self._client.max_payload
-
-    async def renew(self, positions: Mapping[Chain, int]) -> None:
-        """Have rows made ready anew from `positions`, which are stored. Raises what asking raises."""
-        self._roster.reshape(await self._ask())
-        self._reset(positions)
-
-    def check(self, rows: Rows, stored: int) -> None:
-        """Right before rows of an open intent are written, of which the first `stored` are not.
-
-        Raises Stopped for a row that the server would not take, ConfigError where it takes no headers.
-        """
-        most = self._client.max_payload
-        if not self._client.takes_headers:
-            raise no_headers()
-        if rows.most <= most or (found := rows.above(most, stored)) is None:
-            return
-        chain, sequence, size = found
-        raise Stopped(
-            f"chain {chain}: message {sequence} of the open intent needs {size} bytes with its headers: "
-            f"expected a server with max_payload {self._roster.shape.max_payload}, as it was made ready for, "
-            f"found {most}",
-            hint=self._hint,
-            code="E-OVERSIZE-INTENT",
-        )
-
-
-class Delivery:
-    """Carries into one target, as long as the lease may be used.
-
-    `is_settled`: whether target and state agreed since this carrier began.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        keeper: StateKeeper,
-        settler: Settling,
-        publisher: Publisher,
-        supply: RowSource,
-        clock: Clock,
-        before_close: BeforeClose | None = None,
-        limits: ServerLimits | None = None,
-    ) -> None:
-        self.target, self.is_settled = target, False
-        self._keeper, self._settler = keeper, settler
-        self._sender = IntentSender(target, settler, publisher, clock, limits)
-        self._limits = limits
-        self._supply, self._clock, self._before_close = supply, clock, before_close
-        self._known, self._looked_at = Stored(TargetState(Checkpoint(0, "")), 0), clock.monotonic()
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing is stored at the moment; empty while all is well."""
-        return self._sender.trouble
-
-    @property
-    def state(self) -> TargetState:
-        """What is stored, as far as this instance knows."""
-        assert self._known.state is not None, "there is a state from the first on"
-        return self._known.state
-
-    async def run(self, stop: Stop) -> None:
-        """Carry until `stop` is set and no intent is open.
-
-        Raises Stopped with the choices, AnotherWriter, LeaseLost; Unavailable and OutcomeUnknown where
-        beginning again may help.
-        """
-        await self._begin()
-        settled = False
-        while True:
-            try:
-                if self.state.intent is not None:
-                    await self._finish(self.state.intent, None)
-                elif not settled:
-                    await self._settler.settle(self._known, None)
-                elif not await self._carry(stop):
-                    return
-                settled = self.is_settled = True
-            except StateMoved as moved:
-                log.warning("state moved by another instance", action="moved", target=self.target)
-                metrics.intents.labels(self.target, "lost").inc()
-                self._adopt(moved.stored)
-                await self._wait_for_quiet()
-
-    async def _begin(self) -> None:
-        """Load the state, or make the first one for a target that never held a message."""
-        stored, reading = await self._settler.first()
-        if stored.state is None and reading is not None:
-            # What a target that others publish to holds at the first start was there before.
-            last = reading.last_sequence
-            stored = Stored(TargetState(Checkpoint(last, reading.created, begins=last)), 0)
-        self._adopt(stored)
-
-    def _adopt(self, stored: Stored) -> None:
-        self._known = stored
-        behind = self.state
-        if behind.intent is not None:
-            metrics.intents.labels(self.target, "taken_over").inc()
-            behind = close_intent(behind)
-        # What comes after the open intent may be decoded while it is being finished.
-        self._supply.reset(behind.checkpoint.positions)
-
-    # One intent
-
-    async def _carry(self, stop: Stop) -> bool:
-        """Open an intent over what is ready and finish it; False when `stop` was set."""
-        rows = await self._take(stop)
-        if rows is None:
-            return False
-        try:
-            self._settler.check_lease()
-            # A foreign message is better found before an intent stands open that can never be finished.
-            settled = await self._settler.settle(self._known, None)
-            if self._limits is not None and self._limits.are_outdated:
-                # What the server does not take any more must not get into an intent.
-                await self._limits.renew(self.state.checkpoint.positions)
-                return True
-            metrics.stepped_over(self.target, settled.base - self.state.checkpoint.target_sequence)
-            await self._save(self._opened(rows, settled.base))
-            self._settler.sending.opens(self._known.revision)
-            metrics.intents.labels(self.target, "opened").inc()
-            failpoint("ingress.after_intent")
-            assert self.state.intent is not None, "it was just opened"
-            await self._finish(self.state.intent, rows)
-        finally:
-            self._supply.release(rows)
-        return True
-
-    async def _take(self, stop: Stop) -> Rows | None:
-        """Rows that are ready; None when `stop` was set. Raises StateMoved where somebody corrected the state
-        while nothing was ready.
-        """
-        # Asked here too: whoever has rows ready gives them without waiting, for ever in a backlog.
-        while not stop.is_set:
-            async with either(stop, seconds=IDLE_SPACING) as leaving:
-                rows = await self._supply.take(leaving)
-            if rows is not None:
-                return rows
-            if not stop.is_set:
-                await self._settler.check_moved(self._known)
-                await self._look_when_idle()
-        return None
-
-    async def _look_when_idle(self) -> None:
-        """A target that was deleted or set back is found before the next row comes, perhaps much later."""
-        if self._clock.monotonic() - self._looked_at >= IDLE_LOOK:
-            self._looked_at = self._clock.monotonic()
-            await self._settler.settle(self._known, None)
+    # The state
 
     def _opened(self, rows: Rows, base: int) -> TargetState:
         try:
@@ -312,56 +305,14 @@ class Delivery:
             error.hint = ways(("a defect: keep the log; it is tried again by itself, see", command("status")))
             raise
 
-    async def _finish(self, intent: Intent, rows: Rows | None) -> None:
-        """Publish what of the open intent is not stored, and close it.
-
-        `rows`: its messages if it was opened just now and nothing of it was sent; None: find out.
-        """
-        started = self._clock.monotonic()
-        if rows is not None:
-            base = await self._sender.send(self._known, intent, rows, Settled(intent.base, 0))
-        else:
-            base = await self._publish_rest(intent)
-        failpoint("ingress.before_close")
-        if self._before_close is not None:
-            await self._before_close(intent)
-        await self._save(close_intent(self.state, base))
-        failpoint("ingress.after_close")
-        metrics.publish_seconds.labels(self.target).observe(self._clock.monotonic() - started)
-        metrics.closed(self.target, intent)
-        self._supply.closed(self.state.checkpoint.positions)
-
-    async def _publish_rest(self, intent: Intent) -> int:
-        intent = await self._shared(intent)
-        settled = await self._settler.settle(self._known, None)
-        if settled.stored == intent.count:
-            return settled.base
-        rows = await self._supply.recall.rows(intent, settled.stored)
-        try:
-            if self._settler.steps_over:
-                # With the rows at hand it is known exactly.
-                settled = await self._settler.settle(self._known, rows)
-            return await self._sender.send(self._known, intent, rows, settled)
-        finally:
-            self._supply.release(rows)
-
-    async def _shared(self, intent: Intent) -> Intent:
-        """The open intent as it may be finished here: where messages of others are stepped over, it says so
-        before another row is sent.
-        """
-        if self._settler.steps_over and not intent.is_shared:
-            await self._save(share_intent(self.state))
-            assert self.state.intent is not None, "it is open still"
-            return self.state.intent
-        return intent
-
-    async def _save(self, state: TargetState) -> None:
-        """Store the next state. Raises StateMoved where somebody else did."""
+    async def _save(self, state: TargetState) -> Intent | None:
+        """Store the next state; its open intent. Raises StateMoved where somebody else stored one."""
         stored = await self._keeper.save(state, self._known.revision)
         if stored is None:
             await self._settler.check_moved(self._known)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
         self._known = stored
+        return state.intent
 
     async def _wait_for_quiet(self) -> None:
         """What another instance stored was progress; return once it stores nothing more.
@@ -374,13 +325,15 @@ class Delivery:
             self._settler.check_lease()
             try:
                 await self._settler.check_moved(self._known)
+                return
             except StateMoved as moved:
                 before = self.state
                 self._adopt(moved.stored)
-                if not _was_carried(before, self.state):
-                    return
-            else:
-                return
+            if (before.checkpoint.target_sequence, before.intent) == (
+                self.state.checkpoint.target_sequence,
+                self.state.intent,
+            ):
+                return  # only positions differ: nobody carried
         raise AnotherWriter(
             f"target {self.target}: another instance carries into it while the lease is ours",
             hint=ways(
@@ -390,11 +343,3 @@ class Delivery:
                 )
             ),
         )
-
-
-def _was_carried(before: TargetState, after: TargetState) -> bool:
-    """Whether somebody carried between the two: more than positions differs."""
-    return (before.checkpoint.target_sequence, before.intent) != (
-        after.checkpoint.target_sequence,
-        after.intent,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from common.chain import Chain
 from common.clock import Clock
@@ -14,8 +14,7 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import Stop
 from ingress import metrics
-from ingress.chains.pauses import Pauses
-from ingress.chains.prefetch import Prefetcher
+from ingress.chains.prefetch import Decisions, Prefetcher
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import Stored
@@ -91,9 +90,9 @@ class ParkedSource:
         self._offered[self._name(block.piece)] = block.size
         self._supply.offer(block)
 
-    async def take(self, stop: Stop) -> Rows | None:
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
         """As the supply; of parked messages only what may be delivered, each once."""
-        while (rows := await self._supply.take(stop)) is not None:
+        while (rows := await self._supply.take(stop, seconds)) is not None:
             if not any(block.piece.out_of_turn for block in rows.blocks):
                 return rows
             kept = await self._kept(rows)
@@ -169,17 +168,13 @@ MAX_OFFERED = 16 * 1024 * 1024  # bytes on their way at a time, or one larger me
 ROOM_SPACING = 0.1  # seconds between two looks whether there is room
 
 
-class PausedChains(Protocol):
-    """Who knows which chains are paused (`ingress.chains.pauses.PauseStore`)."""
-
-    async def read(self) -> Pauses: ...
-
-
 class Retries:
     """Tries again what an operator asks for. A message that still has no place is answered, and stays.
 
-    `reshape`: looks what the target takes now, before anything is made ready for it.
+    `renew_limits`: looks what the target takes now, before anything is made ready for it.
     """
+
+    spacing = SPACING
 
     def __init__(
         self,
@@ -187,13 +182,11 @@ class Retries:
         source: ParkedSource,
         threads: Threads,
         clock: Clock,
-        reshape: Callable[[], Awaitable[None]],
-        decisions: PausedChains,
-        spacing: float = SPACING,
+        renew_limits: Callable[[], Awaitable[None]],
+        decisions: Decisions,
     ) -> None:
         self._parked, self._source, self._threads = parked, source, threads
-        self._reshape, self._decisions = reshape, decisions
-        self._clock, self._spacing = clock, spacing
+        self._renew_limits, self._decisions, self._clock = renew_limits, decisions, clock
         self._seen: object = None  # at the last listing of everything
         self._listed_at = float("-inf")
         self._open: list[ParkedEntry] = []
@@ -212,7 +205,7 @@ class Retries:
                     target=self._parked.target,
                     error=str(error),
                 )
-            await self._clock.sleep(self._spacing)
+            await self._clock.sleep(self.spacing)
 
     async def look(self) -> None:
         """Try what is asked for and not on its way. Raises what store, target and state bucket raise."""
@@ -222,7 +215,7 @@ class Retries:
             paused = (await self._decisions.read()).paused
             wanted = [entry for entry in wanted if entry.name.chain not in paused]
         if wanted:
-            await self._reshape()
+            await self._renew_limits()
         for entry in wanted:
             while self._source.offered_bytes and self._source.offered_bytes + entry.size > MAX_OFFERED:
                 await self._clock.sleep(ROOM_SPACING)

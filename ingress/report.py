@@ -20,6 +20,7 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from ingress import metrics
 from ingress.chains.chain_state import ChainState
+from ingress.chains.plan import Phase
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Intent
 from ingress.delivery import Delivery
@@ -85,7 +86,7 @@ class Lags:
             found.setdefault(labels, Lag()).add(lag)
             newest[labels] = max(lane, newest.get(labels, lane), key=lambda each: each.chain.incarnation)
             stopped += lane.stopped is not None
-            paused += lane.paused
+            paused += lane.phase is Phase.PAUSED
         metrics.stopped_chains.labels(self._target).set(stopped)
         metrics.paused_chains.labels(self._target).set(paused)
         metrics.intent_open.labels(self._target).set(intent is not None)
@@ -256,7 +257,7 @@ class TargetReport:
         self._health.set_status(self._part, {"state": "carrying", **self._carrying(carrier, supply)})
         now = self._clock.now()
         self._lags.measure(
-            supply.roster, supply.positions, supply.ready(), carrier.state.intent, now, self._sites
+            supply.chains, supply.positions, supply.ahead, carrier.state.intent, now, self._sites
         )
 
     def _carrying(self, carrier: Delivery, supply: Prefetcher) -> dict[str, Any]:
@@ -272,7 +273,7 @@ class TargetReport:
             "trouble": carrier.trouble,
             "target_sequence": state.checkpoint.target_sequence,
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
-            "chains": {str(lane.chain): chain(lane) for lane in list(supply.roster)[:CHAINS]},
+            "chains": {str(lane.chain): chain(lane) for lane in list(supply.chains)[:CHAINS]},
         }
 
     def _source(self, lane: ChainState) -> dict[str, Any]:

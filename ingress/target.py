@@ -59,9 +59,11 @@ class Target:
         decisions = PauseStore(bucket, self._target)
         supply, publisher = self._supply(info, parked, decisions), await self._publisher(info)
         source = ParkedSource(supply, parked, self._parts.threads)
-        retries = self._retries(parked, source, supply.roster, decisions)
+        parts = self._parts
+        retries = Retries(parked, source, parts.threads, parts.clock, supply.chains.renew_limits, decisions)
+        retries.spacing = parts.pace.parked
         keeper = ParkedKeeper(self._keeper(bucket), parked)
-        carrier = self._carrier(keeper, source, publisher, lease, supply.roster)
+        carrier = self._carrier(keeper, source, publisher, lease, supply.chains)
         self._parts.discovery.add(supply)
         try:
             await self._run_beside(carrier, supply, lease, stop, retries.run())
@@ -127,16 +129,6 @@ class Target:
         documents = self._parts.documents
         return ParkedStore(documents.objects, documents.layout, self._target, info.created)
 
-    def _retries(
-        self, parked: ParkedStore, source: ParkedSource, roster: ChainRegistry, decisions: PauseStore
-    ) -> Retries:
-        parts = self._parts
-
-        async def reshape() -> None:
-            roster.reshape(await self._shape())
-
-        return Retries(parked, source, parts.threads, parts.clock, reshape, decisions, parts.pace.parked)
-
     async def _shape(self) -> TargetLimits:
         """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
         info = await stream_info(self._parts.client, self._target)
@@ -146,20 +138,19 @@ class Target:
 
     def _supply(self, info: StreamInfo, parked: ParkedStore, decisions: PauseStore) -> Prefetcher:
         parts = self._parts
-        roster = ChainRegistry(self._settings, shape_of(parts.client, info, self._settings))
-        return Prefetcher(
-            self._target,
-            roster,
+        chains = ChainRegistry(self._settings, shape_of(parts.client, info, self._settings), self._shape)
+        supply = Prefetcher(
+            chains,
             parts.store,
             parts.documents,
             parts.threads,
             parts.clock,
             parts.memory_limit,
-            parked=parked,
-            shape=self._shape,
-            decisions=decisions,
-            look_at_stopped=parts.pace.look_at_stopped,
+            parked,
+            decisions,
         )
+        supply.look_at_stopped = parts.pace.look_at_stopped
+        return supply
 
     async def _publisher(self, info: StreamInfo) -> Publisher:
         name = self._publisher_name(info)
@@ -189,11 +180,11 @@ class Target:
         source: ParkedSource,
         publisher: Publisher,
         lease: Lease,
-        roster: ChainRegistry,
+        chains: ChainRegistry,
     ) -> Delivery:
         settler = self._settler(keeper, lease)
         client, clock, name = self._parts.client, self._parts.clock, self._target
-        limits = ServerLimits(client, roster, self._shape, source.reset, oversize_hint(name))
+        limits = ServerLimits(client, chains, source.reset, oversize_hint(name))
         return Delivery(name, keeper, settler, publisher, source, clock, source.before_close, limits)
 
     def _settler(self, keeper: StateKeeper, lease: Lease) -> Reconciler:

@@ -1,14 +1,14 @@
-"""One chain on its way into a target."""
+"""One chain on its way into a target, and all of them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any
 
 from common.chain import Chain
-from common.clock import Clock
 from common.errors import ConfigError, FloeError, Stopped
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
@@ -17,7 +17,6 @@ from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.settings.ingress import SourceSettings, TargetSettings
 from ingress import hints
-from ingress.chains.pauses import Pauses
 from ingress.chains.plan import ChainPlan, Phase, unfinished
 from ingress.chains.search import SearchState
 from ingress.hints import set_command, set_position
@@ -27,22 +26,52 @@ from ingress.rows.subjects import rule_of
 
 log = get_logger("ingress.chains.chain_state")
 
+_AT_REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)  # planning anew ends none of these
+_LOOKED_AT_EACH_TICK = (
+    Phase.BEGINNING, Phase.LOOKING, Phase.LATE, Phase.LOST, Phase.DAMAGED, Phase.FAILED,
+)  # fmt: skip
+_GO_ON = (Phase.READY, Phase.OMITTING, Phase.PASSING)
+
+
+AskLimits = Callable[[], Awaitable[TargetLimits]]
+
+
+class Turn(Enum):
+    """Where a chain stands among those that are read in turns."""
+
+    NONE = "not waiting for one"
+    QUEUED = "waiting for one"
+    ACTIVE = "having one"
+    AGAIN = "having one, and wants the next one too"
+
 
 @dataclass(slots=True, eq=False)
 class ChainState:
     """What is known of a chain, and how far it is decoded.
 
+    | phase | waits for | ended by |
+    |---|---|---|
+    | BEGINNING | `waits_for`; looked at each tick | `begins` |
+    | OMITTING | its turn | `passes`; `replan`, which makes it begin anew |
+    | LOOKING | its turn, or the next tick | `looked` |
+    | READY | its turn | `next_stretch`, with the last one |
+    | PASSING | its turn | `passes`, `replan` |
+    | IDLE, DONE | a longer tail, a notification, 300 s | `wake` |
+    | LATE, LOST, DAMAGED | a segment or a decision; looked at each tick | `wake` |
+    | FAILED | the next tick | `wake` |
+    | STOPPED | an operator, or `retry_at` | `retry` |
+    | PAUSED | an operator | another state of the chain |
+
     `position`: the next sequence to decode; 0 while it is not known where the chain begins. `end`: where its
     incarnation ended, None while it has not. `archived`: the end of coverage as the chain's tail
-    says, a hint; 0 where unknown. `given_up`: what is passed next without a row; `is_beginning`: that is what
-    the chain leaves out before it begins. `rechecked`: the position at which damaged segments were read once
-    more. `surveyed`: a lost hole for which everything was looked through, and what of it nothing covers.
+    says, a hint; 0 where unknown. `given_up`: what is passed next without a row. `rechecked`: the position
+    at which damaged segments were read once more. `surveyed`: a lost hole for which everything was looked
+    through, and what of it nothing covers.
     `gone`: where it stands because a hole was filled and something was missing by then; `stands_since`: its
     first sequence, and since when by the store's clock; `passed`: what of such ranges is given up. `stopped`:
-    why nothing more of it is carried until it is looked at again, at `retry_at` (in monotonic seconds) or
-    when an operator asks for it. `paused`: an operator wants nothing of it carried. `waits_for`: why it has
-    not begun. `unreached`: an end of coverage that was still before the moment at which it is to begin; 0:
-    none was.
+    why it stopped, until it goes on; from `retry_at` (monotonic seconds) on it is looked at again.
+    `waits_for`: why it has not begun. `unreached`: an end of coverage that was still before the moment at
+    which it is to begin; 0: none was. `look_everywhere`, `look_behind`: what the next look does besides.
     """
 
     chain: Chain
@@ -50,9 +79,10 @@ class ChainState:
     position: int = 0
     end: int | None = None
     archived: int = 0
+    phase: Phase = Phase.BEGINNING
+    turn: Turn = Turn.NONE
     stretches: deque[Stretch[SegmentRef]] = field(default_factory=deque)
     given_up: SequenceRange | None = None
-    is_beginning: bool = False
     plan: ChainPlan = field(default_factory=lambda: ChainPlan(Phase.IDLE))
     search: SearchState = field(default_factory=SearchState)
     damaged: set[str] = field(default_factory=set)
@@ -63,19 +93,15 @@ class ChainState:
     passed: list[SequenceRange] = field(default_factory=list)
     stopped: FloeError | None = None
     retry_at: float = float("inf")
-    is_retried: bool = False
-    paused: bool = False
     waits_for: str = ""
     unreached: int = 0
     look_everywhere: bool = True
     look_behind: bool = True
     looked_at: float = float("-inf")
     looked_everywhere_at: float = float("-inf")
-    is_due: bool = True
-    is_queued: bool = False
-    is_busy: bool = False
-    again: bool = False
-    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.wake()
 
     @property
     def has_begun(self) -> bool:
@@ -87,36 +113,57 @@ class ChainState:
         return self.end is not None and self.position > self.end and self.archived <= self.end
 
     @property
+    def is_behind(self) -> bool:
+        """Whether its tail names more than is decoded."""
+        return self.archived >= self.position and self.plan.phase is not Phase.DONE
+
+    @property
     def waits(self) -> bool:
-        """Whether it has to be looked at again soon."""
-        if self.stopped is not None or self.paused:
+        """Whether it is looked at by each tick."""
+        if self.stopped is not None or self.phase is Phase.PAUSED:
             return False
-        return (
-            not self.has_begun
-            or self.failed
-            or self.plan.waits
-            or (self.archived >= self.position and self.plan.phase is not Phase.DONE)
-        )
+        return self.phase in _LOOKED_AT_EACH_TICK or self.is_behind
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next turn has something to carry."""
+        return self.phase in _GO_ON
+
+    @property
+    def may_run(self) -> bool:
+        """Whether it may be looked at now."""
+        return self.phase not in (Phase.STOPPED, Phase.PAUSED)
+
+    def wake(self) -> None:
+        """It is looked at anew, unless it has something to carry."""
+        if self.may_run and not self.goes_on:
+            self.phase = Phase.LOOKING if self.has_begun else Phase.BEGINNING
 
     def begins(self, first: int, start: int) -> None:
         """It begins at `start`. What of the archive is before, from `first` on, is given up, and stored so
         with the positions: a restart begins at the same sequence.
         """
-        self.position = first
-        self.is_beginning = start > first
-        self.given_up = SequenceRange(first, start - 1) if self.is_beginning else None
+        self.position, self.phase = first, Phase.LOOKING
+        if start > first:
+            self.given_up, self.phase = SequenceRange(first, start - 1), Phase.OMITTING
+
+    def gives_up(self, part: SequenceRange) -> None:
+        """`part`, which begins at the position, is passed next."""
+        self.given_up, self.phase = part, Phase.PASSING
 
     def passes(self) -> None:
         """What is given up is on its way."""
-        self.given_up, self.is_beginning = None, False
+        self.given_up, self.phase = None, Phase.LOOKING
 
     def replan(self, *, everywhere: bool = False) -> None:
         """Forget what was going to be read; with `everywhere` look at all levels next time."""
         self.stretches.clear()
-        if self.is_beginning:
+        if self.phase is Phase.OMITTING:
             # Nothing says yet what it leaves out: from its position it would be carried whole.
             self.position = 0
-        self.passes()
+        self.given_up = None
+        if self.phase not in _AT_REST:
+            self.phase = Phase.LOOKING if self.has_begun else Phase.BEGINNING
         self.look_everywhere = self.look_everywhere or everywhere
 
     def stands(self, gone: FromHole) -> None:
@@ -131,8 +178,8 @@ class ChainState:
 
     def fail(self) -> None:
         """The last look or read did not come to its end: everything is to be looked at again."""
-        self.failed = True
         self.replan(everywhere=True)
+        self.phase = Phase.FAILED
 
     def forget_damage(self) -> None:
         """Give damaged segments another chance: somebody may have put them right."""
@@ -165,40 +212,50 @@ class ChainState:
                 found=plan.beyond,
                 **self.chain.log_context(),
             )
-        self.plan, self.looked_at = plan, now
+        self.plan, self.phase, self.looked_at = plan, plan.phase, now
         self.stretches.extend(plan.stretches)
         if plan.stretches:
             # A notification wakes without the tail being read; the listing knows better anyway.
             self.archived = max(self.archived, plan.stretches[-1].rows.last)
 
-    # Stopping
+    def leads_on(self, segment: SegmentRef) -> None:
+        """The segment continues after all."""
+        last = segment.coverage.last if self.end is None else min(segment.coverage.last, self.end)
+        self.stretches.append(Stretch(segment, SequenceRange(self.position, last)))
+        self.plan = ChainPlan(Phase.READY, tuple(self.stretches))
+        self.phase = Phase.READY
 
-    @property
-    def may_run(self) -> bool:
-        """Whether it may be looked at now."""
-        return not self.paused and (self.stopped is None or self.is_retried)
+    def next_stretch(self) -> Stretch[SegmentRef]:
+        """What is read now."""
+        stretch = self.stretches.popleft()
+        self.phase = Phase.READY if self.stretches else Phase.LOOKING
+        return stretch
+
+    # Stopping
 
     def stop(self, error: FloeError, retry_at: float) -> bool:
         """Nothing more of it is carried until `retry_at`; whether that, or the reason, is new."""
         is_new = self.stopped is None or str(self.stopped) != str(error)
-        self.stopped, self.retry_at, self.is_retried, self.again = error, retry_at, False, False
         self.replan(everywhere=True)
+        self.stopped, self.retry_at, self.phase = error, retry_at, Phase.STOPPED
         return is_new
 
     def retry(self, retry_at: float) -> None:
         """Look again: whether what stopped it is mended, and whether damaged segments are; if that does not
         come to an end, once more at `retry_at`.
         """
-        self.is_retried, self.retry_at = self.stopped is not None, retry_at
+        if self.stopped is not None:
+            self.retry_at = retry_at
         self.damaged.clear()
+        if self.phase is Phase.STOPPED:
+            self.phase = Phase.LOOKING
         self.replan(everywhere=True)
 
-    def goes_on(self) -> None:
+    def went_on(self) -> None:
         """What stopped it is mended."""
-        if self.stopped is None:
-            return
-        self.stopped, self.is_retried, self.retry_at = None, False, float("inf")
-        log.info("chain goes on", action="chain_goes_on", **self.chain.log_context())
+        if self.stopped is not None:
+            self.stopped, self.retry_at = None, float("inf")
+            log.info("chain goes on", action="chain_goes_on", **self.chain.log_context())
 
     def status(self, positions: Mapping[Chain, int]) -> dict[str, Any]:
         """What /status shows of it."""
@@ -217,64 +274,55 @@ class ChainState:
                 state["hint"] = hints.way_out_of(self.chain, self.plan.hole, away)
         if self.waits_for:
             state["waits_for"] = self.waits_for
-        if self.paused:
+        if self.phase is Phase.PAUSED:
             state["paused"] = True
         if self.stopped is not None:
-            state |= {
-                "stopped": self.stopped.message,
-                "code": self.stopped.code,
-                "hint": self.stopped.hint,
-            }
+            stopped = self.stopped
+            state |= {"stopped": stopped.message, "code": stopped.code, "hint": stopped.hint}
         return state
 
 
-Positions = Mapping[Chain, int]
-
-
 class ChainRegistry:
-    """The lanes of one target. `sources` of the configuration is the allow-list: no other chain gets one."""
+    """The chains of one target. `sources` of the configuration is the allow-list: no other chain gets in.
 
-    def __init__(self, settings: TargetSettings, shape: TargetLimits) -> None:
-        self._settings, self._shape = settings, shape
+    `positions`: what is stored for good, by chain: the next sequence; None as long as that is not known.
+    `limits`: what rows are made ready for; `ask_limits`: asks the target anew (None: it never changes).
+    """
+
+    def __init__(
+        self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None
+    ) -> None:
+        self._settings, self.target = settings, settings.stream
+        self.limits, self._ask_limits = limits, ask_limits
         self._sources = {pair: source for source in settings.sources for pair in source.pairs()}
-        self._lanes: dict[Chain, ChainState] = {}
+        self.positions: Mapping[Chain, int] | None = None
+        self._states: dict[Chain, ChainState] = {}
         self._archived: dict[Chain, int] = {}
         self._previous: dict[Chain, Mapping[int, int] | None] = {}
         self._unread: dict[Chain, str] = {}
         for site, feed in self._sources:
             begin("ingress_", site=site, feed=feed)
 
-    @property
-    def target(self) -> str:
-        """The name of the target stream."""
-        return self._settings.stream
-
-    @property
-    def shape(self) -> TargetLimits:
-        """What rows are made ready for."""
-        return self._shape
-
     def __iter__(self) -> Iterator[ChainState]:
-        return iter(list(self._lanes.values()))
+        return iter(list(self._states.values()))
 
     def get(self, chain: Chain) -> ChainState | None:
-        """The lane of `chain`; None if it has none."""
-        return self._lanes.get(chain)
+        return self._states.get(chain)
+
+    def is_current(self, state: ChainState) -> bool:
+        """Whether it was not made anew: what was found for a former one counts for nobody."""
+        return self._states.get(state.chain) is state
 
     def pairs(self) -> list[tuple[str, str]]:
         """The (site, feed) that may flow in."""
         return list(self._sources)
-
-    def allows(self, chain: Chain) -> bool:
-        """Whether the chain may flow in."""
-        return (chain.site, chain.feed) in self._sources
 
     def preparer(self, chain: Chain) -> Preparer:
         """What makes the rows of `chain` ready. Raises ConfigError for a chain that may not flow in."""
         source = self._sources.get((chain.site, chain.feed))
         if source is None:
             raise ConfigError(
-                f"target {self._settings.stream}: sources: expected {chain.site}/{chain.feed}, found none",
+                f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none",
                 hint=ways(
                     (
                         "an intent holds rows of it: list it again until it ran once; or drop the rest of it",
@@ -283,74 +331,68 @@ class ChainRegistry:
                 ),
                 code="E-SOURCES",
             )
-        return Preparer(chain, rule_of(source), self._shape)
+        return Preparer(chain, rule_of(source), self.limits)
 
     def source(self, chain: Chain) -> SourceSettings:
         """The source entry of a chain that may flow in."""
         return self._sources[chain.site, chain.feed]
 
-    def reshape(self, shape: TargetLimits) -> None:
-        """The target takes other messages than before: rows are prepared for it as it is now."""
-        if shape == self._shape:
-            return
-        self._shape = shape
-        for lane in self._lanes.values():
-            lane.preparer = self.preparer(lane.chain)
+    async def renew_limits(self) -> None:
+        """Have rows prepared for the target as it is now. Raises what asking it raises."""
+        limits = await self._ask_limits() if self._ask_limits else self.limits
+        if limits != self.limits:
+            self.limits = limits
+            for state in self:
+                state.preparer = self.preparer(state.chain)
 
-    def add(self, chain: Chain, positions: Positions) -> ChainState | None:
-        """The lane of `chain`, made if it is new; None for a chain that may not flow in."""
-        if not self.allows(chain):
+    def add(self, chain: Chain) -> ChainState | None:
+        """The state of `chain`, made if it is new; None for a chain that may not flow in."""
+        if (chain.site, chain.feed) not in self._sources:
             return None
-        lane = self._lanes.get(chain)
-        if lane is None:
-            lane = self._lanes[chain] = self._lane(chain, positions)
+        if chain not in self._states:
             partition = str(chain.partition)
             begin("ingress_", target=self.target, site=chain.site, feed=chain.feed, partition=partition)
-        return lane
+        return self._states.get(chain) or self.renew(chain, self.positions or {})
 
     def archive(self, chain: Chain, end: int) -> None:
         """The chain's coverage ends at `end`, as its tail says."""
         self._archived[chain] = end
-        if lane := self._lanes.get(chain):
-            lane.archived = end
+        if state := self._states.get(chain):
+            state.archived = end
 
-    def reset(self, positions: Positions) -> list[ChainState]:
-        """Make all lanes anew, standing at `positions`; those that may be looked at at once."""
-        former, self._lanes = self._lanes, {}
-        for chain, lane in former.items():
-            self._lanes[chain] = self._lane(chain, positions)
-            self._lanes[chain].is_due = lane.is_due
-        return [lane for lane in self._lanes.values() if not lane.is_due]
+    def reset(self, positions: Mapping[Chain, int]) -> None:
+        """Make all states anew, standing at `positions`."""
+        self.positions = positions
+        former, self._states = self._states, {}
+        for chain in former:
+            self.renew(chain, positions)
 
-    def renew(self, lane: ChainState, positions: Positions) -> ChainState:
-        """A lane of the same chain in place of `lane`, standing at `positions`; what was read for the former
-        belongs to nobody.
+    def renew(self, chain: Chain, positions: Mapping[Chain, int]) -> ChainState:
+        """A state in place of the former one, standing at `positions`; what was read for that belongs to
+        nobody.
         """
-        renewed = self._lanes[lane.chain] = self._lane(lane.chain, positions)
-        return renewed
-
-    def _lane(self, chain: Chain, positions: Positions) -> ChainState:
         archived = self._archived.get(chain, 0)
-        lane = ChainState(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
-        lane.end = self._end(chain, positions)
+        state = ChainState(chain, self.preparer(chain), positions.get(chain, 0), archived=archived)
+        state.end = self._end(chain, positions)
         # A tail tells whether there is more to be found; without one only all levels do.
-        lane.look_everywhere = archived == 0
-        return lane
+        state.look_everywhere = archived == 0
+        self._states[chain] = state
+        return state
 
     # Incarnations
 
     def needs_previous(self) -> list[Chain]:
         """One chain of each incarnation above 0 whose `stream.json` was not read yet."""
-        found = {_whole(chain): chain for chain in self._lanes if chain.incarnation}
+        found = {_whole(chain): chain for chain in self._states if chain.incarnation}
         return [chain for whole, chain in found.items() if whole not in self._previous]
 
-    def set_previous(self, chain: Chain, previous: Mapping[int, int] | None, positions: Positions) -> None:
+    def set_previous(self, chain: Chain, previous: Mapping[int, int] | None) -> None:
         """What `stream.json` of the chain's incarnation says of the ends of the one before
         (None: nothing).
         """
         self._previous[_whole(chain)] = previous
-        for lane in self._lanes.values():
-            lane.ends_at(self._end(lane.chain, positions))
+        for state in self._states.values():
+            state.ends_at(self._end(state.chain, self.positions or {}))
 
     def cannot_read(self, chain: Chain, why: str) -> bool:
         """`stream.json` of the chain's incarnation is there and cannot be read; whether that is news."""
@@ -358,7 +400,7 @@ class ChainRegistry:
         self._unread[_whole(chain)] = why
         return is_news
 
-    def _end(self, chain: Chain, positions: Positions) -> int | None:
+    def _end(self, chain: Chain, positions: Mapping[Chain, int]) -> int | None:
         """Where the chain's incarnation ended; None while it has not, as far as known."""
         previous = self._previous.get(_whole(chain.next_incarnation()))
         if previous is not None:
@@ -370,34 +412,30 @@ class ChainRegistry:
         # The next one has begun: what appears behind is reported, never delivered by itself.
         return positions.get(chain, 1) - 1 if later else None
 
-    def obstacle(self, lane: ChainState, positions: Positions) -> str:
-        """What keeps a lane from beginning, and passes by itself; empty if nothing does."""
-        chain = lane.chain
+    def obstacle(self, chain: Chain) -> str:
+        """What keeps a chain from beginning, and passes by itself; empty if nothing does."""
         if chain.incarnation == 0:
             return ""
         if _whole(chain) not in self._previous:
             return self._unread.get(_whole(chain), "stream.json is not there yet")
-        previous = self._previous[_whole(chain)]
-        if previous is None:
-            return ""
-        left = unfinished(chain, previous, positions)
+        left = unfinished(chain, self._previous[_whole(chain)] or {}, self.positions or {})
         return "; ".join(f"{before} stands at {at} and ends at {end}" for before, (at, end) in left.items())
 
     def check_may_begin(self, chain: Chain, first: int) -> None:
         """Raises Stopped where an operator decides whether an incarnation begins. `first`: where it would."""
         if chain.incarnation == 0:
             return
-        begin = set_position(self._settings.stream, chain, first)
+        begin_at = set_position(self.target, chain, first)
         if self._previous.get(_whole(chain)) is None:
             raise Stopped(
                 f"chain {chain}: stream.json: expected the ends of the incarnation before, found none",
-                hint=ways(("to begin it all the same", begin)),
+                hint=ways(("to begin it all the same", begin_at)),
                 code="E-INCARNATION",
             )
         if self._settings.on_new_incarnation == "halt":
             raise Stopped(
                 f"chain {chain}: a new incarnation begins at {first}",
-                hint=ways(("to go on with it", begin)),
+                hint=ways(("to go on with it", begin_at)),
                 code="E-INCARNATION",
             )
 
@@ -405,142 +443,3 @@ class ChainRegistry:
 def _whole(chain: Chain) -> Chain:
     """The same for all partitions of an incarnation."""
     return Chain(chain.site, chain.feed, chain.incarnation)
-
-
-ATTEND = 2.0  # seconds between two looks at what operators have decided
-
-AskShape = Callable[[], Awaitable[TargetLimits]]
-
-
-class Decisions(Protocol):
-    """Who knows what operators have decided (`ingress.chains.pauses.PauseStore`)."""
-
-    async def read(self) -> Pauses: ...
-
-
-class PauseWatcher:
-    """Keeps the lanes' `paused` and `stopped` as they are to be.
-
-    `shape`: asks the target anew what it takes, for chains that stopped because of it (None: it never
-    changes). `decisions`: which chains are paused (None: none ever is). `look_at_stopped`: seconds. `wake`:
-    has a lane looked at. `hold`: drops what is ready of a lane, and makes it anew behind what was taken.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        roster: ChainRegistry,
-        clock: Clock,
-        shape: AskShape | None,
-        decisions: Decisions | None,
-        look_at_stopped: float,
-        *,
-        wake: Callable[[ChainState], None],
-        hold: Callable[[ChainState], ChainState],
-    ) -> None:
-        self._target, self._roster, self._clock = target, roster, clock
-        self._ask_shape, self._decisions, self._look_at_stopped = shape, decisions, look_at_stopped
-        self._wake, self._hold = wake, hold
-        self._decided: Pauses | None = None if decisions else Pauses()
-        self._unread = ""  # why the decisions could not be read the last time
-
-    @property
-    def is_informed(self) -> bool:
-        """Whether it is known which chains are paused; before, none may run."""
-        return self._decided is not None
-
-    async def run(self) -> None:
-        """Look after them for ever."""
-        while True:
-            await self._clock.sleep(ATTEND)
-            await self.attend()
-
-    async def attend(self) -> None:
-        """See what operators have decided, and look again at what has been stopped for long enough."""
-        await self.read()
-        now = self._clock.monotonic()
-        await self._retry([lane for lane in self._roster if lane.stopped and now >= lane.retry_at])
-
-    async def begin(self) -> None:
-        """Return when it is known which chains are paused. Raises Stopped where that value is spoiled."""
-        while not self.is_informed:
-            await self.read()
-            if not self.is_informed:
-                await self._clock.sleep(ATTEND)
-
-    async def read(self) -> None:
-        """Take over what is decided; it stays as it was where that cannot be read now."""
-        if self._decisions is None:
-            return
-        try:
-            decided = await self._decisions.read()
-        except FloeError as error:
-            if self._decided is None and isinstance(error, Stopped):
-                raise
-            self._tell_unread(str(error))
-            return
-        self._unread = ""
-        former, self._decided = self._decided or Pauses(), decided
-        self.mark(self._roster)
-        if former != decided:
-            await self._retry(lane for lane in self._roster if _is_asked_for(lane.chain, former, decided))
-
-    def _tell_unread(self, why: str) -> None:
-        if why != self._unread:
-            log.warning("decisions not readable", action="decisions", target=self._target, error=why)
-        self._unread = why
-
-    def mark(self, lanes: Iterable[ChainState]) -> None:
-        """Have `lanes` paused or not as it is decided."""
-        for lane in lanes:
-            paused = self._decided is not None and lane.chain in self._decided.paused
-            if paused == lane.paused:
-                continue
-            what = "chain paused" if paused else "chain resumed"
-            log.info(what, action="pause", target=self._target, **lane.chain.log_context())
-            current = self._hold(lane) if paused else lane
-            current.paused = paused
-            self._wake(current)
-
-    def stop(self, lane: ChainState, error: FloeError) -> None:
-        """Nothing more of the lane is carried until it is looked at again; told once for each reason."""
-        told = _with_way_out(error, hints.resume(self._target, lane.chain))
-        if lane.stop(told, self._clock.monotonic() + self._look_at_stopped):
-            context = lane.chain.log_context()
-            log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
-
-    async def _retry(self, lanes: Iterable[ChainState]) -> None:
-        """Look again at chains, by what the target takes now."""
-        wanted = list(lanes)
-        if any(lane.stopped for lane in wanted) and not await self._reshape():
-            return
-        for lane in wanted:
-            if self._roster.get(lane.chain) is lane:
-                lane.retry(self._clock.monotonic() + self._look_at_stopped)
-                self._wake(lane)
-
-    async def _reshape(self) -> bool:
-        """Prepare rows for the target as it is now; whether that could be asked."""
-        if self._ask_shape is None:
-            return True
-        try:
-            self._roster.reshape(await self._ask_shape())
-        except FloeError as error:
-            log.warning("target not readable", action="shape", target=self._target, error=str(error))
-            return False
-        return True
-
-
-def _is_asked_for(chain: Chain, former: Pauses, decided: Pauses) -> bool:
-    """Whether an operator has just resumed the chain."""
-    return chain in decided.resumed and decided.resumed[chain] != former.resumed.get(chain)
-
-
-def _with_way_out(error: FloeError, look_again: str) -> FloeError:
-    """The error; where its hint names no command, with the one that has the chain looked at at once."""
-    if "floe " in error.hint:
-        return error
-    then = ways(("then, to have it looked at at once", look_again))
-    told = FloeError(error.message, hint=ways(error.hint, then) if error.hint else then, code=error.code)
-    told.exit_code = error.exit_code
-    return told

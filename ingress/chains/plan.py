@@ -17,7 +17,7 @@ from common.settings.types import format_duration
 
 
 class Phase(StrEnum):
-    """Where a chain stands."""
+    """Where a chain stands: the first six by its plan alone, all of them in `ChainState`."""
 
     READY = "ready"  # rows can be carried now
     IDLE = "idle"  # everything that is archived is carried
@@ -25,6 +25,13 @@ class Phase(StrEnum):
     LOST = "lost"  # a hole that has been late for too long, and an operator is to decide
     DAMAGED = "damaged"  # only damaged segments would continue
     DONE = "done"  # its incarnation ended and everything up to there is carried
+    BEGINNING = "beginning"  # it is not known where it begins
+    LOOKING = "looking"  # nothing is planned
+    OMITTING = "omitting"  # what it leaves out before it begins goes next
+    PASSING = "passing"  # what is given up of a hole goes next
+    FAILED = "failed"  # the last turn did not come to its end
+    STOPPED = "stopped"  # for a reason that an operator has to deal with
+    PAUSED = "paused"  # by an operator
 
 
 @dataclass(frozen=True, slots=True)

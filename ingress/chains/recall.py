@@ -19,9 +19,10 @@ from ingress.chains.search import covering
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.hints import set_command
 from ingress.parked import ParkedName, ParkedStore, digest_of
+from ingress.rows.ahead import ByteBudget
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
-from ingress.rows.rows import Block, ByteBudget, Rows
+from ingress.rows.rows import Block, Rows
 
 log = get_logger("ingress.chains.recall")
 
@@ -37,11 +38,11 @@ class Recall:
         store: SegmentStore,
         threads: Threads,
         budget: ByteBudget,
-        roster: ChainRegistry,
+        chains: ChainRegistry,
         relays: Relays,
         parked: ParkedStore | None = None,
     ) -> None:
-        self._store, self._threads, self._budget, self._roster = store, threads, budget, roster
+        self._store, self._threads, self._budget, self._chains = store, threads, budget, chains
         self._relays, self._parked = relays, parked
         self._decoder = Decoder(store, threads, budget)
 
@@ -75,10 +76,10 @@ class Recall:
         """A row of the open intent that the target takes no more: what is done about a chain cannot help,
         since the intent is finished as it stands.
         """
-        message, target = f"{error.message}; the row is part of the open intent", self._roster.target
+        message, target = f"{error.message}; the row is part of the open intent", self._chains.target
         drop = set_command(target, "--accept --yes")
         if error.code != "E-SUBJECT":
-            message += f"; max_payload of the server is {self._roster.shape.max_payload}"
+            message += f"; max_payload of the server is {self._chains.limits.max_payload}"
             return Stopped(message, hint=oversize_hint(target), code="E-OVERSIZE-INTENT")
         return Stopped(
             message,
@@ -123,7 +124,7 @@ class Recall:
 
     async def _preparer(self, chain: Chain, leaves_out: frozenset[int]) -> Preparer:
         """What makes rows of the chain ready; it leaves out exactly `leaves_out`, whatever the limits are."""
-        preparer = self._roster.preparer(chain)
+        preparer = self._chains.preparer(chain)
         preparer.relay = await self._relays.of(chain)
         preparer.leaves_out = leaves_out
         return preparer
@@ -205,7 +206,7 @@ class Recall:
             raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
 
     def _lost(self, piece: IntentPiece, why: str) -> Stopped:
-        drop = set_command(self._roster.target, "--accept")
+        drop = set_command(self._chains.target, "--accept")
         return Stopped(
             f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
             hint=ways(

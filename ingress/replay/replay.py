@@ -257,7 +257,7 @@ class Carrying:
     def _roster(self, info: StreamInfo) -> ReplayRoster:
         settings = target_settings(self._receipt.request)
         shape = shape_of(self._around.client, info, settings)
-        return ReplayRoster(settings, shape, self._receipt.request)
+        return ReplayRoster(settings, shape, self._receipt.request, self._shape)
 
     async def _shape(self) -> TargetLimits:
         """What the target takes now. Raises as looking at it."""
@@ -308,7 +308,7 @@ class Carrying:
             ReplayChoices(self._advice), keeper, looker, self._tenures, around.clock, spacing
         )
         hint = self._advice.refused("E-MSG-TOO-LARGE")
-        limits = ServerLimits(around.client, roster, self._shape, source.reset, hint)
+        limits = ServerLimits(around.client, roster, source.reset, hint)
         return Delivery(name, keeper, settler, publisher, source, around.clock, limits=limits)
 
 

@@ -26,14 +26,15 @@ from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.subjects import matches
 from common.tasks import Stop, end, first_of
-from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.chain_state import AskLimits, ChainRegistry
 from ingress.chains.recall import Recall
 from ingress.checkpoint import MAX_BYTES, MAX_PIECES, MAX_ROWS, Gap, Intent, IntentPiece
 from ingress.replay.plan import ChainRange
 from ingress.replay.request import Advice, Request
+from ingress.rows.ahead import ByteBudget
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Prepared, Preparer, TargetLimits
-from ingress.rows.rows import Block, ByteBudget, Rows
+from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import SubjectRule
 
 log = get_logger("ingress.replay.source")
@@ -57,8 +58,10 @@ class ReplayPreparer(Preparer):
 class ReplayRoster(ChainRegistry):
     """Gives out preparers for one request."""
 
-    def __init__(self, settings: TargetSettings, shape: TargetLimits, request: Request) -> None:
-        super().__init__(settings, shape)
+    def __init__(
+        self, settings: TargetSettings, limits: TargetLimits, request: Request, ask_limits: AskLimits
+    ) -> None:
+        super().__init__(settings, limits, ask_limits)
         self._request = request
 
     def preparer(self, chain: Chain) -> ReplayPreparer:
@@ -66,7 +69,7 @@ class ReplayRoster(ChainRegistry):
         request = self._request
         mark = b"%b: %b" % (REPLAY, request.digest.encode()) if request.into_source else b""
         rule = SubjectRule(request.prefix.encode())
-        return ReplayPreparer(chain, rule, self.shape, mark, request.subjects)
+        return ReplayPreparer(chain, rule, self.limits, mark, request.subjects)
 
 
 def target_settings(request: Request) -> TargetSettings:
@@ -140,17 +143,18 @@ class ReplaySource:
 
     # For whoever publishes
 
-    async def take(self, stop: Stop) -> Rows | None:
-        """Everything that is ready, as far as one intent holds it; None once `stop` is set.
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
+        """Everything that is ready, as far as one intent holds it; None once `stop` is set, or where nothing
+        came in `seconds`.
 
         At the end of the ranges `finished` is set, and nothing is ready any more.
         """
-        while not self._ready and not stop.is_set:
+        if not self._ready and not stop.is_set:
             if self._ended:
                 self.finished.set()
             self._changed.clear()
-            await first_of(self._changed.wait(), stop.wait())
-        return None if stop.is_set else Rows(list(self._taken()))
+            await first_of(self._changed.wait(), stop.wait(), seconds=seconds)
+        return None if stop.is_set or not self._ready else Rows(list(self._taken()))
 
     def _taken(self) -> Iterator[Block]:
         rows = size = pieces = 0

@@ -48,7 +48,7 @@ class Centre:
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
         self.supply = Prefetcher(
-            "FLEET", roster, archive.store, archive.documents, self.threads, SystemClock(), memory
+            roster, archive.store, archive.documents, self.threads, SystemClock(), memory
         )
 
     @asynccontextmanager
@@ -66,7 +66,9 @@ class Centre:
             self.threads.close()
 
     async def _carry(self) -> None:
-        while (rows := await self.supply.take(Stop())) is not None:
+        while True:
+            if (rows := await self.supply.take(Stop(), 1.0)) is None:
+                continue
             self.stored = advanced(self.stored, rows.pieces())
             self.order += [
                 (block.piece.chain, block.piece.count)
@@ -111,7 +113,7 @@ async def test_a_hole_at_the_very_beginning_waits_and_is_passed_once_it_is_accep
     archive.put(rows_of(11, 20))
     async with Centre(archive).running() as centre:
         await centre.look()
-        await soon(lambda: centre.supply.roster.get(CHAIN).plan.hole == SequenceRange(1, 10))
+        await soon(lambda: centre.supply.chains.get(CHAIN).plan.hole == SequenceRange(1, 10))
         archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
         await centre.reaches({CHAIN: 21})
     assert centre.order == [(CHAIN, 10)]
@@ -126,7 +128,7 @@ async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next
     patient, hasty = Centre(archive), Centre(archive, lost_segment_timeout="1s", on_lost="skip")
     async with patient.running():
         await patient.reaches({CHAIN: 11})
-        await soon(lambda: patient.supply.roster.get(CHAIN).plan.hole == SequenceRange(11, 20))
+        await soon(lambda: patient.supply.chains.get(CHAIN).plan.hole == SequenceRange(11, 20))
         assert LATER not in patient.stored
     async with hasty.running():
         await hasty.reaches({CHAIN: 21, LATER: 6})

@@ -46,7 +46,6 @@ from egress.uploader import Uploader
 from egress.watchdog import Expiry
 from infra.local.nats import NatsServer
 from ingress import target
-from ingress.chains.chain_state import PauseWatcher
 from ingress.chains.prefetch import Prefetcher
 from ingress.discovery import discovery
 from ingress.discovery.discovery import Discovery
@@ -330,7 +329,7 @@ async def test_whatever_fails_in_ingress_begins_again(
         ("target", [(Replies, "_sink")]),  # called by the connection, in the middle of a batch
         ("target", [(Prefetcher, "_turn")]),  # in a side task of the target, as the next four
         ("target", [(Target, "_watch"), (Prefetcher, "_turn")]),  # called once for each beginning
-        ("target", [(PauseWatcher, "attend")]),
+        ("target", [(Prefetcher, "attend")]),
         ("target", [(Retries, "look")]),
         ("target", [(PositionsReport, "look")]),
         ("discovery", [(Discovery, "look")]),

@@ -108,12 +108,10 @@ class World:
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
         roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
-        supply = Prefetcher(
-            "FLEET", roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self
-        )  # type: ignore[arg-type]
-        supply._decoder = self  # type: ignore[assignment]
-        giving_up = supply._lookout.giving_up
-        self._give_up, giving_up.give_up = giving_up.give_up, self.give_up  # type: ignore[method-assign]
+        supply = Prefetcher(roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
+        supply.decoder = self  # type: ignore[assignment]
+        gaps = supply.locator.gaps
+        self._give_up, gaps.give_up = gaps.give_up, self.give_up  # type: ignore[method-assign]
         self.supply = supply
         supply.reset({})
 
@@ -134,7 +132,9 @@ class World:
             end = self.rng.randint(begin, rows.last)
             piece = IntentPiece(ref.segment, SequenceRange(begin, end), end - begin + 1)
             emit(Block(piece, None, 100))
-            self.supply._budget.force(100)  # the real one does before, and gives back where nobody wants it
+            self.supply.ahead.budget.force(
+                100
+            )  # the real one does before, and gives back where nobody wants it
             begin = end + 1
         return None
 
@@ -215,22 +215,22 @@ class World:
             for chain in (CHAIN, LATER):
                 self.supply.found(chain, self.rng.choice([None, 0, LAST]))
             await self.supply.tick()
-            await self.supply._attendant.attend()
+            await self.supply.attend()
             for _ in range(QUIET):
                 await asyncio.sleep(0)
             await self.carry()
 
     async def carry(self) -> None:
-        while self.supply.ready():
-            rows = await self.supply.take(Stop())
+        while list(self.supply.ahead):
+            rows = await self.supply.take(Stop(), 1.0)
             assert rows is not None
             pieces = rows.pieces()
             if self.rng.random() < 0.1:
                 # A pause and its end while the intent is open: what is taken already is not read again.
                 self.pauses = self.pauses.pause(CHAIN, Pause("now"))
-                await self.supply._attendant.attend()
+                await self.supply.attend()
                 self.pauses = self.pauses.resume(CHAIN, str(self.clock.now()))
-                await self.supply._attendant.attend()
+                await self.supply.attend()
                 for _ in range(QUIET):
                     await asyncio.sleep(0)
             self.positions = advanced(self.positions, pieces)
@@ -257,7 +257,7 @@ class World:
         assert carried == sorted(set(carried))
         assert not passed & set(carried)
         assert passed | set(carried) == set(range(1, last + 1))
-        assert self.supply._budget.used == 0
+        assert self.supply.ahead.budget.used == 0
 
 
 def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:
@@ -276,7 +276,7 @@ async def live(seed: int, skip: bool) -> None:
     rng = random.Random(seed)
     world = World(rng, skip)
     waiting = archive_of(rng, CHAIN, LAST) + archive_of(rng, LATER, LATER_LAST)
-    tasks = [asyncio.create_task(world.supply._take_turns()) for _ in range(3)]
+    tasks = [asyncio.create_task(world.supply.take_turns()) for _ in range(3)]
     try:
         for _ in range(60):
             world.happens(waiting)

@@ -277,7 +277,7 @@ class FakeSupply:
         self.at: dict[Chain, int] = {}
         self.recall = self
 
-    async def take(self, stop: Stop) -> Rows | None:
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
         await self.host.world.gates.step(self.host.name)
         blocks = []
         for _ in range(self.rng.randint(1, 4)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ingress.rows.rows import ByteBudget
+from ingress.rows.ahead import ByteBudget
 
 
 async def turn() -> None:

@@ -86,7 +86,7 @@ class World:
 
     # Rows
 
-    async def take(self, stop: Stop) -> Rows | None:
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
         """As the real ones: nothing is waited for where rows are ready."""
         assert self.published < 50, "it never stops"
         self.next += 1

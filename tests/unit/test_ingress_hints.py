@@ -15,7 +15,8 @@ from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from ingress import checkpoint_store as state_module
 from ingress import hints as advice
-from ingress.chains.chain_state import ChainRegistry, _with_way_out
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.prefetch import with_way_out
 from ingress.chains.recall import Recall
 from ingress.checkpoint_store import from_json
 from ingress.publishers.choose import choose
@@ -88,7 +89,7 @@ def of_chains() -> Iterator[str]:
         yield recall._refused(refused).hint
     yield advice.way_out(CHAIN, HOLE)
     for hint in ("", "mend it"):
-        error = _with_way_out(FloeError("x", hint=hint), advice.resume("FLEET", CHAIN))
+        error = with_way_out(FloeError("x", hint=hint), advice.resume("FLEET", CHAIN))
         yield error.hint
 
 

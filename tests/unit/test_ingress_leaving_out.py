@@ -17,9 +17,10 @@ from ingress.chains.recall import Recall
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import from_json, to_json
 from ingress.parked import ParkedStore
+from ingress.rows.ahead import ByteBudget
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import TargetLimits
-from ingress.rows.rows import Block, ByteBudget, Rows
+from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting
 from tests.ingress_world import CHAIN, Archive
 from tests.segment_files import message

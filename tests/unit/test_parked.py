@@ -164,7 +164,7 @@ class Supply:
     def offer(self, block: Block) -> None:
         self.ready.append(block)
 
-    async def take(self, _stop: Stop) -> Rows | None:
+    async def take(self, _stop: Stop, _seconds: float) -> Rows | None:
         rows, self.ready = self.ready, []
         return Rows(rows) if rows else None
 
@@ -204,7 +204,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     for sequence in (5, 6, 7, 5):
         source.offer(again(sequence))
 
-    rows = await source.take(Stop())
+    rows = await source.take(Stop(), 1.0)
 
     assert rows is not None
     assert [block.piece.rows.first for block in rows.blocks] == [5]
@@ -213,7 +213,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
     assert source.offered_bytes == 0
     source.offer(again(5))
-    assert await source.take(Stop()) is None
+    assert await source.take(Stop(), 1.0) is None
     assert supply.released == 400
 
 
@@ -225,7 +225,7 @@ async def test_what_a_reset_drops_may_be_offered_again(parked: ParkedStore, thre
     source.reset({})
 
     assert not source.is_offered(parked.name(CHAIN, 5))
-    assert await source.take(Stop()) is None
+    assert await source.take(Stop(), 1.0) is None
 
 
 async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
