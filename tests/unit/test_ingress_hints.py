@@ -79,13 +79,13 @@ def of_chains() -> Iterator[str]:
     yield raised(lambda: roster.preparer(CHAIN))
     later = Chain("us-east", "NODES", 1)
     yield raised(lambda: roster.check_may_begin(later, 7))
-    roster.set_previous(later, {0: 7}, {})
+    roster.set_previous(later, {0: 7})
     yield raised(lambda: roster.check_may_begin(later, 7))
     for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
         yield way_out(CHAIN, "FLEET", code, 7)
         refused: Any = Stopped("x", code=code)
         recall: Any = Recall.__new__(Recall)
-        recall._roster = roster
+        recall._chains = roster
         yield recall._refused(refused).hint
     yield advice.way_out(CHAIN, HOLE)
     for hint in ("", "mend it"):
