@@ -49,7 +49,7 @@ from ingress.chains.search import next_stretches
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, Request
-from tests.counting_store import CountingObjects
+from tests.support.stores import CountingObjects
 
 CHAIN, LAYOUT = Chain("bench", "BENCH"), Layout("data")
 NEW, OLD = 900_000, 100_000  # segments of level 0, and of level 1 before them

@@ -34,10 +34,10 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.open import load_settings, open_chains
 from common.segments.documents import ChainDocument, StreamDocument
-from tests.notifying import Notifying
 from tests.scenarios.processes import Service
-from tests.segment_files import message, write_segment
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.segments import message, write_segment
+from tests.support.servers import Notifying
 
 COUNT = 400_000
 CHAINS = 10

@@ -25,7 +25,7 @@ from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios.processes import Service
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
 
 STREAM = "BENCH"
 CHAIN = Chain("bench", STREAM)

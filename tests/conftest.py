@@ -15,8 +15,7 @@ from common.errors import FloeError
 from common.service import logs
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
-from tests.hints import problems_of
-from tests.support import SharedS3
+from tests.support.basics import SharedS3, problems_of
 
 # A developer's credentials or proxies must neither help nor hurt a test.
 _KEPT = ("FLOE_SEED", "FLOE_NATS_SERVER_")  # the seed of a run, older servers

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra.local.process import spawn
-from tests.support import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.servers

@@ -23,10 +23,10 @@ from common.tasks import Stop
 from egress.service import EgressService as Egress
 from infra.local.nats import NatsServer
 from ingress.service import Controller
-from tests.egress_bench import QUICK
-from tests.ingress_world import client_of, count_in
 from tests.scenarios.processes import Service
-from tests.support import PATIENCE, seeded, soon
+from tests.support.basics import PATIENCE, seeded, soon
+from tests.support.egress import QUICK
+from tests.support.ingress import client_of, count_in
 
 pytestmark = pytest.mark.servers
 

@@ -27,13 +27,13 @@ from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
 from infra.oracle import Trace, archived, compare, prefixed, source_trace, target_traces
-from tests.clusters import placing
-from tests.oracle_targets import compare_target
 from tests.scenarios.judge import PREFIX, carried
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
-from tests.support import PATIENCE, seeded, soon
+from tests.support.basics import PATIENCE, seeded, soon
+from tests.support.oracle import compare_target
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 

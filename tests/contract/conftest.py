@@ -8,8 +8,8 @@ import pytest
 
 from common.jetstream.client import FloeClient
 from ingress.publishers.choose import PUBLISHERS
-from tests.ingress_world import client_of
-from tests.publisher_bench import new_stream
+from tests.support.ingress import client_of
+from tests.support.publishers import new_stream
 
 
 @pytest.fixture(params=list(PUBLISHERS))

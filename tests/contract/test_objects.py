@@ -21,7 +21,7 @@ from common.objects.open import layout_of, open_objects, verifies_checksums
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
 from common.objects.s3 import S3Objects, S3Options
 from common.settings.root import StoreSettings
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
 
 Body = Callable[[bytes], bytes | Path]
 

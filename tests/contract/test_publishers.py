@@ -10,9 +10,9 @@ import pytest
 from common.jetstream.client import FloeClient, frame
 from ingress.publishers.publisher import Expected, Outcome, UnknownOutcome, judge_ack
 from ingress.rows.prepare import PUBLISHER_LINES
-from tests.ingress_world import arrived
-from tests.publisher_bench import check, check_row, last_of, new_stream, publisher, rows_for
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.ingress import arrived
+from tests.support.publishers import check, check_row, last_of, new_stream, publisher, rows_for
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2500, "atomic": 2500, "single": 60}

@@ -12,9 +12,9 @@ from infra.local.nats import NatsServer, nats_server_binary
 from ingress.publishers.choose import choose, offered
 from ingress.publishers.fast import AHEAD, MOST_FLOW, WINDOW_BYTES, FastPublisher, flow_of
 from ingress.publishers.publisher import Outcome, UnknownOutcome
-from tests.ingress_world import arrived, client_of
-from tests.publisher_bench import carry, check, last_of, new_stream, publisher, rows_for
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.ingress import arrived, client_of
+from tests.support.publishers import carry, check, last_of, new_stream, publisher, rows_for
 
 pytestmark = pytest.mark.servers
 

@@ -14,10 +14,10 @@ from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsCluster, NatsServer
 from ingress.publishers.choose import PUBLISHERS
 from ingress.publishers.publisher import Outcome
-from tests.clusters import placing
-from tests.ingress_world import arrived, client_of
-from tests.publisher_bench import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import arrived, client_of
+from tests.support.publishers import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2000, "atomic": 2000, "single": 150}

@@ -12,9 +12,9 @@ import pytest
 
 from common.jetstream.kv import KeyValue
 from egress.feed import lease_key
-from tests.egress_bench import Bench, connected
-from tests.egress_process import Process, processes
-from tests.support import SharedS3, at_length, seeded, soon, unique
+from tests.support.basics import SharedS3, at_length, seeded, soon, unique
+from tests.support.egress import Bench, connected
+from tests.support.egress_process import Process, processes
 
 
 @pytest.fixture

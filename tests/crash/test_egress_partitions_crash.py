@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from infra.local.process import spawn
-from tests.commands import ROOT, configuration
-from tests.egress_bench import Bench, connected
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import PATIENCE, at_length, seeded, soon, unique
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.commands import ROOT, configuration
+from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
 
 SUBJECTS = ["0.a", "1.a", "2.a"]
 
@@ -36,7 +35,7 @@ def host(bench: Bench, feed: dict[str, Any], failpoints: str = "") -> Iterator[s
     log = bench.root / f"{unique('host')}.log"
     with log.open("wb") as out:
         process = spawn(
-            [sys.executable, "-m", "tests.egress_runner", str(configuration(bench, feed))],
+            [sys.executable, "-m", "tests.support.egress_process", str(configuration(bench, feed))],
             cwd=ROOT,
             env={**os.environ, "FLOE_FAILPOINTS": failpoints},
             stdout=out,

@@ -10,8 +10,8 @@ import pytest
 
 from common.jetstream.api import stream_info
 from tests.crash.test_egress_crash import Process, processes
-from tests.egress_bench import Bench, connected
-from tests.support import SharedS3, at_length, soon, unique
+from tests.support.basics import SharedS3, at_length, soon, unique
+from tests.support.egress import Bench, connected
 
 
 @pytest.fixture

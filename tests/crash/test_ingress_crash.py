@@ -13,9 +13,9 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.scenarios.processes import Service
-from tests.support import PATIENCE, at_length, seeded, soon, unique
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]

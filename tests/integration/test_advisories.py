@@ -19,9 +19,9 @@ from common.settings.service import NatsSettings
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.outbox import HIGH_WATER, ids_stored
 from infra.local.nats import NatsServer
-from tests.advisory_world import SECOND, World, connected, new, news, now_ns, running
-from tests.support import soon
-from tests.tcp_proxy import TcpProxy
+from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
+from tests.support.basics import soon
+from tests.support.proxies import TcpProxy
 
 HOUR = 3600 * SECOND
 

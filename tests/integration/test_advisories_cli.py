@@ -17,8 +17,8 @@ from common.jetstream.client import FloeClient, frame
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.cli import line_of
 from infra.local.process import spawn
-from tests.advisory_world import SECOND, World, connected, new, now_ns, running
-from tests.support import PATIENCE, soon
+from tests.support.advisories import SECOND, World, connected, new, now_ns, running
+from tests.support.basics import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 MINUTE = 60 * SECOND

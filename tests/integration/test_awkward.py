@@ -25,7 +25,7 @@ from infra.awkward import _delete as delete
 from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
 from infra.fleet import Fleet, read_facts
 from infra.oracle import compare, read_stream, source_trace, target_traces
-from tests.support import seeded, unique
+from tests.support.basics import seeded, unique
 
 pytestmark = pytest.mark.servers
 

@@ -10,8 +10,8 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.client import FloeClient
-from tests.commands import Done, floe, invoke
-from tests.ingress_world import Archive, Centre, arrived, client_of, rows_of
+from tests.support.commands import Done, floe, invoke
+from tests.support.ingress import Archive, Centre, arrived, client_of, rows_of
 
 OLD, NEW = Chain("us-east", "NODES"), Chain("us-east", "NODES", 1)
 

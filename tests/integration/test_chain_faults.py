@@ -24,11 +24,11 @@ from ingress.chains import prefetch as supply_module
 from ingress.chains.chain_state import Turn
 from ingress.chains.search import survey
 from ingress.chains.starts import Starts
-from tests.faulty_store import FaultyStore, raising
-from tests.ingress_world import CHAIN, PREFIX, Archive, rows_of
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import CHAIN, PREFIX, Archive, rows_of
+from tests.support.stores import FaultyStore, raising
 
 PART = Chain("us-east", "NODES", 0, 1)
 LATER = CHAIN.next_incarnation()

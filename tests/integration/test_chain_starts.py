@@ -13,9 +13,9 @@ from common.clock import ManualClock
 from common.errors import DataError
 from common.settings.service import StartSettings
 from ingress.chains.starts import Beginning, Start, Starts
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.segment_files import START_NS
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.segments import START_NS
 
 LATER = CHAIN.next_incarnation()
 OTHER = Chain("eu-west", "NODES")

@@ -21,11 +21,11 @@ from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import metrics
-from tests import ingress_world
-from tests.commands import floe
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support import ingress as ingress_world
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

@@ -22,8 +22,8 @@ from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Gap, advanced
 from ingress.rows.prepare import TargetLimits
 from ingress.rows.subjects import Accepting
-from tests.ingress_world import CHAIN, Archive, rows_of
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import CHAIN, Archive, rows_of
 
 LATER = CHAIN.next_incarnation()
 PARTS = [CHAIN, Chain("us-east", "NODES", 0, 1)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.clock import SystemClock
-from tests.egress_bench import Bench, connected
-from tests.support import unique
+from tests.support.basics import unique
+from tests.support.egress import Bench, connected
 
 pytestmark = pytest.mark.servers
 

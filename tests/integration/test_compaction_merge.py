@@ -21,8 +21,8 @@ from compaction.failures import UnreadableInput
 from compaction.merge import Merged, merge
 from compaction.plan import Output
 from compaction.supersede import Supersession, made_by
-from tests.compaction_archive import Archive, rows
-from tests.support import seeded
+from tests.support.basics import seeded
+from tests.support.compaction import Archive, rows
 
 # Kept for ever: whatever was allocated from it refers to it.
 COUNTING = pa.proxy_memory_pool(pa.default_memory_pool())

@@ -27,9 +27,8 @@ from compaction.spark import (
     with_retries,
 )
 from compaction.supersede import Supersession, made_by
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_refs import TestPolicy
-from tests.spark_session import SharedSpark, failing, kill_once, spark_session
+from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
+from tests.support.spark import SharedSpark, failing, kill_once, spark_session
 
 DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
 OTHER = Chain("eu-west", "NODES")

@@ -22,9 +22,8 @@ from common.service.process import Threads
 from ingress.discovery import discovery as module
 from ingress.discovery.discovery import MOST_NEW, Discovery
 from ingress.discovery.notifications import Notified
-from tests.faulty_store import FaultyStore, raising
-from tests.support import soon
-from tests.throwing import Throw
+from tests.support.basics import soon
+from tests.support.stores import FaultyStore, Throw, raising
 from tests.unit.test_notices import minio, segment_key
 
 LAYOUT = Layout("data")

@@ -16,10 +16,10 @@ from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.replay.drill import Trail, compare
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
 from tests.scenarios.processes import Service, run_floe
-from tests.segment_files import message
-from tests.support import PATIENCE, eventually, unique
+from tests.support.basics import PATIENCE, eventually, unique
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.segments import message
 
 FEED = ("--site", "us-east", "--feed", "NODES")
 

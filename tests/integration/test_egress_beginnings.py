@@ -15,11 +15,10 @@ from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
 from egress.archive import HighWaterMarks
-from tests.commands import paste
-from tests.egress_bench import Bench, connected
-from tests.egress_process import Process, processes
-from tests.partitions import feed_of
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import paste
+from tests.support.egress import Bench, connected, feed_of
+from tests.support.egress_process import Process, processes
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from egress.feed import lease_key
 from infra.local.nats import NatsServer
-from tests.egress_bench import Bench, connected
-from tests.faulty_store import FaultyStore, raising
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore, raising
 
 
 @pytest.fixture

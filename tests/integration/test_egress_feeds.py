@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.jetstream.api import parse_time
-from tests.egress_bench import Bench, connected
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
 
 
 @pytest.fixture

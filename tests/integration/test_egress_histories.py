@@ -21,10 +21,10 @@ from egress import consumers, metrics
 from egress.archive import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
-from tests.commands import paste
-from tests.disks import restore_disk, save_disk
-from tests.egress_bench import QUICK, SITE, Bench, connected
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import paste
+from tests.support.egress import QUICK, SITE, Bench, connected
+from tests.support.servers import restore_disk, save_disk
 
 
 @pytest.fixture

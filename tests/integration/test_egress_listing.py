@@ -20,9 +20,9 @@ from common.sequences import SequenceRange
 from common.service.process import Threads
 from egress.archive import Archive, ArchiveWalks
 from egress.deps import EgressTuning
-from tests.compaction_archive import CHAIN
-from tests.compaction_archive import Archive as Segments
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.compaction import CHAIN
+from tests.support.compaction import Archive as Segments
 
 
 class Counting(LocalObjects):

@@ -11,9 +11,8 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from egress.incarnations import Closing, End
-from tests.egress_bench import SITE, Bench, connected
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
 
 
 @pytest.fixture

@@ -17,12 +17,11 @@ from common.chain import Chain
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, archived, compare, source_trace
-from tests.commands import Done, configuration, floe, paste
-from tests.disks import restore_disk, save_disk
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_world import Archive, Centre, arrived, count_in
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import at_length, soon, unique
+from tests.support.basics import at_length, soon, unique
+from tests.support.commands import Done, configuration, floe, paste
+from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.ingress import Archive, Centre, arrived, count_in
+from tests.support.servers import restore_disk, save_disk
 
 
 @pytest.fixture

@@ -18,11 +18,10 @@ from egress.identity import Acceptances
 from egress.incarnations import Closings
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare, read_stream
-from tests.commands import configuration, floe, paste
-from tests.disks import restore_disk, save_disk
-from tests.egress_bench import Bench, connected
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import configuration, floe, paste
+from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.servers import restore_disk, save_disk
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from egress.consumers import WantedMessages, take
 from egress.init import initialise
 from egress.partition import Partition, partitions_of
 from infra.local.nats import NatsServer
-from tests.egress_bench import SITE, Bench, connected
-from tests.faulty_store import FaultyStore, raising
 from tests.scenarios.processes import run_floe
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, connected
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore, raising
 
 KINDS = ["workqueue", "interest"]
 

@@ -21,9 +21,9 @@ from egress import metrics
 from egress.advisories.advisory import parse
 from egress.init import initialise
 from infra.oracle import read_stream
-from tests.egress_bench import SITE, Bench, connected
-from tests.faulty_store import FaultyStore
-from tests.support import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.egress import SITE, Bench, connected
+from tests.support.stores import FaultyStore
 
 
 @pytest.fixture

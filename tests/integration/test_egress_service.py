@@ -18,8 +18,8 @@ from common.errors import ConfigError, Refused
 from egress.service import serve
 from infra.local.nats import NatsServer
 from infra.local.process import free_port, spawn
-from tests.egress_bench import Bench, connected
-from tests.support import SharedS3, eventually, soon, unique
+from tests.support.basics import SharedS3, eventually, soon, unique
+from tests.support.egress import Bench, connected
 
 ROOT = Path(__file__).parents[2]
 

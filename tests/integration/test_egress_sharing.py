@@ -25,10 +25,10 @@ from common.tasks import Stop, end, first_of
 from egress.deps import EgressTuning, Tuning
 from egress.service import share_site
 from infra.local.nats import NatsServer
-from tests.egress_bench import QUICK, SITE, Bench, Running, connected
-from tests.faulty_store import FaultyStore
-from tests.support import seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import seeded, soon, unique
+from tests.support.egress import QUICK, SITE, Bench, Running, connected
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore
 
 TTL = 1.5  # seconds
 SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)

@@ -14,10 +14,10 @@ import pytest
 from common.errors import Unavailable
 from common.service.metrics import REGISTRY
 from infra.local.nats import NatsServer
-from tests.egress_bench import QUICK, Bench, Running, connected
-from tests.faulty_store import FaultyStore, raising
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.egress import QUICK, Bench, Running, connected
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore, raising
 
 pytestmark = pytest.mark.servers
 

@@ -17,12 +17,11 @@ import yaml
 from common.segments.documents import StreamDocument
 from egress.deps import Confirming
 from infra.local.process import free_port
-from tests.commands import command_of, configuration, floe, paste
-from tests.egress_bench import QUICK, SITE, Bench, connected
-from tests.faulty_store import FaultyStore
 from tests.integration.test_egress_workers import parent
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import command_of, configuration, floe, paste
+from tests.support.egress import QUICK, SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.stores import FaultyStore
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
-from tests.egress_bench import QUICK, Bench, connected
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import QUICK, Bench, connected
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ import yaml
 
 from common.jetstream.kv import KeyValue, state_key
 from infra.local.process import free_port, spawn
-from tests.egress_bench import SITE, Bench, connected
-from tests.support import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.egress import SITE, Bench, connected
 
 ROOT = Path(__file__).parents[2]
 

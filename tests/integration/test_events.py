@@ -21,9 +21,9 @@ from infra.local.nats import NatsServer
 from ingress.discovery import notifications
 from ingress.discovery import notifications as nats_events
 from ingress.discovery.notifications import follow_queue, follow_subject
-from tests.ingress_world import client_of
-from tests.sqs_server import SqsServer
-from tests.support import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.ingress import client_of
+from tests.support.servers import SqsServer
 from tests.unit.test_notices import TEST_EVENT, amazon, sns
 
 pytestmark = pytest.mark.servers

@@ -13,8 +13,8 @@ from common.segments.checks import look_for_foreign
 from common.segments.documents import ChainDocument, ChainStore
 from common.settings.root import StoreSettings
 from compaction.verify import verify_chain
-from tests.compaction_archive import CHAIN, Archive
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
+from tests.support.compaction import CHAIN, Archive
 
 pytestmark = pytest.mark.servers
 

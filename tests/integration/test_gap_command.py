@@ -13,7 +13,7 @@ from common.chain import Chain
 from common.segments.quarantine import quarantine_command
 from common.sequences import SequenceRange
 from ingress.operator.holes import look_up, standing_at
-from tests.ingress_world import CHAIN, Archive, Centre, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
 LATER = CHAIN.next_incarnation()
 

@@ -24,9 +24,9 @@ from common.settings.egress import HeartbeatSettings
 from egress import heartbeats
 from egress.heartbeats import check_stored, header_block, heartbeat_key, next_due
 from infra.local.nats import NatsServer
-from tests.egress_bench import SITE, Bench, Running, connected
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Running, connected
+from tests.support.proxies import TcpProxy
 
 
 @pytest.fixture

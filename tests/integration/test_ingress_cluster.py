@@ -18,10 +18,10 @@ from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
 from ingress.buckets import service_replicas
 from ingress.replay.drill import Scratch
-from tests.clusters import placing
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
-from tests.replay_world import World
-from tests.support import at_length, soon
+from tests.support.basics import at_length, soon
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.replay import World
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]

@@ -22,23 +22,29 @@ from ingress.operator import correct
 from ingress.operator.target_scan import ScannedChain, TargetScan, take_census
 from ingress.parked import ParkedStore, State
 from ingress.rows.prepare import Oversize
-from tests.commands import Done, floe, invoke, paste_checkpoint
-from tests.ingress_outcomes import (
+from tests.support.basics import soon
+from tests.support.commands import Done, floe, invoke, paste_checkpoint
+from tests.support.ingress import (
+    CHAIN,
+    Archive,
+    Centre,
     Consumer,
+    arrived,
     change,
+    client_of,
     closed_at,
+    count_in,
     foreign,
     left_open,
     make,
     put_back,
+    rows_of,
     service,
     stands,
     stop_of,
     store,
 )
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")

@@ -11,10 +11,10 @@ from common.chain import Chain
 from common.errors import Unavailable
 from common.jetstream.api import create_stream
 from common.service.metrics import REGISTRY
-from tests.commands import floe
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

@@ -9,9 +9,9 @@ import pytest
 
 from common.jetstream.api import create_stream, get_message, stream_info
 from common.jetstream.client import FloeClient
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

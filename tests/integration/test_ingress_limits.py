@@ -10,11 +10,22 @@ import pytest
 from common.errors import ConfigError, Unavailable
 from infra.local.nats import NatsServer
 from ingress.parked import State
-from tests.ingress_outcomes import left_open, make, service, stands, stop_of, store
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
 from tests.integration.test_ingress_parked import kept, states
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import (
+    CHAIN,
+    Archive,
+    Centre,
+    client_of,
+    left_open,
+    make,
+    rows_of,
+    service,
+    stands,
+    stop_of,
+    store,
+)
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

@@ -22,9 +22,9 @@ from common.jetstream.api import ask, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.segments.segment import Message
 from ingress.parked import ParkedStore, State
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, client_of, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_world import Archive, Arrived, Centre
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.ingress import Archive, Arrived, Centre
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from tests.commands import floe
-from tests.ingress_world import Archive, Centre, check_exact, rows_of
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 API = "$JS.API"
 

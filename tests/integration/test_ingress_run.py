@@ -16,17 +16,9 @@ from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
-from tests.ingress_world import (
-    CHAIN,
-    Archive,
-    Centre,
-    check_exact,
-    client_of,
-    count_in,
-    rows_of,
-)
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")

@@ -15,9 +15,9 @@ from common.chain import Chain
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer
-from tests.ingress_world import Archive, Arrived, Centre, arrived, client_of, rows_of
-from tests.support import PATIENCE, seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.ingress import Archive, Arrived, Centre, arrived, client_of, rows_of
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")

@@ -23,9 +23,9 @@ from common.service.monitor import Health
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.deps import lease_key
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
-from tests.support import PATIENCE, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
 TTL = 4.0  # seconds

@@ -16,10 +16,10 @@ from common.jetstream.client import FloeClient, frame
 from common.service.monitor import Health
 from common.tasks import Stop
 from ingress.target import Target
-from tests.commands import paste_checkpoint
-from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.scenarios.processes import run_floe
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
+from tests.support.commands import paste_checkpoint
+from tests.support.ingress import Archive, Centre, check_exact, client_of, count_in, rows_of
 
 pytestmark = pytest.mark.servers
 

@@ -11,8 +11,8 @@ import pytest
 
 from common.objects.local import LocalObjects
 from egress.deps import Tuning
-from tests.egress_bench import Bench, connected
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
 
 pytestmark = pytest.mark.servers
 

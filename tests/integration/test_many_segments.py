@@ -27,7 +27,7 @@ from compaction.merge import Merged
 from compaction.plan import Output
 from compaction.run import Compaction, Report, Selection
 from compaction.supersede import Supersession
-from tests.compaction_refs import TestPolicy
+from tests.support.compaction import TestPolicy
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 LEVEL_0, LEVEL_1 = LAYOUT.segments_prefix(CHAIN, 0), LAYOUT.segments_prefix(CHAIN, 1)

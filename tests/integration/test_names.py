@@ -12,9 +12,9 @@ from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue, state_key
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import StateStore
-from tests.commands import floe
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
 
 pytestmark = pytest.mark.servers
 

@@ -18,7 +18,7 @@ from common.jetstream.headers import header, status
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.process import free_port
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
 
 Message = tuple[bytes, bytes, bytes, bytes | None]
 

@@ -13,9 +13,9 @@ from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import BucketGone, KeyValue, KvEntry, key_parts, state_key
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.clusters import placing
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.proxies import TcpProxy
+from tests.support.servers import placing
 
 
 @pytest.fixture

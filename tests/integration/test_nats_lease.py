@@ -22,8 +22,8 @@ from common.jetstream.lease import Lease, Leases, new_owner
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
-from tests.support import PATIENCE, seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.proxies import TcpProxy
 
 TTL = 1.2  # seconds
 

@@ -22,8 +22,8 @@ from common.settings.loader import read_secret
 from common.settings.service import NatsSettings
 from common.settings.types import FileSecret
 from infra.local.nats import NatsServer, TlsFiles
-from tests.support import soon
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon
+from tests.support.proxies import TcpProxy
 
 
 async def refused(settings: NatsSettings) -> FloeError:

@@ -26,8 +26,8 @@ from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
 from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.clusters import placing
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.servers import placing
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 0, 7, 1_700_000_000_000_000_001)
 

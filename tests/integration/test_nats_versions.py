@@ -18,11 +18,10 @@ from common.jetstream.lease import Leases
 from common.service.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
-from tests.clusters import placing
-from tests.egress_bench import Bench, connected
-from tests.ingress_world import Archive, Centre
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.ingress import Archive, Centre
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 

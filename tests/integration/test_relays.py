@@ -23,10 +23,10 @@ from infra.local.nats import NatsServer
 from infra.oracle import archived
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import StateStore
-from tests.egress_bench import Bench, connected
-from tests.ingress_world import Archive, Centre
-from tests.segment_files import message
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
+from tests.support.ingress import Archive, Centre
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

@@ -17,9 +17,9 @@ from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
 from ingress.replay.request import ReplayOptions
-from tests.ingress_world import CHAIN, arrived, client_of, rows_of
-from tests.replay_world import STEP_NS, World, refused
-from tests.segment_files import START_NS
+from tests.support.ingress import CHAIN, arrived, client_of, rows_of
+from tests.support.replay import STEP_NS, World, refused
+from tests.support.segments import START_NS
 
 pytestmark = pytest.mark.servers
 

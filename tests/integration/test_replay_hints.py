@@ -26,10 +26,10 @@ from ingress.replay import request
 from ingress.replay.pace import MessageRate
 from ingress.replay.receipt import receipt_key
 from ingress.replay.request import ReplayOptions
-from tests.commands import Done, invoke
-from tests.ingress_world import CHAIN, client_of, count_in, rows_of
-from tests.replay_world import World
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
+from tests.support.commands import Done, invoke
+from tests.support.ingress import CHAIN, client_of, count_in, rows_of
+from tests.support.replay import World
 
 pytestmark = pytest.mark.servers
 ROWS = 900

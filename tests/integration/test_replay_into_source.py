@@ -19,8 +19,8 @@ from infra.local.nats import NatsServer
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, Request
-from tests.egress_bench import SITE, Bench, connected
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, connected
 
 pytestmark = pytest.mark.servers
 

@@ -23,11 +23,11 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from floe import cli
 from infra.local.nats import NatsServer
-from tests.commands import floe
-from tests.counting_store import CountingObjects
-from tests.ingress_world import CHAIN, PREFIX, client_of
-from tests.replay_world import STEP_NS, World, refused
-from tests.segment_files import START_NS, message
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, PREFIX, client_of
+from tests.support.replay import STEP_NS, World, refused
+from tests.support.segments import START_NS, message
+from tests.support.stores import CountingObjects
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from common.segments.segment import Message
 from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay.request import ReplayOptions
-from tests.ingress_world import CHAIN, arrived, client_of, rows_of
-from tests.replay_world import World, refused
-from tests.support import PATIENCE, unique
+from tests.support.basics import PATIENCE, unique
+from tests.support.ingress import CHAIN, arrived, client_of, rows_of
+from tests.support.replay import World, refused
 
 pytestmark = pytest.mark.servers
 
@@ -216,7 +216,7 @@ async def test_cut_connections_and_lost_answers_repeat_nothing(
     world: World, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     from ingress.replay.pace import MessageRate
-    from tests.tcp_proxy import TcpProxy
+    from tests.support.proxies import TcpProxy
 
     world.fill(*((first, first + 499) for first in range(1, 3000, 500)))
     await world.make()

@@ -17,10 +17,10 @@ from common.chain import Chain
 from common.jetstream.api import consumer_names, stream_info
 from common.settings.root import Settings
 from infra.oracle import archived, read_stream
-from tests.egress_bench import SITE, Bench, Running, connected
-from tests.egress_process import Process, processes
-from tests.ingress_world import Archive, Centre, count_in
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Running, connected
+from tests.support.egress_process import Process, processes
+from tests.support.ingress import Archive, Centre, count_in
 
 pytestmark = pytest.mark.servers
 

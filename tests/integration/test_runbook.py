@@ -18,11 +18,19 @@ from common.segments.segment import Message
 from infra.local.nats import NatsServer
 from ingress import delivery
 from ingress.operator import correct
-from tests.commands import ROOT, Done, configuration, floe
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_outcomes import closed_at, stop_of
-from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import ROOT, Done, configuration, floe
+from tests.support.egress import SITE, Bench, connected
+from tests.support.ingress import (
+    Archive,
+    Centre,
+    check_exact,
+    client_of,
+    closed_at,
+    count_in,
+    rows_of,
+    stop_of,
+)
 
 pytestmark = pytest.mark.servers
 ASK = ("checkpoint", "set")  # commands that ask on a terminal: here nobody can be asked

@@ -18,19 +18,9 @@ from egress import metrics
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling import rebuild
 from egress.sampling.sampler import Sampler
-from tests.faulty_store import FaultyStore, raising
-from tests.sampling_archive import (
-    CHAIN,
-    FEED,
-    SECOND,
-    SITE,
-    START_NS,
-    SampledArchive,
-    facts,
-    fold,
-    sent,
-)
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
+from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, facts, fold, sent
+from tests.support.stores import FaultyStore, raising
 
 PENDING = (Advisory(Event.NEW, "one", 1, 1),)
 

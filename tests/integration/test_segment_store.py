@@ -27,9 +27,9 @@ from common.segments.reader import SegmentWriter, SpooledSegment
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
-from tests.faulty_store import FaultyStore, answering, raising
-from tests.segment_files import CHAIN, batch_of, footer_of, message, read_all
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
+from tests.support.segments import CHAIN, batch_of, footer_of, message, read_all
+from tests.support.stores import FaultyStore, answering, raising
 
 LAYOUT = Layout("data")
 ROWS = [message(n, b"payload %d" % n) for n in range(1, 101)]

@@ -20,7 +20,7 @@ from common.segments.reader import SegmentWriter
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from tests.segment_files import CHAIN, batch_of, footer_of, message
+from tests.support.segments import CHAIN, batch_of, footer_of, message
 
 Run = Callable[..., Result]
 

@@ -16,11 +16,11 @@ from common.errors import Refused, Unavailable
 from common.segments.alive import Alive, ChainSign
 from common.service.metrics import REGISTRY
 from infra.local.nats import NatsServer
-from tests.commands import floe
-from tests.egress_bench import QUICK, SITE, Bench, connected
-from tests.faulty_store import FaultyStore
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import floe
+from tests.support.egress import QUICK, SITE, Bench, connected
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
 

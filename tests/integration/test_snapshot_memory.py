@@ -16,7 +16,7 @@ PROGRAM = """
 import contextlib, io, json, resource, sys, time
 from pathlib import Path
 
-from tests.sampling_archive import CHAIN, START_NS, SampledArchive
+from tests.support.sampling import CHAIN, START_NS, SampledArchive
 from egress.sampling.sampler import Sampler
 from egress.sampling.cli import Selection, Values, as_value
 

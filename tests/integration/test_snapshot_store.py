@@ -18,10 +18,10 @@ from common.segments.keys import StateName
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
-from tests.faulty_store import FaultyStore, answering, raising
-from tests.http_proxy import Fault, FaultProxy, flip_bit, html, refuse, say
-from tests.sampling_archive import CHAIN, SampledArchive, facts, fold, sent
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
+from tests.support.proxies import Fault, FaultProxy, flip_bit, html, refuse, say
+from tests.support.sampling import CHAIN, SampledArchive, facts, fold, sent
+from tests.support.stores import FaultyStore, answering, raising
 
 
 @pytest.fixture(params=["local", "s3"])

@@ -16,7 +16,7 @@ from common.segments.documents import ChainDocument
 from egress.sampling.cli import state
 from egress.sampling.sampler import Sampler
 from infra.local.process import free_port
-from tests.sampling_archive import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
+from tests.support.sampling import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
 
 HEADER = ["chain", "seen", "copied", "size", "advised", "value"]
 

@@ -26,12 +26,12 @@ from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from infra.local.nats import NatsServer
-from tests.http_proxy import Answer, Exchange, FaultProxy, refuse
-from tests.ingress_world import count_in
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
-from tests.support import SharedS3, soon
+from tests.support.basics import SharedS3, soon
+from tests.support.ingress import count_in
+from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
 
 pytestmark = pytest.mark.servers
 

@@ -12,8 +12,8 @@ from common.jetstream.api import ask, create_stream, get_message
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.requests import ApiError
 from common.transforms import TransformError, compile_transform
-from tests.ingress_world import client_of
-from tests.support import seeded, soon, unique
+from tests.support.basics import seeded, soon, unique
+from tests.support.ingress import client_of
 
 pytestmark = pytest.mark.servers
 

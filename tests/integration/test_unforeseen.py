@@ -60,12 +60,12 @@ from ingress.replay.source import ReplaySource
 from ingress.report import PositionsReport
 from ingress.service import Controller
 from ingress.target import Target, TargetSupervisor
-from tests.egress_bench import QUICK, Bench, connected
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
-from tests.replay_world import World
-from tests.support import PATIENCE, soon, unique
-from tests.tcp_proxy import TcpProxy
-from tests.throwing import Throw, count, is_no_room
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.egress import QUICK, Bench, connected
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, rows_of
+from tests.support.proxies import TcpProxy
+from tests.support.replay import World
+from tests.support.stores import Throw, count, is_no_room
 from tests.unit.test_notices import minio, segment_key
 
 

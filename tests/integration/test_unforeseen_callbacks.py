@@ -24,10 +24,10 @@ from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
 from ingress.operator.target_scan import TargetScan, take_census
 from ingress.publishers.publisher import Expected, Replies
-from tests.ingress_world import client_of
-from tests.support import PATIENCE, soon, unique
-from tests.tcp_proxy import TcpProxy
-from tests.throwing import Throw, break_sinks, no_room
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.ingress import client_of
+from tests.support.proxies import TcpProxy
+from tests.support.stores import Throw, break_sinks, no_room
 
 pytestmark = pytest.mark.servers
 

@@ -21,8 +21,8 @@ from egress.workers import supervisor
 from egress.workers.link import WorkerPlace
 from egress.workers.process import WorkerProcess
 from egress.workers.supervisor import Crew
-from tests.support import PATIENCE, soon
-from tests.throwing import Throw, count, is_no_room
+from tests.support.basics import PATIENCE, soon
+from tests.support.stores import Throw, count, is_no_room
 
 SLEEPS = "import time; time.sleep(60)"
 #: Its own end of the line is the last of `INDEX/COUNT/DESCRIPTOR`.

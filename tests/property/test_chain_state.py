@@ -19,7 +19,7 @@ from ingress.chains.plan import ChainPlan, Phase
 from ingress.rows.decoder import FromHole
 from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.support import seeded
+from tests.support.basics import seeded
 
 CHAIN = Chain("us-east", "NODES")
 REST = (Phase.FAILED, Phase.STOPPED, Phase.PAUSED)

@@ -14,7 +14,7 @@ from common.sequences import cover, holes
 from compaction.plan import Output
 from compaction.supersede import contained, made_by, may_supersede
 from compaction.tombstones import StoredTombstone, Tombstone
-from tests.compaction_refs import NOW, TestPolicy, index_of, plan, ref, refs
+from tests.support.compaction import NOW, TestPolicy, index_of, plan, ref, refs
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(

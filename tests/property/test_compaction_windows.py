@@ -17,9 +17,8 @@ from compaction.plan import Planner
 from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.supersede import contained
 from compaction.verify import ChainReport, verify_chain
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_refs import NOW, TestPolicy, plan
 from tests.property.test_compaction_plan import POLICIES, SEGMENTS
+from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, plan, rows
 
 WHOLE = 10**9
 LOW = TestPolicy(min_age=0, max_wait=-1, min_count=2, max_count=4, min_size=10**9, max_size=10**9)

@@ -33,7 +33,7 @@ from ingress.checkpoint import Gap, IntentPiece, advanced
 from ingress.rows.prepare import TargetLimits
 from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting
-from tests.support import seeded
+from tests.support.basics import seeded
 
 CHAIN = Chain("us-east", "NODES")
 LATER = CHAIN.next_incarnation()

@@ -27,7 +27,7 @@ from ingress.publishers.publisher import Outcome, UnknownOutcome
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Finding, Origin, TargetErrors, TargetReading, Unread
-from tests.support import seeded
+from tests.support.basics import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]
 FOREIGN = b"foreign"

@@ -13,7 +13,7 @@ from ingress.checkpoint_store import StateStore
 from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import TargetErrors
 from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSupply, Host, World
-from tests.support import seeded
+from tests.support.basics import seeded
 
 
 class SharedWorld(World):

@@ -15,7 +15,7 @@ from ingress.verdict.settle import Reconciler, SharedSettler
 from ingress.verdict.verdict import TargetErrors
 from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSupply, Host
 from tests.property.test_ingress_shared_crashes import SharedWorld
-from tests.support import seeded
+from tests.support.basics import seeded
 
 
 class SwitchingWorld(SharedWorld):

@@ -15,7 +15,7 @@ from egress.sampling.key_table import KnownKey, period_ns
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot, decode, encode
-from tests.sampling_values import SECOND, START, sampling
+from tests.support.sampling import SECOND, START, sampling
 
 DURATION = 100 * SECOND
 WARN = 30 * SECOND

@@ -19,13 +19,13 @@ from common.errors import FloeError
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefixed, target_traces
-from tests.oracle_targets import classes, compare_target
 from tests.scenarios.delivery_beside import FEEDS, FROZEN, SITES, WRITTEN, Compactor, Egress
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults
 from tests.scenarios.delivery_meter import Meter
 from tests.scenarios.delivery_writer import Author, Writer
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.oracle import classes, compare_target
 
 SETTLE = 90.0  # seconds without progress once all is healed
 # Messages a second, and seconds that lines hold each chunk back: a `single` waits for each message.

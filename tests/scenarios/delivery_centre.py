@@ -22,7 +22,7 @@ from infra.local.nats import NatsCluster
 from infra.local.process import free_port
 from tests.scenarios.bucket import POLICY
 from tests.scenarios.processes import Service
-from tests.tcp_proxy import TcpProxy
+from tests.support.proxies import TcpProxy
 
 TARGET, PREFIX = "FLEET", "fleet"
 LEASE_TTL = "3s"

@@ -23,13 +23,13 @@ from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from infra.oracle import Trace, prefixed
-from tests.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.delivery_meter import peak_memory, scrape, until, value
 from tests.scenarios.delivery_writer import Author, Writer
 from tests.scenarios.single_centre import SingleCentre, single_centre
-from tests.segment_files import footer_of, forge, message, table_of, write_segment
+from tests.support.oracle import classes
+from tests.support.segments import footer_of, forge, message, table_of, write_segment
 
 FEED, EVIL = "NODES", "evil"  # the site `evil` may not flow into the target
 GOOD = [Chain("alpha", FEED), Chain("gamma", FEED)]

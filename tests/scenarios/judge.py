@@ -25,7 +25,7 @@ from infra.oracle import (
 )
 from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
 
 PREFIX = "fleet"
 

@@ -23,7 +23,7 @@ from infra.local.seaweedfs import SignedClient
 from infra.oracle import Trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.processes import ROOT
-from tests.segment_files import write_segment
+from tests.support.segments import write_segment
 
 SITES, FEEDS = [f"site-{number:02d}" for number in range(20)], ["METRICS", "EVENTS", "AUDIT"]
 CHAINS = [Chain(site, feed) for site in SITES for feed in FEEDS]

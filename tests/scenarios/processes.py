@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from infra.local.process import spawn
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 

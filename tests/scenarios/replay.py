@@ -19,7 +19,7 @@ from infra.oracle import Trace, compare, prefixed, target_traces
 from tests.scenarios.load import HEADERS, client_of
 from tests.scenarios.processes import Service
 from tests.scenarios.world import World
-from tests.segment_files import message, write_segment
+from tests.support.segments import message, write_segment
 
 CHAINS = (Chain("alpha", "NODES", 0, 0), Chain("alpha", "NODES", 0, 1))
 FAILPOINTS = (

@@ -24,7 +24,7 @@ from tests.scenarios.judge import Verdict
 from tests.scenarios.load import client_of, make_stream
 from tests.scenarios.processes import Service, run_floe
 from tests.scenarios.world import World
-from tests.tcp_proxy import TcpProxy
+from tests.support.proxies import TcpProxy
 
 SITE = "alpha"
 STREAMS = {"JOBS": "workqueue", "NEWS": "interest"}

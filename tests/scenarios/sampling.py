@@ -35,9 +35,9 @@ from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from infra.local.nats import NatsServer
 from infra.oracle import read_stream
-from tests.egress_bench import SITE, Bench, connected
-from tests.egress_process import Process, processes
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, connected
+from tests.support.egress_process import Process, processes
 
 LAP = 12  # crash points over one log, so that none of its advisories is too late to be told
 

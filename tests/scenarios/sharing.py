@@ -28,8 +28,8 @@ from tests.scenarios.judge import Verdict, archive_of
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import Service
 from tests.scenarios.world import LEASE_TTL, World
-from tests.support import PATIENCE
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE
+from tests.support.proxies import TcpProxy
 
 SITE, STREAM, PARTITIONS, MEMBERS = "alpha", "NODES", 4, 3
 SUBJECT = "alpha.p{partition}.>"

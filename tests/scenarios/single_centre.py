@@ -18,10 +18,10 @@ from common.jetstream.client import FloeClient
 from infra.local.nats import NatsServer
 from infra.local.process import free_port
 from infra.oracle import Comparison, Trace, target_traces
-from tests.oracle_targets import compare_target
 from tests.scenarios.delivery_centre import PREFIX, TARGET, Instance, write_config
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import Service
+from tests.support.oracle import compare_target
 
 CREATE = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
 

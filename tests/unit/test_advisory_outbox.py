@@ -11,7 +11,7 @@ from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
 from egress.advisories.advisory import Advisory, Event
 from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox, SendResult, is_late, judge_ack
-from tests.support import seeded
+from tests.support.basics import seeded
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND

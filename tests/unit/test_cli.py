@@ -32,7 +32,7 @@ from common.service.cli import (
     table,
 )
 from infra.local.process import spawn
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"

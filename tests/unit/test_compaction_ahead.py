@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from compaction.merge import ahead
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
 
 
 def counting(count: int, closed: list[int] | None = None, fail_at: int = -1) -> Iterator[int]:

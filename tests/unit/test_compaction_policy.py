@@ -8,7 +8,7 @@ from common.sequences import Stretch
 from common.service.logs import RESERVED
 from compaction.plan import Output, unite
 from compaction.supersede import Supersession
-from tests.compaction_refs import CHAIN, NOW, TestPolicy, plan, ref
+from tests.support.compaction import CHAIN, NOW, TestPolicy, plan, ref
 
 
 def ranges(outputs: list[Output]) -> list[str]:

@@ -11,7 +11,7 @@ from common.chain import Chain
 from common.segments.table import SegmentTable
 from compaction.supersede import Supersession, made_by
 from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
-from tests.compaction_refs import CHAIN, LAYOUT, NOW, index_of, ref
+from tests.support.compaction import CHAIN, LAYOUT, NOW, index_of, ref
 
 INPUTS = (ref(1, 50), ref(51, 100))
 OUTPUT = ref(1, 100, 1)

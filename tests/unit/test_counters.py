@@ -13,7 +13,7 @@ from egress.acks import REASONS
 from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS
 from ingress import metrics as ingress_metrics
-from tests.support import unique
+from tests.support.basics import unique
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import at_length
+from tests.support.basics import at_length
 
 ROOT = Path(__file__).parents[2]
 

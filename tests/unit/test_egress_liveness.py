@@ -23,7 +23,7 @@ from egress.watchdog import (
     left_by_age,
     left_by_size,
 )
-from tests.support import unique
+from tests.support.basics import unique
 
 SECOND = 10**9
 HALF = SessionStanding(count=50, received=50, archived=50, source=100)

@@ -24,9 +24,9 @@ from common.segments.segment import Ledger, Reason, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction.tombstones import Tombstone, Tombstones
-from tests import golden_archive as golden
-from tests.golden_archive import CHAIN, LAYOUT
-from tests.segment_files import footer_of, forge, message, name_of, table_of
+from tests.support import golden as golden
+from tests.support.golden import CHAIN, LAYOUT
+from tests.support.segments import footer_of, forge, message, name_of, table_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -23,7 +23,7 @@ from ingress import hints as chain_advice
 from ingress import hints as checkpoint_commands
 from ingress.replay import request as replay_advice
 from ingress.replay.request import ReplayOptions, Request
-from tests.hints import commands_of, problems_of
+from tests.support.basics import commands_of, problems_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")

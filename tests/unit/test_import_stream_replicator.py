@@ -20,7 +20,7 @@ from common.settings import root
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
 from common.settings.yaml import ConfigFileError
-from tests.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED
+from tests.support.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED
 
 WAY = "    source_url: nats://s:4222\n    target_url: nats://t:4222\n"
 

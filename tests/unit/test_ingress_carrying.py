@@ -26,7 +26,7 @@ from ingress.publishers.publisher import Outcome
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from ingress.target import TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 

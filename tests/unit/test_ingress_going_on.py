@@ -29,7 +29,7 @@ from ingress.report import Lags, TargetReport
 from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.support import unique
+from tests.support.basics import unique
 
 CHAIN = Chain("us-east", "NODES")
 

@@ -28,7 +28,7 @@ from ingress.replay.source import hole_error
 from ingress.rows.prepare import TargetLimits, oversize_hint, way_out
 from ingress.rows.subjects import Accepting
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, TargetErrors, TargetReading, Unread
-from tests.hints import problems_of
+from tests.support.basics import problems_of
 
 # In the middle of a line nobody can paste it; words about a command name it without its options.
 INSIDE = re.compile(r"\S.*\bfloe [a-z]+ .*-c ")

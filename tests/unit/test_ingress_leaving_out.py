@@ -22,9 +22,9 @@ from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import TargetLimits
 from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting
-from tests.ingress_world import CHAIN, Archive
-from tests.segment_files import message
-from tests.support import seeded
+from tests.support.basics import seeded
+from tests.support.ingress import CHAIN, Archive
+from tests.support.segments import message
 
 SETTINGS = TargetSettings.model_validate(
     {"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]}

@@ -8,7 +8,7 @@ from common.segments.segment import Message
 from ingress.rows.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, TargetLimits
 from ingress.rows.rows import PreparedBatch
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.segment_files import batch_of, message
+from tests.support.segments import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 VERSION = b"NATS/1.0\r\n"

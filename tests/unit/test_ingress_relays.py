@@ -17,7 +17,7 @@ from common.service.process import Threads
 from ingress.rows.decoder import Relays
 from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.segment_files import batch_of, message
+from tests.support.segments import batch_of, message
 
 CITY, REGION = Chain("city", "NODES"), Chain("region", "FLEET", 0, 1)
 ORIGIN = Provenance("city", "NODES", 0, 0, 41, 1_700_000_000_000_000_001)

@@ -21,7 +21,7 @@ from common.service import logs
 from common.service import logs as log_writer
 from common.service.logs import configure, flush, get_logger
 from infra.local.process import spawn
-from tests.support import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 

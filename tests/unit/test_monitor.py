@@ -21,7 +21,7 @@ from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
 from common.service.monitor import Health, Monitor, Pages
 from common.tasks import unexpected
-from tests.support import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually
 
 
 @pytest.fixture

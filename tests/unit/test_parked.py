@@ -29,7 +29,7 @@ from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_byte
 from ingress.redelivery import EVERYTHING, ParkedKeeper, ParkedSource, Retries
 from ingress.rows.prepare import Oversize
 from ingress.rows.rows import Block, PreparedBatch, Rows
-from tests.segment_files import message
+from tests.support.segments import message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 CREATED = "2026-01-02T03:04:05.123456789Z"

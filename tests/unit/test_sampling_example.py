@@ -20,7 +20,7 @@ from common.segments.columns import Columns
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, decode, encode
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
 NODES = 500
 DAYS = 3

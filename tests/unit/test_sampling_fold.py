@@ -11,7 +11,7 @@ from common.segments.columns import Columns
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.key_table import CHUNK, Notice, SamplerState, period_ns
 from egress.sampling.sampler import SampledBatch, Sampler
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, batch, sampling
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, batch, sampling
 
 HOW = sampling(size_trigger="1K")
 WARN = 12 * MINUTE

@@ -15,7 +15,7 @@ from egress.sampling.key_reader import KeyReader
 from egress.sampling.key_table import period_ns
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
 
 def by_header(name: str, *blocks: bytes | None) -> list[str | None]:

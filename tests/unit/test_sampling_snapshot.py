@@ -20,7 +20,7 @@ from egress.advisories.advisory import Advisory, Event
 from egress.sampling.key_table import CHUNK, SamplerState
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import MAGIC, MAX_BLOCK, Snapshot, decode, encode, framed, unframed
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
 CHAIN = Chain("us-east", "NODE_DATA", 3, 7)
 HOW = sampling()

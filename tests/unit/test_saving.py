@@ -17,7 +17,7 @@ from common.errors import Unavailable
 from common.service.process import Threads
 from egress.report import SamplingReport
 from egress.sampling.snapshot_store import Saving
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
 
 CHAIN = Chain("site", "UNIT_SAVING")
 

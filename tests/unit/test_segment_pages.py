@@ -12,7 +12,7 @@ from common.segments import parquet_guard
 from common.segments import parquet_guard as metadata
 from common.segments.parquet_guard import Bounds, Chunk, TruncatedError, read_struct
 from common.segments.reader import ParquetLimits, open_file
-from tests.segment_files import message, write_segment
+from tests.support.segments import message, write_segment
 
 BOUNDS = Bounds(values=100, elements=10)
 PLAIN, DICTIONARY_CODED, DELTA_BYTE_ARRAY = 0, 8, 7

@@ -28,7 +28,7 @@ from common.segments.segment import (
 )
 from common.segments.store import object_metadata
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
-from tests.segment_files import batch_of, footer_of, message, read_all, read_segment, write_segment
+from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
 MIB = 2**20
 

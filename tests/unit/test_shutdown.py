@@ -17,7 +17,7 @@ from common.service.process import stop_on_signals
 from common.settings.loader import read_secret
 from common.settings.types import FileSecret
 from infra.local.process import spawn
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 

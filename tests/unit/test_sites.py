@@ -20,8 +20,8 @@ from common.service.process import Threads
 from common.tasks import Stop
 from egress.heartbeats import SignOfLife
 from ingress.discovery.sites import Sites
-from tests.faulty_store import FaultyStore
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.stores import FaultyStore
 
 CHAIN = Chain("us-east", "NODES")
 PAIRS = frozenset({(CHAIN.site, CHAIN.feed)})

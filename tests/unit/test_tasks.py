@@ -26,7 +26,7 @@ from common.tasks import (
     watched,
     within,
 )
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
 
 
 async def swallows(times: int, ended: Stop) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.service.process import Threads, busy_threads
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
 
 
 @pytest.fixture

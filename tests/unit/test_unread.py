@@ -14,7 +14,7 @@ from common.segments.segment import Reason, SegmentRef
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch
 from compaction.source import read_stretch
-from tests.compaction_archive import CHAIN, Archive, rows
+from tests.support.compaction import CHAIN, Archive, rows
 
 
 @pytest.fixture

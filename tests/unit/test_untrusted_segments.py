@@ -19,15 +19,7 @@ from common.segments.keys import Layout, SegmentName
 from common.segments.reader import SCHEMA, ParquetLimits, open_file
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
-from tests.segment_files import (
-    footer_of,
-    forge,
-    message,
-    name_of,
-    read_segment,
-    table_of,
-    write_segment,
-)
+from tests.support.segments import footer_of, forge, message, name_of, read_segment, table_of, write_segment
 
 ROWS = [message(n, b"payload %d" % n) for n in range(1, 41)]
 NAME = name_of(footer_of(ROWS))

@@ -13,11 +13,15 @@ from typing import Any
 
 import yaml
 
+from common.service import logs
+from common.service.cli import run_async
+from common.settings.root import Settings
+from egress.service import serve
 from infra.local.process import spawn
-from tests.egress_bench import SITE, Bench
-from tests.support import PATIENCE, unique
+from tests.support.basics import PATIENCE, unique
+from tests.support.egress import QUICK, SITE, Bench
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FEED = {"segment": {"max_messages": 100, "max_age": "1s"}}
 
 
@@ -31,7 +35,7 @@ class Process:
         config.write_text(yaml.safe_dump(self._config(stream, egress)))
         with self.log.open("wb") as log:
             self.process = spawn(
-                [sys.executable, "-m", "tests.egress_runner", str(config)],
+                [sys.executable, "-m", "tests.support.egress_process", str(config)],
                 cwd=ROOT,
                 env={**os.environ, "FLOE_FAILPOINTS": failpoints},
                 stdout=log,
@@ -87,3 +91,10 @@ def processes() -> Iterator[list[Process]]:
             each.send(signal.SIGCONT)
             each.send(signal.SIGKILL)
             each.process.wait(PATIENCE)
+
+
+if __name__ == "__main__":
+    # Not through the checks of files: a test may set what users cannot yet.
+    settings = Settings.model_validate(yaml.safe_load(Path(sys.argv[1]).read_text()))
+    logs.configure(settings.log.level, settings.log.format, instance=settings.instance)
+    sys.exit(run_async(serve(settings, tuning=QUICK, reexamine=0.3)))

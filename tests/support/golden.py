@@ -1,7 +1,7 @@
 """The archive under `tests/golden/1`: an object of each kind, as Floe wrote it when the formats were settled.
 
 Never made again: what is there has to be readable for ever. This module says what it holds, and how it was
-made (`python -m tests.golden_archive FOLDER`), for whoever adds an archive of a later version beside it.
+made (`python -m tests.support.golden FOLDER`), for whoever adds an archive of a later version beside it.
 """
 
 from __future__ import annotations

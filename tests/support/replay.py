@@ -18,8 +18,8 @@ from ingress.replay.outlook import Outlook
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, rows_of
-from tests.support import unique
+from tests.support.basics import unique
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 
 STEP_NS = 1_000_001  # between two messages of `rows_of`
 

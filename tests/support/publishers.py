@@ -19,9 +19,9 @@ from ingress.publishers.publisher import Publisher, Replies
 from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.ingress_world import Arrived, arrived
-from tests.segment_files import START_NS
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.ingress import Arrived, arrived
+from tests.support.segments import START_NS
 
 CHAIN = Chain("us-east", "NODES")
 IN_BLOCK = 700  # so that batches span blocks

@@ -17,10 +17,10 @@ from click.testing import CliRunner
 
 from floe import cli
 from infra.local.process import tether
-from tests.egress_bench import SITE, Bench
-from tests.support import PATIENCE, unique
+from tests.support.basics import PATIENCE, unique
+from tests.support.egress import SITE, Bench
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)

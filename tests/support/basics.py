@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
 
     from infra.local.seaweedfs import SeaweedFS
+import re
+import shlex
+
+import click
+
+from floe import cli
 
 T = TypeVar("T")
 
@@ -86,3 +92,32 @@ class SharedS3:
         name = unique("t").replace("_", "-")
         self.server.create_bucket(name)
         return name
+
+
+# What `common.service.exits` makes: it names a configuration. A command named in words does not.
+_COMMAND = re.compile(r"\bfloe (?=[a-z][^\n]*? -c )[^\n]*")
+
+
+def commands_of(hint: str) -> list[str]:
+    """From where each command of a hint begins to the end of its line: what is pasted."""
+    return _COMMAND.findall(hint)
+
+
+def problem_of(command: str) -> str:
+    """Why `floe` would not take the command as it stands; empty where it would. Nothing is run."""
+    try:
+        words = shlex.split(command)[1:]
+        context = cli.make_context("floe", words)
+        while isinstance(context.command, click.Group):
+            rest = [*context._protected_args, *context.args]
+            _, found, rest = context.command.resolve_command(context, rest)
+            assert found is not None, command
+            context = found.make_context(found.name, rest, parent=context)
+    except (ValueError, click.ClickException) as error:
+        return f"{command}: {error}"
+    return ""
+
+
+def problems_of(hint: str) -> list[str]:
+    """What is wrong with the commands of a hint."""
+    return [problem for command in commands_of(hint) if (problem := problem_of(command))]

@@ -24,7 +24,7 @@ from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
 from egress.advisories.senders import Advisories
 from egress.partition import Partition
 from infra.oracle import read_stream
-from tests.support import unique
+from tests.support.basics import unique
 
 SECOND = 1_000_000_000
 SITE = "US_EAST"
