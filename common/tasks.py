@@ -31,7 +31,8 @@ class StopReason(StrEnum):
 
 
 class Stop:
-    """The one signal that work is to end, with its reason: the first one stays.
+    """The one signal that work is to end, with its reason: the first one stays, but for GIVE_BACK, which
+    leaves time and gives way to any other.
 
     `parents`: signals of whoever started the work; it ends with the first of them, for the same reason.
     """
@@ -51,7 +52,7 @@ class Stop:
 
     def set(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
         """On the event loop only."""
-        if self.reason is None:
+        if self.reason is None or (self.reason is StopReason.GIVE_BACK and reason is not self.reason):
             self.reason = reason
             self._event.set()
             for child in list(self._children):

@@ -12,7 +12,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Protocol
 
 from common.clock import Clock
 from common.errors import OutcomeUnknown
@@ -21,6 +20,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.protocol import places
 from common.sequences import SequenceRange, holes
 from egress.memory import MemoryAccount
+from egress.partition import Position
 
 REASONS = (
     "closed", "consumer_gone", "consumer_taken", "gap", "identity", "malformed", "reconnect", "redelivered",
@@ -44,16 +44,7 @@ PATIENCE = 10.0  # seconds without progress until what was sent counts as lost
 PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two questions; the last again and again
 
 
-class ReadingPlace(Protocol):
-    """Where a session reads, as `egress.partition` finds it."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def lost(self) -> tuple[SequenceRange, ...]: ...
-
-
-def archived(first: int, place: ReadingPlace) -> tuple[SequenceRange, ...]:
+def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
     """What a segment accounts for below the position, in a chain that begins at `first`: nobody needs it in
     the stream any more. What lies in a hole is left out.
     """

@@ -28,7 +28,7 @@ from common.service.process import Threads
 from egress.hints import believe_listing
 
 if TYPE_CHECKING:
-    from egress.deps import EgressDeps
+    from egress.deps import PartitionDeps
     from egress.incarnations import Incarnation
 import asyncio
 import threading
@@ -128,7 +128,7 @@ def at(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[st
 def uncovered(
     store: SegmentStore, chain: Chain, within: SequenceRange, damaged: AbstractSet[str]
 ) -> list[SequenceRange]:
-    """The deps of `within` that no segment covers, level by level from the bottom, as far as it takes."""
+    """The parts of `within` that no segment covers, level by level from the bottom, as far as it takes."""
     covered = Covered()
     for level in range(MAX_LEVEL + 1):
         for page in store.pages(chain, level, position=within.first):
@@ -235,13 +235,12 @@ class Archive:
         self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
 
     @classmethod
-    async def of(
-        cls, current: Incarnation, deps: EgressDeps, marks: HighWaterMarks, threads: Threads
-    ) -> Archive:
+    async def of(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
         """The archive of an incarnation, not listed yet; retention may have moved its beginning."""
-        floor = await threads.run(deps.chains.read_floor, current.chain)
+        floor = await deps.pools.io.run(deps.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
-        return cls(current.chain, first, deps.store, deps.chains, marks, threads)
+        marks = HighWaterMarks(deps.state)
+        return cls(current.chain, first, deps.store, deps.chains, marks, deps.pools.io)
 
     async def load(self) -> None:
         """List the chain from the mark on; all of it where there is none.
@@ -342,7 +341,7 @@ class Archive:
         self.first = max(self.first, floor or 0)
 
     async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
-        """The deps of `within` that no segment covers, as listed now."""
+        """The parts of `within` that no segment covers, as listed now."""
         return await self._threads.run(uncovered, self._store, self.chain, within, self.damaged.keys())
 
     def pages(self) -> Iterator[list[SegmentRef]]:

@@ -20,7 +20,7 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import FeedSettings
 from common.settings.root import Settings
-from egress.deps import EgressDeps, Pools, Tuning
+from egress.deps import EgressDeps, PartitionDeps, Pools, Tuning
 from egress.memory import MemoryBudget
 from egress.partition import Partition
 from egress.report import FeedReport
@@ -35,9 +35,10 @@ class CommandContext:
     leases: Leases
     pools: Pools
 
-    def report(self, partition: Partition) -> FeedReport:
-        """A report that nobody reads."""
-        return FeedReport(partition.chain, partition.stream, Health(self.deps.clock))
+    def of(self, partition: Partition) -> PartitionDeps:
+        """The components of one partition, with a report that nobody reads."""
+        report = FeedReport(partition.chain, partition.stream, Health(self.deps.clock))
+        return self.deps.of(partition, report, self.pools)
 
 
 @asynccontextmanager

@@ -1,10 +1,10 @@
-"""What the workers of one process share, and what no user tunes."""
+"""What the workers of one process share, what those of one partition do, and what no user tunes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 from common.clock import Clock
@@ -15,6 +15,8 @@ from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.process import Threads
 from egress.memory import MemoryBudget
+from egress.partition import Partition
+from egress.report import FeedReport
 
 T = TypeVar("T")
 
@@ -123,3 +125,17 @@ class EgressDeps:
             return await ask(client)
         finally:
             await client.aclose()
+
+    def of(self, partition: Partition, report: FeedReport, pools: Pools) -> PartitionDeps:
+        """These, with what belongs to one partition."""
+        shared = {each.name: getattr(self, each.name) for each in fields(EgressDeps)}
+        return PartitionDeps(**shared, partition=partition, report=report, pools=pools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionDeps(EgressDeps):
+    """The components of whatever works on one partition."""
+
+    partition: Partition
+    report: FeedReport
+    pools: Pools

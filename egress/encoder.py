@@ -6,17 +6,22 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 from common.chain import Chain
+from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
+from common.jetstream.api import absent
 from common.segments.columns import Columns
 from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
 from common.segments.reader import SegmentWriter, SpooledSegment, record_batch
 from common.segments.segment import Footer, Ledger, Message, Tip
 from common.sequences import SequenceRange
 from common.service.process import Threads
+from common.tasks import Stop
+from egress.acks import ReaderResetError
 from egress.batch import empty, extend
 from egress.builder import (
     MESSAGE_OVERHEAD,
@@ -30,9 +35,16 @@ from egress.builder import (
     gone_before_read,
     unread,
 )
+from egress.consumers import LIMITS
+from egress.deps import PartitionDeps
+from egress.evidence import Inquiry
+from egress.identity import SourceStream
+from egress.loops import Loops
 from egress.memory import MemoryAccount
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
+
+T = TypeVar("T")
 
 # Rows of one batch at least: where nearly everything is left out, a piece holds a few, and a batch of those
 # costs more memory than they do.
@@ -155,17 +167,61 @@ QUEUE_BYTES = 24 * 2**20  # of memory waiting to be encoded; more would not make
 AHEAD = 2  # finished segments waiting in the spool, the one being put included; then encoding waits
 
 
-# Which of the sequences that were not received the source holds no more.
-AskGone = Callable[[Sequence[SequenceRange]], Awaitable[Sequence[SequenceRange]]]
+class SourceQuestions:
+    """What the encoder asks of the stream. Once the session has `ended`, what cannot be asked any more is
+    taken for the least that can be known.
+    """
+
+    def __init__(
+        self, deps: PartitionDeps, chain: Chain, source: SourceStream, inquiry: Inquiry, ended: Stop
+    ) -> None:
+        self._deps, self._inquiry, self._ended = deps, inquiry, ended
+        self._first, self._is_kept = source.first, source.retention == LIMITS
+        self._loops = Loops(deps, chain)
+
+    async def first(self) -> int:
+        """The stream's first sequence; what is sealed after the end goes by the last answer."""
+        if self._deps.partition.filter_subject and not self._is_kept:
+            return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
+        if not self._ended.is_set:
+            self._first = await self._asked(self._inquiry.first(), self._first)
+        return self._first
+
+    async def without_looped(self, piece: Piece) -> Piece:
+        """The piece without what came round; what cannot be compared is archived as it is."""
+        return await self._asked(self._loops.without(piece), piece)
+
+    async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        """Which of the sequences that were not received the stream holds no more.
+
+        A filtered consumer passes what it does not match, so the stream is asked for each of them.
+        """
+        return await self._asked(self._absent(missing), missing)
+
+    async def _absent(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        partition = self._deps.partition
+        if not partition.filter_subject:
+            return missing
+        gaps = [await absent(self._deps.client, partition.stream, gap) for gap in missing]
+        return [gap for found in gaps for gap in found]
+
+    async def _asked(self, asking: Awaitable[T], otherwise: T) -> T:
+        try:
+            return await asking
+        except FloeError as error:
+            if self._ended.is_set:
+                return otherwise
+            if isinstance(error, Unavailable | OutcomeUnknown):
+                raise ReaderResetError("unreachable", error.message) from error
+            raise
 
 
 class Encoder:
     """Encodes in order. `sealed`: the finished segments, oldest first; whoever put one removes it.
 
-    `source_first` is asked for the source's first sequence once for each piece with gaps. `fills_hole`: the
-    segments stand under existing coverage: what was archived once may be gone from the source now. What lies
-    below its first sequence is not covered again; of a gap above, `gone` says what the source holds no more.
-    `without_looped`: a piece as it is to be encoded; None: as it comes.
+    `fills_hole`: the segments stand under existing coverage: what was archived once may be gone from the
+    source now. What lies below its first sequence is not covered again; of a gap above, the source says what
+    it holds no more.
     """
 
     def __init__(
@@ -173,20 +229,17 @@ class Encoder:
         thread: Threads,
         account: MemoryAccount,
         report: FeedReport,
-        make_draft: Callable[[], SegmentFile],
-        source_first: Callable[[], Awaitable[int]],
-        gone: AskGone,
+        new_file: Callable[[], SegmentFile],
+        source: SourceQuestions,
         *,
         fills_hole: bool,
-        without_looped: Callable[[Piece], Awaitable[Piece]] | None = None,
     ) -> None:
-        self._without_looped = without_looped
-        self._thread, self._account, self._report, self._gone = thread, account, report, gone
-        self._make_draft, self._source_first, self._fills_hole = make_draft, source_first, fills_hole
+        self._thread, self._account, self._report = thread, account, report
+        self._new_file, self._source, self._fills_hole = new_file, source, fills_hole
         self._outbox: deque[Emitted] = deque()
         self._queued = 0
-        self._draft: SegmentFile | None = None
-        self._draft_charge = 0
+        self._open_file: SegmentFile | None = None
+        self._charged = 0
         self._is_cut = False
         self._is_torn = False
         self.sealed: deque[SpooledSegment] = deque()
@@ -218,13 +271,13 @@ class Encoder:
 
     async def next(self) -> bool:
         """Encode the next item; False where the segment was ended because the source moved on in a hole."""
-        item = self._outbox[0]
-        if isinstance(item, Piece) and self._without_looped is not None:
-            item = await self._without_looped(item)
-        first = await self._source_first() if isinstance(item, Piece) and item.missing else 1
+        item, first = self._outbox[0], 1
         from_hole: Sequence[SequenceRange] = ()
-        if self._fills_hole and isinstance(item, Piece) and item.missing:
-            from_hole = () if gone_before_read(item, first) else await self._gone(list(gaps(item)))
+        if isinstance(item, Piece):
+            item = await self._source.without_looped(item)
+            first = await self._source.first() if item.missing else 1
+            if self._fills_hole and item.missing and not gone_before_read(item, first):
+                from_hole = await self._source.gone(list(gaps(item)))
         # Only now: what raises above must not lose the piece. What raises below has: what follows it would
         # cover its sequences without its rows.
         self._outbox.popleft()
@@ -253,8 +306,8 @@ class Encoder:
     def close(self) -> None:
         """Drop what is not finished, and remove what is from the spool."""
         self._outbox.clear()
-        if self._draft is not None:
-            self._draft.abort()
+        if self._open_file is not None:
+            self._open_file.abort()
         for spooled in self.sealed:
             spooled.path.unlink(missing_ok=True)
 
@@ -263,29 +316,29 @@ class Encoder:
         leading = before_first_gap(piece)
         if leading is not None:
             await self._add(leading, 1)
-        if self._draft is not None:
+        if self._open_file is not None:
             await self._finish(Close.HOLE)
         self._outbox.clear()
         self._is_cut = True
 
     async def _add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
-        if self._draft is None:
-            self._draft = await self._thread.run(self._make_draft)
-        await self._thread.run(self._draft.add, piece, source_first, from_hole)
-        self._charge_draft(self._draft.held)
+        if self._open_file is None:
+            self._open_file = await self._thread.run(self._new_file)
+        await self._thread.run(self._open_file.add, piece, source_first, from_hole)
+        self._charge_file(self._open_file.held)
 
     async def _finish(self, why: Close) -> None:
-        assert self._draft is not None, "a segment closes behind its pieces"
-        spooled = await self._thread.run(self._draft.finish)
-        self._draft = None
-        self._charge_draft(0)
+        assert self._open_file is not None, "a segment closes behind its pieces"
+        spooled = await self._thread.run(self._open_file.finish)
+        self._open_file = None
+        self._charge_file(0)
         failpoint("egress.sealed")
         self.sealed.append(spooled)
         self._report.sealed(spooled, why)
         self.on_sealed.set()
 
-    def _charge_draft(self, held: int) -> None:
-        more, self._draft_charge = held - self._draft_charge, held
+    def _charge_file(self, held: int) -> None:
+        more, self._charged = held - self._charged, held
         if more < 0:
             self._account.release(-more)
         else:

@@ -22,7 +22,7 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from egress.archive import Archive, at, reaching
 from egress.consumers import LIMITS, WORK_QUEUE
-from egress.deps import Confirming, EgressDeps
+from egress.deps import Confirming, PartitionDeps
 from egress.identity import (
     Acceptance,
     Evidence,
@@ -34,7 +34,7 @@ from egress.identity import (
     judge_with,
 )
 from egress.incarnations import Incarnation, older
-from egress.partition import Partition, Position, position
+from egress.partition import Position, position
 
 log = get_logger("egress.evidence")
 
@@ -108,9 +108,9 @@ class KnownPast:
 class IdentityProbe:
     """Compares the archive of one feed with its stream. Tips are read from the store once."""
 
-    def __init__(self, store: SegmentStore, stream: str, filter_subject: str, threads: Threads) -> None:
-        self._store, self._stream, self._threads = store, stream, threads
-        self._filter = filter_subject
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._store, self._threads = deps.store, deps.pools.io
+        self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
         self._tips: dict[str, Tip | None] = {}
         self._rows: dict[tuple[str, int], Tip | None] = {}
 
@@ -514,11 +514,11 @@ Answer = tuple[Evidence, SourceVerdict]
 class Inquiry:
     """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
 
-    def __init__(self, partition: Partition, deps: EgressDeps, threads: Threads) -> None:
-        self._stream, self._filter, self._deps = partition.stream, partition.filter_subject, deps
-        self._examiner = IdentityProbe(deps.store, partition.stream, partition.filter_subject, threads)
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._deps, self._threads = deps, deps.pools.io
+        self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
+        self._examiner = IdentityProbe(deps)
         self._lost: tuple[SequenceRange, ...] = ()
-        self._threads = threads
         self.acceptance: Acceptance | None = None
 
     async def info(self) -> StreamInfo | None:

@@ -20,7 +20,7 @@ from common.leasing.balancer import LeaseGroup
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
-from common.tasks import GOOD_WHILE, Stop, StopReason, end, first_of, orphaned, wait_for, watched
+from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched
 from egress import metrics
 from egress.deps import EgressDeps, Pools
 from egress.partition import Partition
@@ -50,14 +50,14 @@ class Feed:
         health: Health,
         reexamine: float = REEXAMINE,
     ) -> None:
-        self._deps, self._reexamine = deps, reexamine
-        self._chain = partition.chain
+        self._chain, self._reexamine = partition.chain, reexamine
         name = f"{self._chain.feed}-{self._chain.partition}"
         self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
         self._seat = sharing.seat(lease_key(self._chain), self._report)
-        self._worker = Worker(partition, deps, self._pools, self._report)
+        self._deps = deps.of(partition, self._report, self._pools)
+        self._worker = Worker(self._deps)
         self._backoff = Backoff(deps.rng)
 
     async def run(self, stop: Stop) -> None:
@@ -74,14 +74,14 @@ class Feed:
         It is given back only when no upload is under way any more: another instance would begin beside it.
         """
         self._report.working()
-        halt = Stop()
+        leave = Stop(stop, lease.lost, lease.give_back)
         sides = [
             watched(lease.keep(), orphaned, name=f"lease {self._chain}"),
-            watched(self._halt(halt, lease, stop), orphaned, name=f"halt {self._chain}"),
+            watched(self._halt(leave), orphaned, name=f"halt {self._chain}"),
         ]
         try:
-            while lease.is_usable() and not (stop.is_set or lease.give_back.is_set):
-                await self._work(lease, halt)
+            while lease.is_usable() and not leave.is_set:
+                await self._work(lease, leave)
             await self._pools.idle()
         finally:
             await end(*sides)
@@ -89,37 +89,32 @@ class Feed:
         await lease.release()
         self._seat.vacate(lost=was_lost)
 
-    async def _halt(self, halt: Stop, lease: Lease, stop: Stop) -> None:
-        """Set `halt` with `stop`, and where a lease to be given back waits too long for its segment's end."""
-        await first_of(stop.wait(), lease.give_back.wait())
-        if not stop.is_set:
-            await wait_for(stop, self._deps.tuning.pace.hand_over)
-        halt.set()
+    async def _halt(self, leave: Stop) -> None:
+        """A lease to be given back waits for its segment's end, but not too long."""
+        await leave.wait()
+        await self._deps.clock.sleep(self._deps.tuning.pace.hand_over)
+        leave.set(StopReason.SHUTDOWN)
 
-    async def _work(self, lease: Lease, halt: Stop) -> None:
+    async def _work(self, lease: Lease, leave: Stop) -> None:
         began = self._deps.clock.monotonic()
         try:
-            await self._worker.run(lease, halt)
+            await self._worker.run(lease, leave)
             self._backoff.reset()
         except LeaseLost as error:
             log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
             lease.lost.set(StopReason.LEASE_LOST)
         except (Unavailable, OutcomeUnknown) as error:
             self._report.waits(error)
-            await self._pause(lease, halt, self._backoff.next())
+            await wait_for(leave, self._backoff.next())
         except Exception as error:
             if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
                 self._report.stopped(error)
-                await self._pause(lease, halt, self._reexamine)
+                await wait_for(leave, self._reexamine)
                 return
             if self._deps.clock.monotonic() - began >= GOOD_WHILE:
                 self._backoff.reset()
             self._report.fails(error)
-            await self._pause(lease, halt, self._backoff.next())
-
-    async def _pause(self, lease: Lease, halt: Stop, seconds: float) -> None:
-        """Wait, unless there is a reason to leave."""
-        await first_of(halt.wait(), lease.give_back.wait(), lease.lost.wait(), seconds=seconds)
+            await wait_for(leave, self._backoff.next())
 
 
 class Runs(Protocol):

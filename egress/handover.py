@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from common.chain import Chain
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
-from common.tasks import Stop, first_of
+from common.tasks import Stop, wait_for
 from egress.archive import Archive
-from egress.deps import EgressDeps
+from egress.deps import PartitionDeps
 from egress.identity import Evidence, HeldMessage, SourceVerdict, VerdictKind
 from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
-from egress.partition import Partition
-from egress.report import FeedReport
 
 log = get_logger("egress.succession")
 
 POLL = 2.0  # seconds between two looks at what the other partitions have done, at most
 
 
-class Succession:
+class Handover:
     """Closes incarnations of one partition, and begins the next when all partitions are closed."""
 
-    def __init__(self, partition: Partition, deps: EgressDeps, history: History, report: FeedReport) -> None:
-        self._partition, self._deps, self._history, self._report = partition, deps, history, report
-        self._count = len(partition.settings.filters())
+    def __init__(self, deps: PartitionDeps, history: History) -> None:
+        self._deps, self._number, self._history = deps, deps.partition.number, history
+        self._count = len(deps.partition.settings.filters())
         self._closings = Closings(deps.state)
 
     async def closing(self, current: Incarnation) -> Closing:
@@ -44,7 +40,7 @@ class Succession:
 
         A decision about a partition that goes on by itself again is void.
         """
-        number, decision = self._partition.number, closing.decision
+        number, decision = self._number, closing.decision
 
         def step(found: Closing) -> Closing:
             if decision is not None and number in decision.first and found.decision == decision:
@@ -74,7 +70,7 @@ class Succession:
         def step(found: Closing) -> Closing:
             if found.decision_for(info.created) != decision:
                 return found
-            return found.noted(self._partition.number, end, self._count, stream)
+            return found.noted(self._number, end, self._count, stream)
 
         closing = await self._closings.change(current.chain, step)
         failpoint("egress.after_end_noted")
@@ -86,21 +82,13 @@ class Succession:
         self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop
     ) -> None:
         """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
-        self._report.closing(closing.missing(self._count, created))
-        check = self._deps.tuning.pace.check
-        until = self._deps.clock.monotonic() + check
-        ends = stop.wait(), lease.give_back.wait(), lease.lost.wait()
-        waiting = [asyncio.ensure_future(each) for each in ends]
-        try:
-            while not any(each.done() for each in waiting) and self._deps.clock.monotonic() < until:
-                await first_of(
-                    asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED), seconds=min(POLL, check)
-                )
-                if await self.closing(current) != closing:
-                    return
-        finally:
-            for each in waiting:
-                each.cancel()
+        self._deps.report.closing(closing.missing(self._count, created))
+        clock, check = self._deps.clock, self._deps.tuning.pace.check
+        until = clock.monotonic() + check
+        while not stop.is_set and lease.is_usable() and clock.monotonic() < until:
+            await wait_for(stop, min(POLL, check))
+            if await self.closing(current) != closing:
+                return
 
     async def is_decided(self, chain: Chain, created: str) -> bool:
         """Whether an operator has decided that the incarnation ends."""
@@ -117,7 +105,7 @@ class Succession:
         if closing.decision is not None or any(tip.held is HeldMessage.EQUAL for tip in evidence.tips):
             return verdict
         for number, end in sorted(closing.ends.items()):
-            if number != self._partition.number and end.created == source.created:
+            if number != self._number and end.created == source.created:
                 return SourceVerdict(VerdictKind.RECREATED, f"as partition {number} found; {verdict.why}")
         return verdict
 

@@ -16,17 +16,15 @@ from typing import Any
 import msgspec
 
 from common.chain import MAX_INCARNATION, Chain
-from common.clock import Clock
 from common.errors import DataError, Stopped
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
 from common.jetstream.kv import KeyValue, state_key
-from common.objects.port import ObjectStore
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
-from common.service.process import Threads
 from egress.archive import HighWaterMarks
+from egress.deps import PartitionDeps
 from egress.hints import believe_listing, repartition, resolve
 from egress.partition import Partition, partitions_of
 
@@ -211,18 +209,10 @@ class Incarnation:
 class History:
     """The incarnations of one partition of a feed."""
 
-    def __init__(
-        self,
-        partition: Partition,
-        chains: ChainStore,
-        objects: ObjectStore,
-        marks: HighWaterMarks,
-        threads: Threads,
-        clock: Clock,
-    ) -> None:
-        self._partition, self._feed = partition, partition.chain
-        self._chains, self._objects, self._marks = chains, objects, marks
-        self._threads, self._clock = threads, clock
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._partition, self._feed = deps.partition, deps.partition.chain
+        self._chains, self._objects, self._marks = deps.chains, deps.objects, HighWaterMarks(deps.state)
+        self._threads, self._clock = deps.pools.io, deps.clock
 
     async def load(self) -> Incarnation | None:
         """The newest incarnation; None for a new feed. Raises Stopped where it is cut otherwise."""

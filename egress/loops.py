@@ -19,18 +19,15 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.errors import DataError
 from common.jetstream.api import STREAM_NOT_FOUND, get_message
-from common.jetstream.client import FloeClient
 from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
 from common.jetstream.requests import ApiError
 from common.segments.columns import Columns, columns
 from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
 from common.service.logs import get_logger
-from common.service.process import Threads
 from egress.batch import LOOPED, chosen, raw_size
 from egress.builder import Piece
-from egress.report import FeedReport
+from egress.deps import PartitionDeps
 
 log = get_logger("egress.loops")
 
@@ -109,17 +106,9 @@ class Loops:
     Of what is asked for at once, memory holds 16 MiB, or one message where the server takes larger ones.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        client: FloeClient,
-        stream: str,
-        store: SegmentStore,
-        threads: Threads,
-        report: FeedReport,
-    ) -> None:
-        self._client, self._stream, self._store, self._threads = client, stream, store, threads
-        self._claims, self._report = Claims(chain), report
+    def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
+        self._client, self._stream, self._store = deps.client, deps.partition.stream, deps.store
+        self._threads, self._report, self._claims = deps.pools.io, deps.report, Claims(chain)
 
     async def without(self, piece: Piece) -> Piece:
         """`piece` without the rows that came round. Raises what the stream and the store raise."""

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S
 from common.errors import FloeError, Unavailable, Unforeseen
 from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
-from common.jetstream.client import FloeClient, RawSubscription, frame
+from common.jetstream.client import RawSubscription, frame
 from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
@@ -31,18 +31,15 @@ from common.tasks import end, told, watched
 from egress import batch as lists
 from egress.acks import Acknowledging, ReaderResetError
 from egress.consumers import INTEREST, Taken, WantedMessages, drop_strays, take
-from egress.deps import Pulling
+from egress.deps import PartitionDeps
+from egress.identity import SourceStream
 from egress.memory import MemoryAccount
-from egress.partition import Partition
-
-__all__ = ["Reader", "ReaderResetError", "ReaderTarget"]
 
 log = get_logger("egress.reader")
 
 MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers, guessed for the size of a batch
-MESSAGE_ROOM = (
-    16 * 1024
-)  # bytes of subject and reply that a pull request's max_bytes counts on top of a payload
+# Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.
+MESSAGE_ROOM = 16 * 1024
 MISSES = 4  # requests that ended without a message because the next one did not fit
 
 
@@ -59,39 +56,34 @@ class ReaderTarget(Protocol):
 
 
 class Reader:
-    """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
+    """A consumer from `first` on, of the stream whose `created` is that of `source` and stays so.
 
-    `partition`: whose messages. `retention`: of the stream; where it keeps messages until they are
-    acknowledged, what comes before `first` is not handed over: what is `archived` is acknowledged at once,
-    the rest is left alone. `account`: charged for what is kept until then.
-    `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
-    ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
+    Where the stream keeps messages until they are acknowledged, what comes before `first` is not handed over:
+    what is `archived` is acknowledged at once, the rest is left alone. `account`: charged for what is kept
+    until then. `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once,
+    with a ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
     """
 
     def __init__(
         self,
-        client: FloeClient,
-        created: str,
+        deps: PartitionDeps,
+        source: SourceStream,
         target: ReaderTarget,
         on_end: Callable[[Exception], None],
         *,
         first: int,
-        clock: Clock,
-        window: int,
+        archived: Sequence[SequenceRange],
+        account: MemoryAccount,
         has_room: Callable[[int], bool],
-        partition: Partition,
-        retention: str = "limits",
-        archived: Sequence[SequenceRange] = (),
-        account: MemoryAccount | None = None,
-        pulling: Pulling | None = None,
     ) -> None:
-        self._client, self._stream, self._created = client, partition.stream, created
+        client = deps.client
+        self._client, self._stream, self._created = client, deps.partition.stream, source.created
         self._target, self._on_end, self._has_room = target, on_end, has_room
-        self._first, self._archived, self._account, self._clock = first, archived, account, clock
-        self._pulling = pulling or Pulling()
+        self._first, self._archived, self._account, self._clock = first, archived, account, deps.clock
+        self._pulling = deps.tuning.pulling
         begin = archived[0].first if archived else first
-        self._wanted = WantedMessages(partition, retention, first, begin, self._pulling.inactive)
-        self._window = max(window, client.max_payload + MESSAGE_ROOM)
+        self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
+        self._window = max(deps.budget.window, client.max_payload + MESSAGE_ROOM)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
         self._catching_up: asyncio.Task[None] | None = None
@@ -104,7 +96,7 @@ class Reader:
         self._received_bytes = 0
         self._misses = 0
         self._behind = 0
-        self._heard = clock.monotonic()
+        self._heard = deps.clock.monotonic()
         self._is_open = False
         self._scheduled = False
         self._subjects: list[bytes] = []

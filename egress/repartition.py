@@ -24,18 +24,17 @@ from common.jetstream.lease import Lease, owner_text
 from common.segments.documents import ChainDocument, StreamDocument
 from common.service.logs import get_logger
 from common.settings.egress import FeedSettings, PartitionSettings
-from common.tasks import Stop, either, end, orphaned, watched
-from egress.archive import Archive, HighWaterMarks
+from common.tasks import Stop, end, orphaned, watched
+from egress.archive import Archive
 from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
 from egress.context import CommandContext
-from egress.evidence import Inquiry
 from egress.feed import lease_key
-from egress.handover import Succession
-from egress.identity import Acceptances, SourceStream, SourceVerdict, stopped_error
+from egress.identity import SourceVerdict
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
 from egress.partition import Partition, Position, partitions_of
 from egress.report import LeftOut, look
-from egress.worker import Reading, Stand
+from egress.session import Stand
+from egress.worker import Worker
 
 log = get_logger("egress.repartition")
 
@@ -125,7 +124,6 @@ class Repartition:
         self._opened, self._settings = opened, settings
         self._site = opened.settings.site
         self._new = partitions_of(self._site, settings)
-        self._marks = HighWaterMarks(opened.deps.state)
 
     async def plan(self) -> RepartitionPlan:
         """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
@@ -160,13 +158,13 @@ class Repartition:
         return PartitionReach(archive.first, archive.end)
 
     async def _load(self, partition: Partition) -> Incarnation:
-        found = await self.history(partition).load()
+        found = await History(self._opened.of(partition)).load()
         if found is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         return found
 
     async def _archive(self, current: Incarnation) -> Archive:
-        archive = await Archive.of(current, self._opened.deps, self._marks, self._opened.pools.io)
+        archive = await Archive.of(current, self._opened.of(self._new[0]))
         await archive.load()
         return archive
 
@@ -235,7 +233,7 @@ class Repartition:
         failpoint("repartition.before_stream")
         if not all(lease.is_usable() for lease in leases):
             raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was cut, try again")
-        await self.history(self._new[0]).open_next(plan.current.next_incarnation(), document)
+        await History(self._opened.of(self._new[0])).open_next(plan.current.next_incarnation(), document)
         failpoint("repartition.after_stream")
         await self._drop_durables(info, plan.old)
 
@@ -269,11 +267,6 @@ class Repartition:
     def opened(self) -> CommandContext:
         return self._opened
 
-    def history(self, partition: Partition) -> History:
-        """The incarnations of one partition."""
-        deps = self._opened.deps
-        return History(partition, deps.chains, deps.objects, self._marks, self._opened.pools.io, deps.clock)
-
     async def current(self, partition: Partition) -> tuple[Incarnation, Archive]:
         """The open incarnation and its archive, with all holes: nothing reads it again."""
         current = await self._load(partition)
@@ -286,53 +279,40 @@ class _CatchingUp:
     """Reads one old partition on, to where the furthest one is and no further."""
 
     def __init__(self, repartition: Repartition, partition: Partition, lease: Lease) -> None:
-        opened = repartition.opened
-        deps, pools, report = opened.deps, opened.pools, opened.report(partition)
+        deps = repartition.opened.of(partition)
         self._repartition, self._partition, self._lease = repartition, partition, lease
-        self._acceptances = Acceptances(deps.state)
-        self._succession = Succession(partition, deps, repartition.history(partition), report)
-        self.inquiry = Inquiry(partition, deps, pools.io)
-        self._reading = Reading(partition, deps, pools, report, self.inquiry, self._succession)
+        self._worker = Worker(deps)
+        self.inquiry = self._worker.inquiry
 
     async def run(self, last: int, stop: Stop) -> int:
         """Cover everything up to `last` that the stream still holds; where coverage ends (0: nothing is).
 
         Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
         """
-        async with either(stop, self._lease.lost) as leaving:
-            while not leaving.is_set:
-                current, archive = await self._repartition.current(self._partition)
-                source = await self._judged(current, archive)
-                place = await self.inquiry.place(archive, source)
-                if place.first > last:
-                    await archive.mend()
-                    return archive.end
-                until = last if place.until is None else min(place.until, last)
-                bounded = Position(place.first, until, place.lost, is_end=place.until is None)
-                stand = Stand(current, archive, source)
-                await self._reading.read(stand, bounded, self._lease, stop, leaving)
+        while not stop.is_set and not self._lease.lost.is_set:
+            stand = await self._judged(*await self._repartition.current(self._partition))
+            archive = stand.archive
+            place = await self.inquiry.place(archive, stand.source)
+            if place.first > last:
+                await archive.mend()
+                return archive.end
+            until = last if place.until is None else min(place.until, last)
+            bounded = Position(place.first, until, place.lost, is_end=place.until is None)
+            await self._worker.read_at(bounded, stand, self._lease, stop)
         raise Unavailable(
             f"{self._partition.chain}: stopped before it was read up to {last}", hint="try again"
         )
 
-    async def _judged(self, current: Incarnation, archive: Archive) -> SourceStream:
-        """The stream, where it is the same. Raises Stopped."""
-        self.inquiry.acceptance = await self._acceptances.get(current.chain)
-        held = self._reading.held
-        evidence, verdict = await self.inquiry.judge(current, archive, held.received if held else None)
+    async def _judged(self, current: Incarnation, archive: Archive) -> Stand:
+        """Where it stands, where the stream is the same. Raises Stopped."""
+        evidence, verdict = await self._worker.judge(current, archive)
         if not verdict.is_same or evidence.source is None:
-            proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
-            continues = current.stream.continues
-            raise stopped_error(
-                self._partition, current.chain, evidence, verdict, proposal, continues=continues
-            )
-        if held is not None:
-            held.discard()
-            self._reading.held = None
-        closing = await self._succession.closing(current)
-        if not await self._succession.reopen(current, closing):
+            raise await self._worker.stopped(current, archive, evidence, verdict)
+        self._worker.discard()
+        closing = await self._worker.handover.closing(current)
+        if not await self._worker.handover.reopen(current, closing):
             raise _closed(current, verdict)
-        return evidence.source
+        return Stand(current, archive, evidence.source)
 
 
 def _closed(current: Incarnation, verdict: SourceVerdict) -> Unavailable:

@@ -14,6 +14,7 @@ from common.service.logs import get_logger
 from egress.archive import Archive, HighWaterMarks
 from egress.consumers import check_start
 from egress.context import CommandContext
+from egress.deps import PartitionDeps
 from egress.evidence import Inquiry
 from egress.identity import (
     CODES,
@@ -133,11 +134,11 @@ def _witness(witness: Witness) -> dict[str, Any]:
 
 async def look(opened: CommandContext, partition: Partition) -> Case:
     """One partition as it is now. Raises Unavailable where nothing can be asked."""
-    deps, io = opened.deps, opened.pools.io
-    history = History(partition, deps.chains, deps.objects, HighWaterMarks(deps.state), io, deps.clock)
+    deps = opened.of(partition)
+    history = History(deps)
     number = 0
     try:
-        newest = await io.run(newest_incarnation, deps.chains, partition.chain)
+        newest = await deps.pools.io.run(newest_incarnation, deps.chains, partition.chain)
         number = newest or 0
         following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
         if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
@@ -149,7 +150,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
         return Case(partition, error=error, incarnation=number)
     if current is None:
         return Case(partition)
-    archive = await Archive.of(current, deps, HighWaterMarks(deps.state), io)
+    archive = await Archive.of(current, deps)
     try:
         await archive.load()
     except (Unavailable, DataError) as error:
@@ -157,7 +158,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
             raise
         await archive.survey()
         return Case(partition, current, archive.first, archive.end, error=error)
-    return await _judged(opened, partition, current, archive)
+    return await _judged(deps, current, archive)
 
 
 async def _lost(history: History, chain: Chain) -> FloeError | None:
@@ -176,11 +177,8 @@ async def _check_beginning(opened: CommandContext, partition: Partition) -> None
     check_start(info, partition.settings)
 
 
-async def _judged(
-    opened: CommandContext, partition: Partition, current: Incarnation, archive: Archive
-) -> Case:
-    deps = opened.deps
-    inquiry = Inquiry(partition, deps, opened.pools.io)
+async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:
+    partition, inquiry = deps.partition, Inquiry(deps)
     try:
         inquiry.acceptance = await Acceptances(deps.state).get(current.chain)
         await Closings(deps.state).get(current.chain)

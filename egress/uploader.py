@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from common.clock import Backoff, Clock
+from common.clock import Backoff
 from common.errors import LeaseLost, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.lease import Lease
 from common.segments.reader import SpooledSegment
-from common.segments.segment import SegmentRef
+from common.segments.segment import SegmentRef, Tip
 from common.service.logs import get_logger
 from common.tasks import Stop, wait_for
 from egress.acks import ReaderResetError
 from egress.archive import Archive
+from egress.deps import PartitionDeps
 from egress.reader import Reader
-from egress.report import FeedReport
 
 T = TypeVar("T")
 
@@ -34,17 +36,10 @@ class Uploader:
     """
 
     def __init__(
-        self,
-        archive: Archive,
-        lease: Lease,
-        reader: Reader,
-        ended: Stop,
-        report: FeedReport,
-        clock: Clock,
-        backoff: Backoff,
+        self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop
     ) -> None:
         self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
-        self._report, self._clock, self._backoff = report, clock, backoff
+        self._report, self._clock, self._backoff = deps.report, deps.clock, Backoff(deps.rng)
         self.puts = 0
 
     async def put(self, spooled: SpooledSegment) -> None:
@@ -57,12 +52,8 @@ class Uploader:
         self.puts += 1
         self._report.put(spooled, self._clock.monotonic() - started)
         log.info("segment put", action="segment_put", rows=spooled.footer.rows, **ref.log_context())
-        await self._acknowledge(spooled.footer.coverage.last)
-
-    async def _acknowledge(self, last: int) -> None:
-        """Only now may the stream let go of it."""
         failpoint("egress.before_ack")
-        await self._persist(lambda: self._reader.acknowledge(last))
+        await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
         failpoint("egress.after_ack")
 
     async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
@@ -90,6 +81,53 @@ class Uploader:
                 self._backoff.reset()
                 self._report.works()
                 return result
+
+
+@dataclass(frozen=True, slots=True)
+class Unflushed:
+    """Sealed segments of one history, not put; `received`: the tip of the last message received."""
+
+    archive: Archive
+    sealed: deque[SpooledSegment]
+    received: Tip | None
+
+    async def put(self, lease: Lease) -> None:
+        """Put them into the history that they came from; each goes as it is put. Raises LeaseLost.
+
+        Into one that has ended meanwhile nothing is put: nobody would deliver it.
+        """
+        while self.sealed:
+            require(lease, self.archive)
+            if await self.archive.is_closed():
+                await self.drop()
+                return
+            await self._put_one(self.sealed[0])
+            self.sealed.popleft().path.unlink(missing_ok=True)
+
+    async def _put_one(self, spooled: SpooledSegment) -> None:
+        coverage = spooled.footer.coverage
+        # Another instance may have put a beginning of it alone, and there is no other copy of the rest.
+        if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
+            return
+        ref = await self.archive.put(spooled)
+        await self.archive.write_tail()
+        await self.archive.raise_mark()
+        log.info("held segment put", action="held_put", **ref.log_context())
+
+    async def drop(self) -> None:
+        """Throw them away, though they are not read again; says what is archived nowhere."""
+        for spooled in self.sealed:
+            missing = await self.archive.uncovered(spooled.footer.coverage)
+            if missing and (rows := spooled.footer.rows):
+                ranges, chain = ", ".join(map(str, missing)), self.archive.chain
+                context = {"ranges": ranges, "rows": rows, **chain.log_context()}
+                log.error("held rows dropped", action="held_dropped", **context)
+        self.discard()
+
+    def discard(self) -> None:
+        """Throw them away: they are read again."""
+        for spooled in self.sealed:
+            spooled.path.unlink(missing_ok=True)
 
 
 def closed(archive: Archive) -> ReaderResetError:

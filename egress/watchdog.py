@@ -21,10 +21,9 @@ from typing import Any
 from common.clock import NS_PER_S, Clock
 from common.errors import FloeError
 from common.jetstream.api import StreamInfo, next_message, parse_time, stream_info
-from common.jetstream.client import FloeClient
 from common.service.logs import get_logger
 from egress.acks import ReaderResetError
-from egress.partition import Partition
+from egress.deps import PartitionDeps
 from egress.report import FeedReport
 
 log = get_logger("egress.watchdog")
@@ -206,8 +205,9 @@ class Rise:
 class Expiry:
     """Looks every now and then, and tells the report. `position`: the first sequence not archived."""
 
-    def __init__(self, partition: Partition, client: FloeClient, report: FeedReport, clock: Clock) -> None:
-        self._partition, self._client, self._report, self._clock = partition, client, report, clock
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._partition, self._client = deps.partition, deps.client
+        self._report, self._clock = deps.report, deps.clock
         self._rise = Rise()
         self.position: Callable[[], int] | None = None
 

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.chain import Chain
 from common.errors import DataError
 from common.segments.store import SegmentStore
 from common.sequences import preference
@@ -71,27 +70,23 @@ class Resumed:
 
 async def resume(
     partition: Partition,
-    chain: Chain,
     archive: Archive,
-    place: Position,
+    position: Position,
     source: SourceStream,
     snapshots: Snapshots,
     store: SegmentStore,
     threads: Threads,
-    *,
-    first: int,
 ) -> Resumed:
-    """The sampler of `chain` for reading on at `place`. `archive`: its segments; `first`: where it begins.
+    """The sampler for reading on at `position` behind what is in `archive`.
 
     A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
     segment. Raises what the store raises; ValueError for a feed that is not sampled.
     """
-    abandoned = threading.Event()
-    resuming = _Resuming(partition, chain, archive, place, source, snapshots, store, first, abandoned)
+    resuming = _Resuming(partition, archive, position, source, snapshots, store)
     try:
         return await threads.run(resuming.run)
     except asyncio.CancelledError:
-        abandoned.set()
+        resuming.abandoned.set()
         raise
 
 
@@ -101,37 +96,34 @@ class _Resuming:
     def __init__(
         self,
         partition: Partition,
-        chain: Chain,
         archive: Archive,
-        place: Position,
+        position: Position,
         source: SourceStream,
         snapshots: Snapshots,
         store: SegmentStore,
-        first: int,
-        abandoned: threading.Event,
     ) -> None:
         sampling = Sampling.of(partition.settings)
         if sampling is None:
             raise ValueError(f"feed {partition.settings.name}: expected one that is sampled")
-        self._partition, self._chain, self._archive = partition, chain, archive
-        self._place, self._source, self._first = place, source, first
-        self._snapshots, self._store, self._abandoned = snapshots, store, abandoned
+        self._partition, self._chain, self._archive = partition, archive.chain, archive
+        self._first, self._source = position.first, source
+        self._snapshots, self._store, self.abandoned = snapshots, store, threading.Event()
         self._sampling, self._tracks = sampling, bool(partition.settings.advisory.subject)
         self._candidates = Candidates(snapshots, sampling.digest)
 
     def run(self) -> Resumed:
-        listed = to_build_upon(self._snapshots.list(), self._place.first)
-        taken = self._candidates.newest(to_follow(listed, self._place.first, self._held_from()))
+        listed = to_build_upon(self._snapshots.list(), self._first)
+        taken = self._candidates.newest(to_follow(listed, self._first, self._held_from()))
         if taken is not None:
             return self._follow(*taken)
-        is_unbegun = self._place.first <= self._first
+        is_unbegun = self._first <= self._archive.first
         if is_unbegun and not continued(self._store, self._chain):
             return self._genesis()
         return self._rebuild(listed)
 
     def _held_from(self) -> int:
         """From where on the source holds everything; what was acknowledged may be gone from anywhere."""
-        return self._source.first if self._source.retention == "limits" else self._place.first
+        return self._source.first if self._source.retention == "limits" else self._first
 
     # Snapshots
 
@@ -139,7 +131,7 @@ class _Resuming:
         log.info(
             "sampler resumed",
             action="sampler_resumed",
-            again=self._place.first - ref.position,
+            again=self._first - ref.position,
             **ref.log_context(),
         )
         sampler = Sampler(self._sampling, snapshot.state, tracks=self._tracks)
@@ -148,7 +140,7 @@ class _Resuming:
     def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
         """Make what was not taken from a snapshot one, at the position."""
         snapshot = Snapshot(
-            self._chain, self._place.first, self._sampling.digest, newest_ns, sampler.freeze(), outbox
+            self._chain, self._first, self._sampling.digest, newest_ns, sampler.freeze(), outbox
         )
         spool = self._store.new_spool()
         try:
@@ -162,7 +154,7 @@ class _Resuming:
         sampler = Sampler(self._sampling, tracks=self._tracks)
         self._store_state(sampler, 0, ())
         log.info("sampler begins", action="sampler_begins", **self._chain.log_context())
-        return Resumed(sampler, 0, self._place.first)
+        return Resumed(sampler, 0, self._first)
 
     def _rebuild(self, listed: Sequence[SnapshotRef]) -> Resumed:
         base = self._candidates.newest(listed)
@@ -175,24 +167,24 @@ class _Resuming:
             self._sampling,
             self._chain,
             self._archive.refs(base[1].position if base else 1),
-            self._place.first - 1,
+            self._first - 1,
             filter_subject=self._partition.filter_subject,
-            abandoned=self._abandoned,
+            abandoned=self.abandoned,
         ).run(base[1] if base else None, tracks=self._tracks)
         rebuilt.sampler.settle(self._settled_at(rebuilt.newest_ns))
         self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)
         self._tell(why, rebuilt.rows, rebuilt.sampler.values)
-        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._place.first, outbox, rebuilt=True)
+        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
 
     def _settled_at(self, newest_ns: int) -> int:
         """What no longer exists silenced nobody: the silence is counted from what is read next."""
-        if self._source.first > self._place.first:
+        if self._source.first > self._first:
             return max(newest_ns, self._source.first_timestamp_ns or 0)
         return newest_ns
 
     def _reason(self, listed: Sequence[SnapshotRef]) -> str:
         ours = self._candidates.known(listed)
-        followed = to_follow(ours, self._place.first, self._held_from())
+        followed = to_follow(ours, self._first, self._held_from())
         return reason(bool(ours), bool(followed), self._written_by(), self._sampling.digest)
 
     def _written_by(self) -> str:

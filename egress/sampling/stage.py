@@ -19,11 +19,11 @@ from common.jetstream.lease import Lease
 from common.service.logs import get_logger
 from egress.advisories.senders import Advisories
 from egress.builder import Builder
-from egress.deps import EgressDeps, Pools
+from egress.deps import PartitionDeps
 from egress.evidence import source_of
 from egress.identity import SourceStream
 from egress.loops import Claims
-from egress.partition import Partition, Position
+from egress.partition import Position
 from egress.report import SamplingReport
 from egress.sampling.filters import Again, PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.resume import Resumed
@@ -64,55 +64,58 @@ LAST_SNAPSHOT = 5.0
 
 
 class Sampled:
-    """Of a session that reads on at `place` and fills `builder`. `source`: the stream as it was judged."""
+    """Of a session that reads on at `position` and fills `builder`. `source`: the stream as it was judged."""
 
     def __init__(
         self,
-        deps: EgressDeps,
-        partition: Partition,
-        pools: Pools,
+        deps: PartitionDeps,
+        chain: Chain,
         lease: Lease,
         source: SourceStream,
-        place: Position,
+        position: Position,
         resumed: Resumed,
-        snapshots: Snapshots,
         builder: Builder,
     ) -> None:
-        sampling, chain = Sampling.of(partition.settings), snapshots.chain
-        if sampling is None:
-            raise ValueError(f"{chain}: expected a feed that is sampled")
+        feed = deps.partition.settings
+        sampling = Sampling.of(feed)
+        assert sampling is not None, "resumed is what is sampled"
         self._clock, self._pace = deps.clock, deps.tuning.pace
         self._chain, self._digest = chain, sampling.digest
         self._sampler, self._builder, self._source = resumed.sampler, builder, source
         self._report = SamplingReport(chain)
-        self._advisories = _advisories(deps, partition, chain, lease, resumed)
+        self._advisories = _advisories(deps, chain, lease, resumed)
         self._sieve = PreFilter(
-            partition.site,
+            chain.site,
             relay=sampling.relay,
             keep_ns=sampling.max_age_ns,
             newest_ns=resumed.newest_ns,
             sampler=resumed.sampler,
             claims=Claims(chain),
         )
-        self._tracking = Tracking(resumed.sampler, self._advisories, _again(partition, source, place))
+        # How far a former session may have come: one that ended before it put what it had read. Reliable
+        # advisories are compared with what is stored, so the doubt may be generous; others that are in doubt
+        # are dropped, so it goes no further than what is archived.
+        again = Again(position.first - 1)
+        if feed.advisory.reliable:
+            again = Again(max(position.first - 1, source.last), source.asked_ns or 0)
+        self._tracking = Tracking(resumed.sampler, self._advisories, again)
         # What fills a hole stands below snapshots that are there already.
         self._saving = None
-        if not place.fills_hole:
-            interval = partition.settings.snapshot_interval
-            self._saving = Saving(
-                snapshots, deps.store.new_spool, pools.io, deps.clock, interval, self._report
-            )
+        if not position.fills_hole:
+            snapshots = Snapshots(deps.objects, deps.chains.layout, chain, clock=deps.clock)
+            interval, io = feed.snapshot_interval, deps.pools.io
+            self._saving = Saving(snapshots, deps.store.new_spool, io, deps.clock, interval, self._report)
         self.target = SamplingStage(
             builder,
             self._sieve,
             self._tracking,
-            SampledStretch(resumed.read_from, place.first, place.until, source.last_timestamp_ns or 0),
+            SampledStretch(resumed.read_from, position.first, position.until, source.last_timestamp_ns or 0),
             on_writing=self._on_writing,
             on_batch=self._freeze_if_due,
             on_choices=self._report.chose,
         )
         # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
-        self._doubts_silence = partition.settings.advisory.reliable and not source.asked_ns
+        self._doubts_silence = feed.advisory.reliable and not source.asked_ns
         self._advanced = deps.clock.monotonic()
         self._is_opening = False
         self.target.begin()
@@ -219,13 +222,11 @@ class Sampled:
         return source.last, source.asked_ns or asked_ns
 
 
-def _advisories(
-    deps: EgressDeps, partition: Partition, chain: Chain, lease: Lease, resumed: Resumed
-) -> Advisories | None:
-    if not partition.settings.advisory.subject:
+def _advisories(deps: PartitionDeps, chain: Chain, lease: Lease, resumed: Resumed) -> Advisories | None:
+    if not deps.partition.settings.advisory.subject:
         return None
     return Advisories(
-        partition,
+        deps.partition,
         chain,
         deps.client,
         deps.clock,
@@ -233,14 +234,3 @@ def _advisories(
         outbox=resumed.outbox,
         may_send=lease.is_usable,
     )
-
-
-def _again(partition: Partition, source: SourceStream, place: Position) -> Again:
-    """How far a former session may have come: one that ended before it put what it had read.
-
-    Reliable advisories are compared with what is stored, so the doubt may be generous; others that are in
-    doubt are dropped, so it goes no further than what is archived.
-    """
-    if not partition.settings.advisory.reliable:
-        return Again(place.first - 1)
-    return Again(max(place.first - 1, source.last), source.asked_ns or 0)

@@ -35,7 +35,7 @@ from egress.builder import Builder
 from egress.encoder import Encoder
 from egress.evidence import Inquiry
 from egress.feed import Feed
-from egress.handover import Succession
+from egress.handover import Handover
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.memory import MemoryBudget
 from egress.reader import Reader
@@ -184,7 +184,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
         ("feed", [(Session, "_look")]),  # in a side task of the session, as the next four
         ("feed", [(Encoder, "next")]),
         ("feed", [(Uploader, "put"), (Session, "_watch")]),
-        ("decisions", [(Succession, "is_decided")]),
+        ("decisions", [(Handover, "is_decided")]),
         ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
         ("walk", [(ArchiveWalks, "_walk")]),
         ("expiry", [(Expiry, "_left")]),

@@ -194,14 +194,12 @@ class SampledArchive:
             await archive.survey()
             return await resume(
                 self.part,
-                chain,
                 archive,
                 Position(place),
                 SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention),
                 self.snapshots(chain, objects),
                 self.store,
                 threads,
-                first=first,
             )
         finally:
             await threads.idle()
