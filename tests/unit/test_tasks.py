@@ -263,7 +263,7 @@ async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_t
     service.set(StopReason.SHUTDOWN)
     # A lease to be given back leaves time, and gives way to what leaves none.
     assert (child.reason, child_of_its_own.reason) == (StopReason.SHUTDOWN, StopReason.DECISION)
-    assert Stop(child).reason is StopReason.GIVE_BACK
+    assert Stop(child).reason is StopReason.SHUTDOWN
 
 
 async def test_a_child_that_nobody_needs_any_more_is_forgotten() -> None:
