@@ -4,11 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 NS_PER_S = 1_000_000_000
+
+
+TIME_FORM = "a time with its zone such as 2026-01-02T03:04:05Z"
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|z|[+-]\d\d:\d\d)", re.ASCII)
+_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def parse_time(text: str) -> int:
+    """Nanoseconds since 1970 UTC, from RFC 3339 with a zone and up to nine digits of a second.
+
+    Raises ValueError.
+    """
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}")
+    try:
+        at = datetime.fromisoformat(f"{match[1].upper()}{match[3].upper().replace('Z', '+00:00')}")
+    except ValueError as error:
+        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}: {error}") from error
+    return (at - _BEGIN) // timedelta(seconds=1) * NS_PER_S + int((match[2] or "").ljust(9, "0"))
+
+
+def format_time(nanoseconds: int) -> str:
+    """RFC 3339 UTC with nanoseconds where there are any; the bare number for years that it does not have."""
+    seconds, rest = divmod(nanoseconds, NS_PER_S)
+    try:
+        text = datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00")
+    except (ValueError, OverflowError, OSError):
+        return str(nanoseconds)
+    return f"{text}.{rest:09d}Z" if rest else f"{text}Z"
 
 
 class Clock(Protocol):

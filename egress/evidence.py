@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import Clock, parse_time
 from common.errors import DataError, FloeError, Unavailable
-from common.jetstream.api import StreamInfo, get_message, next_message, parse_time, stream_info
+from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
+from common.jetstream.pull import get_message
 from common.segments.reader import messages
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentStore

@@ -11,9 +11,9 @@ import json
 import random
 from collections.abc import Sequence
 
-from common.clock import Clock
+from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import parse_time, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block
 from common.jetstream.kv import state_key

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.errors import DataError
-from common.jetstream.api import STREAM_NOT_FOUND, get_message
+from common.jetstream.api import STREAM_NOT_FOUND
 from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
+from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
 from common.segments.columns import Columns, columns
 from common.segments.segment import SegmentRef

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError
-from common.jetstream.api import StreamInfo, next_message, parse_time, stream_info
+from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.service.logs import get_logger
 from egress.acks import ReaderResetError
 from egress.deps import PartitionDeps

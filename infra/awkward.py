@@ -16,8 +16,9 @@ from typing import Any
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError
-from common.jetstream.api import get_message, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import ApiError, FloeClient, frame
+from common.jetstream.pull import get_message
 from infra.acked import AckedPublisher, Published
 
 MAX_HEADERS = 65_535  # bytes of a header block; nats-server refuses more, whatever max_payload says

@@ -11,9 +11,6 @@ time, beside 24 to 32 bytes for each message read.
 
 from __future__ import annotations
 
-import asyncio
-import json
-import secrets
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -22,16 +19,16 @@ from hashlib import blake2b
 from itertools import takewhile
 
 from common.chain import Chain
-from common.errors import ConfigError, DataError, OutcomeUnknown
-from common.jetstream.api import create_consumer, delete_consumer, parse_ack, stream_info
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import restore, status
+from common.errors import ConfigError
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import restore
+from common.jetstream.pull import read_through
 from common.segments.reader import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, cover, holes
-from common.tasks import wait_for
 
 MAX_EXAMPLES = 5  # of each kind of damage
 
@@ -273,18 +270,6 @@ def _require_order(trace: Trace) -> None:
         previous = sequence
 
 
-BATCH = 2000
-NO_MESSAGES = 404
-PULL = {"batch": BATCH, "max_bytes": 32 * 1024 * 1024, "no_wait": True}
-CONSUMER = {
-    "ack_policy": "none",
-    "deliver_policy": "all",
-    "mem_storage": True,
-    "inactive_threshold": 60 * 10**9,
-}
-PULL_TIMEOUT = 30.0  # seconds without a message until the reading fails
-
-
 async def source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
     """What the stream holds now. Raises ConfigError where it does not exist."""
     trace = Trace()
@@ -329,78 +314,14 @@ async def target_traces(client: FloeClient, stream: str) -> Arrived:
 async def read_stream(client: FloeClient, stream: str, take: Callable[[Message], None]) -> int:
     """Give every message that the stream holds to `take`, in order; the stream's last sequence.
 
-    Raises ConfigError where the stream does not exist, OutcomeUnknown where the server falls silent.
+    Raises ConfigError where the stream does not exist, else as `scan`.
     """
     info = await stream_info(client, stream)
     if info is None:
         raise ConfigError(f"stream {stream}: expected to exist, found none")
-    name = f"oracle_{secrets.token_hex(8)}"
-    await create_consumer(client, stream, {"name": name, **CONSUMER})
-    reading = _Reading(client, f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", take)
-    try:
-        await reading.run()
-    finally:
-        await delete_consumer(client, stream, name)
+    if info.messages:
+        await read_through(client, stream, info.last_sequence, take)
     return info.last_sequence
-
-
-class _Reading:
-    """Pulls until a pull finds nothing. The reply subject of a pull tells its status from others.
-
-    Messages are taken as they arrive, in the client's read loop: nothing is queued.
-    """
-
-    def __init__(self, client: FloeClient, next_subject: str, take: Callable[[Message], None]) -> None:
-        self._client, self._take = client, take
-        self._next_subject = next_subject.encode()
-        self._inbox = client.new_inbox()
-        self._pull = b""
-        self._missing, self._count = 0, 0
-        self._status: bytes | None = None
-        self._error: Exception | None = None
-        self._progress = asyncio.Event()
-
-    async def run(self) -> None:
-        subscription = await self._client.subscribe_raw(f"{self._inbox}.*", self._sink)
-        try:
-            number = 0
-            while await self._one_pull(f"{self._inbox}.{number}".encode()):
-                number += 1
-        finally:
-            await subscription.unsubscribe()
-
-    async def _one_pull(self, inbox: bytes) -> bool:
-        """Take what one pull brings; False where the stream has no more."""
-        self._pull, self._missing, self._count, self._status = inbox, BATCH, 0, None
-        self._client.send(frame(self._next_subject, json.dumps(PULL).encode(), None, inbox))
-        await self._client.flush_writes()
-        while self._missing:
-            self._progress.clear()
-            if not await wait_for(self._progress, PULL_TIMEOUT):
-                raise OutcomeUnknown(f"no message within {PULL_TIMEOUT:g} s: the reading is incomplete")
-        if self._error is not None:
-            raise self._error
-        return self._goes_on()
-
-    def _goes_on(self) -> bool:
-        """What the end of a pull means. Raises DataError where one message exceeds a whole pull."""
-        code, text = status(self._status) or (0, b"")
-        if not self._count and code != NO_MESSAGES:
-            raise DataError(f"pull of {PULL}: expected messages, found status {code} {text.decode()!r}")
-        return self._count > 0
-
-    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        try:
-            if reply.startswith(b"$JS.ACK."):
-                ack = parse_ack(reply)
-                self._take(Message(ack.stream_sequence, ack.timestamp_ns, subject, headers, payload))
-                self._count += 1
-                self._missing -= 1
-            elif subject == self._pull:
-                self._status, self._missing = headers, 0
-        except Exception as error:  # raised where the reading is awaited, not in the read loop
-            self._error, self._missing = error, 0
-        self._progress.set()
 
 
 def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:

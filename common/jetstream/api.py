@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
+from common.clock import parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
-from common.jetstream.client import FloeClient, frame
+from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
 from common.segments.segment import Message
 from common.sequences import SequenceRange
@@ -22,9 +22,6 @@ CONSUMER_NOT_FOUND = 10014
 MESSAGE_NOT_FOUND = 10037
 
 ATTEMPTS = 3  # of a question whose answer was lost
-
-_SECOND = timedelta(seconds=1)
-_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,54 +68,6 @@ class ConsumerInfo:
     acknowledged: int = 0
 
 
-class AckReply(NamedTuple):
-    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
-
-    stream: str
-    consumer: str
-    stream_sequence: int
-    consumer_sequence: int
-    timestamp_ns: int
-    pending: int
-
-
-def parse_ack(reply: bytes) -> AckReply:
-    """Read either layout of ADR-15: 9 tokens, or 11 and more with domain and account. Raises ValueError."""
-    tokens = _ack_tokens(reply)
-    stream, consumer, _, stream_sequence, consumer_sequence, timestamp, pending = tokens
-    return AckReply(
-        stream.decode("utf-8", "backslashreplace"),
-        consumer.decode("utf-8", "backslashreplace"),
-        int(stream_sequence),
-        int(consumer_sequence),
-        int(timestamp),
-        int(pending),
-    )
-
-
-def ack_numbers(reply: bytes) -> tuple[int, int, int]:
-    """Stream sequence, consumer sequence and timestamp (ns) alone, for each message of a fast reader.
-
-    Raises ValueError as `parse_ack`.
-    """
-    tokens = reply.split(b".") if reply.startswith(b"$JS.ACK.") else []
-    if len(tokens) != 9:
-        tokens = [b"", b"", *_ack_tokens(reply)]
-    return int(tokens[5]), int(tokens[6]), int(tokens[7])
-
-
-def _ack_tokens(reply: bytes) -> list[bytes]:
-    """Stream, consumer, deliveries, stream sequence, consumer sequence, timestamp, pending."""
-    tokens = reply.split(b".")
-    count = len(tokens)
-    if tokens[:2] != [b"$JS", b"ACK"] or not (count == 9 or count >= 11):
-        raise ValueError(
-            f"reply {reply!r:.80}: expected $JS.ACK with 9, or 11 and more tokens, found {count}"
-        )
-    first = 2 if count == 9 else 4
-    return tokens[first : first + 7]
-
-
 async def ask(
     client: FloeClient, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
 ) -> dict[str, Any]:
@@ -137,7 +86,7 @@ async def ask(
 async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
     """What the server says of the stream; None if there is none of this name."""
     try:
-        return _stream_info(await ask(client, f"STREAM.INFO.{_name(stream)}"))
+        return _stream_info(await ask(client, f"STREAM.INFO.{token(stream)}"))
     except ApiError as error:
         if error.err_code == STREAM_NOT_FOUND:
             return None
@@ -152,23 +101,7 @@ async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
 
 async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
     """Create the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
-    return _stream_info(await client.api(f"STREAM.CREATE.{_name(config['name'])}", config))
-
-
-async def get_message(client: FloeClient, stream: str, sequence: int) -> Message | None:
-    """The message of that sequence, read from the leader; None if the stream does not hold it.
-
-    Raises ApiError where there is no such stream.
-    """
-    try:
-        answer = await ask(client, f"STREAM.MSG.GET.{_name(stream)}", {"seq": sequence})
-    except ApiError as error:
-        if error.err_code == MESSAGE_NOT_FOUND:
-            return None
-        raise
-    message = stored_message(answer)
-    # The API's JSON cannot carry a subject that is not UTF-8; a delivered message can.
-    return await _deliver(client, stream, sequence) if "\ufffd".encode() in message.subject else message
+    return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
 
 
 async def next_message(
@@ -180,7 +113,7 @@ async def next_message(
     """
     request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
     try:
-        return stored_message(await ask(client, f"STREAM.MSG.GET.{_name(stream)}", request))
+        return stored_message(await ask(client, f"STREAM.MSG.GET.{token(stream)}", request))
     except ApiError as error:
         if error.err_code == MESSAGE_NOT_FOUND:
             return None
@@ -218,50 +151,13 @@ def stored_message(answer: dict[str, Any]) -> Message:
         raise DataError(f"STREAM.MSG.GET: expected a message, found {error!r:.80}") from None
 
 
-async def _deliver(client: FloeClient, stream: str, sequence: int) -> Message | None:
-    """The same through a consumer of one message, whose delivery carries the subject's bytes."""
-    delivered = asyncio.get_running_loop().create_future()
-
-    def sink(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if not delivered.done():
-            delivered.set_result((subject, reply, payload, headers))
-
-    def fail(error: Exception) -> None:
-        if not delivered.done():
-            delivered.set_exception(error)
-
-    inbox = client.new_inbox()
-    subscription = await client.subscribe_raw(inbox, sink, fail)
-    start = {"deliver_policy": "by_start_sequence", "opt_start_seq": sequence, "ack_policy": "none"}
-    consumer = await create_consumer(
-        client, stream, {"name": f"floe_{inbox.rpartition('.')[2]}", "inactive_threshold": 10**10, **start}
-    )
-    try:
-        pull = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{consumer.name}").encode()
-        client.send(frame(pull, b'{"batch":1,"no_wait":true}', None, inbox.encode()))
-        subject, reply, payload, headers = await asyncio.wait_for(delivered, 5.0)
-    except TimeoutError:
-        raise OutcomeUnknown(f"no message from {stream} within 5 s") from None
-    finally:
-        await subscription.unsubscribe()
-        await delete_consumer(client, stream, consumer.name)
-    if not reply:
-        return None
-    ack = parse_ack(reply)
-    return (
-        Message(sequence, ack.timestamp_ns, subject, headers, payload)
-        if ack.stream_sequence == sequence
-        else None
-    )
-
-
 async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
     """Create the consumer `config["name"]` (or `durable_name`).
 
     Raises ApiError, also where one of that name exists with another configuration.
     """
-    name = _name(config.get("name") or config["durable_name"])
-    subject = f"CONSUMER.CREATE.{_name(stream)}.{name}"
+    name = token(config.get("name") or config["durable_name"])
+    subject = f"CONSUMER.CREATE.{token(stream)}.{name}"
     if filter_subject := config.get("filter_subject"):
         subject += f".{filter_subject}"
     request = {"stream_name": stream, "config": {"name": name, **config}, "action": "create"}
@@ -271,7 +167,7 @@ async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any
 async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
     """What the server says of the consumer; None if the stream or the consumer is not there."""
     try:
-        return _consumer_info(await ask(client, f"CONSUMER.INFO.{_name(stream)}.{_name(consumer)}"))
+        return _consumer_info(await ask(client, f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"))
     except ApiError as error:
         if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
             return None
@@ -282,7 +178,7 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
     """The names of all consumers of the stream. Raises ApiError where there is no such stream."""
     names: list[str] = []
     while True:
-        answer = await ask(client, f"CONSUMER.NAMES.{_name(stream)}", {"offset": len(names)})
+        answer = await ask(client, f"CONSUMER.NAMES.{token(stream)}", {"offset": len(names)})
         page = answer.get("consumers") or []
         names += map(str, page)
         if not page or len(names) >= int(answer.get("total", 0)):
@@ -292,22 +188,12 @@ async def consumer_names(client: FloeClient, stream: str) -> list[str]:
 async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
     """Delete the consumer; False if it was not there."""
     try:
-        await client.api(f"CONSUMER.DELETE.{_name(stream)}.{_name(consumer)}")
+        await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
     except ApiError as error:
         if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
             return False
         raise
     return True
-
-
-def parse_time(text: str) -> int:
-    """Nanoseconds since 1970 UTC of an RFC 3339 time with up to nine decimals. Raises ValueError."""
-    if (match := _TIME.fullmatch(text)) is None:
-        raise ValueError(f"time {text!r:.40}: expected RFC 3339")
-    seconds, fraction, zone = match.groups()
-    moment = datetime.fromisoformat(seconds + ("+00:00" if zone == "Z" else zone)).astimezone(UTC)
-    whole = (moment - datetime(1970, 1, 1, tzinfo=UTC)) // _SECOND
-    return whole * 1_000_000_000 + int((fraction or "0").ljust(9, "0"))
 
 
 def _stream_info(answer: dict[str, Any]) -> StreamInfo:
@@ -358,7 +244,7 @@ def _count(value: Any) -> int:
     return value
 
 
-def _name(name: str) -> str:
+def token(name: str) -> str:
     """`name` as one token of an API subject. Raises ValueError where it is more or less than that."""
     if not re.fullmatch(r"[^\s.*>/\\\x00-\x1f\x7f]+", name):
         raise ValueError(f"name {name!r}: expected no space . * > / or \\")

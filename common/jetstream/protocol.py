@@ -12,6 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import lt
+from typing import NamedTuple
 
 # Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). What it
 # raises is its owner's affair, never the connection's.
@@ -173,6 +174,24 @@ def places(reply: bytes) -> Places:
     if tuple(words[:2]) == _ACK and len(words) >= 11:
         return Places(len(words), 5, 7, 8, 9)
     raise ValueError(f"reply {reply!r:.200}: expected $JS.ACK with 9, or 11 and more, words")
+
+
+class AckReply(NamedTuple):
+    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
+
+    stream: str
+    consumer: str
+    stream_sequence: int
+    consumer_sequence: int
+    timestamp_ns: int
+    pending: int
+
+
+def parse_ack(reply: bytes) -> AckReply:
+    """All that one reply says. Raises ValueError."""
+    layout, words = places(reply), reply.split(b".")
+    stream, consumer = (each.decode("utf-8", "backslashreplace") for each in words[layout.consumer - 1 :][:2])
+    return AckReply(stream, consumer, *map(int, words[layout.sequence : layout.sequence + 4]))
 
 
 @dataclass(frozen=True, slots=True)

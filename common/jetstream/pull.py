@@ -6,42 +6,39 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-from common.clock import NS_PER_S
-from common.errors import DataError, FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.api import StreamInfo, ack_numbers, create_consumer, delete_consumer, parse_ack
+from common.clock import NS_PER_S, format_time
+from common.errors import FloeError, Unavailable
+from common.jetstream.api import (
+    MESSAGE_NOT_FOUND,
+    ask,
+    create_consumer,
+    delete_consumer,
+    stored_message,
+    token,
+)
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import status
-from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_status
+from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.requests import ApiError
 from common.segments.segment import Message
 from common.tasks import Trouble, wait_for
 
 SILENT = 10  # heartbeats that may fail to come
 MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload
+EXPIRES = 30  # seconds that a pull request stays open
+INACTIVE = 60  # seconds after which the server removes a consumer that nobody asks
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How it is asked for: `batch` messages or `window` bytes at a time; seconds for the rest."""
+    """How it is asked for: `batch` messages or `window` bytes at a time; `heartbeat` in seconds."""
 
     batch: int = 2000
     window: int = 4 * 1024 * 1024
     heartbeat: float = 0.5
-    expires: float = 30.0
-    inactive: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class PulledMessage:
-    """One message; `payload` is empty where only headers were asked for."""
-
-    sequence: int
-    payload: bytes
-    headers: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +53,7 @@ class From:
     def to_json(self) -> dict[str, Any]:
         if self.sequence:
             return {"deliver_policy": "by_start_sequence", "opt_start_seq": self.sequence}
-        seconds, nanoseconds = divmod(max(0, self.time_ns), NS_PER_S)
-        text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-        return {"deliver_policy": "by_start_time", "opt_start_time": f"{text}.{nanoseconds:09d}Z"}
+        return {"deliver_policy": "by_start_time", "opt_start_time": format_time(max(0, self.time_ns))}
 
 
 async def scan(
@@ -70,11 +65,12 @@ async def scan(
     subject: str = "",
     headers_only: bool = False,
     asked: Asked | None = None,
-) -> AsyncGenerator[Sequence[PulledMessage]]:
+) -> AsyncGenerator[Sequence[Message]]:
     """The messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
 
-    A piece may be empty: the stream is quiet. Raises Unavailable where the consumer or the connection is
-    lost, ApiError where there is no such stream or no such right. To be closed (`contextlib.aclosing`).
+    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. Raises Unavailable where
+    the consumer or the connection is lost, ApiError where there is no such stream or no such right. To be
+    closed (`contextlib.aclosing`).
     """
     if until is not None and until < max(1, start.sequence):
         return
@@ -82,9 +78,50 @@ async def scan(
     try:
         await reading.open({**start.to_json(), **({"headers_only": True} if headers_only else {})}, subject)
         while until is None or reading.passed < until:
-            yield await reading.next()
+            piece = await reading.next()
+            if until is not None and reading.passed > until:
+                piece = [message for message in piece if message.sequence <= until]
+            yield piece
     finally:
         await reading.close()
+
+
+async def read_through(
+    client: FloeClient,
+    stream: str,
+    until: int,
+    take: Callable[[Message], None],
+    *,
+    after: int = 0,
+    headers_only: bool = False,
+) -> None:
+    """Give each message behind sequence `after`, up to `until`, to `take`. Raises as `scan` and `take`."""
+    async with aclosing(
+        scan(client, stream, From(after + 1), until=until, headers_only=headers_only)
+    ) as pieces:
+        async for piece in pieces:
+            for message in piece:
+                take(message)
+
+
+async def get_message(client: FloeClient, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence, read from the leader; None if the stream does not hold it.
+
+    Raises ApiError where there is no such stream.
+    """
+    try:
+        answer = await ask(client, f"STREAM.MSG.GET.{token(stream)}", {"seq": sequence})
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    message = stored_message(answer)
+    if "\ufffd".encode() not in message.subject:
+        return message
+    # The API's JSON cannot carry a subject that is not UTF-8; a delivered message can.
+    delivered: list[Message] = []
+    await read_through(client, stream, sequence, delivered.append, after=sequence - 1)
+    return delivered[0] if delivered else None
 
 
 class _Reading:
@@ -94,7 +131,7 @@ class _Reading:
         self._client, self._stream, self._asked = client, stream, asked
         self._name = f"floe-{secrets.token_hex(8)}"
         self._generation = client.generation
-        self._frames: list[tuple[bytes, bytes, bytes | None]] = []
+        self._frames: list[tuple[bytes, bytes, bytes, bytes | None]] = []
         self._arrived = asyncio.Event()
         self._trouble = Trouble(self._arrived)
         self._next, self._owed = 1, 0
@@ -107,7 +144,7 @@ class _Reading:
             "name": self._name,
             "ack_policy": "none",
             "replay_policy": "instant",
-            "inactive_threshold": int(self._asked.inactive * NS_PER_S),
+            "inactive_threshold": INACTIVE * NS_PER_S,
             "mem_storage": True,
             "num_replicas": 1,
         }
@@ -125,49 +162,52 @@ class _Reading:
             if self._client.is_up:
                 await delete_consumer(self._client, self._stream, self._name)
 
-    def _sink(self, _subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        self._frames.append((reply, payload, headers))
+    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        self._frames.append((subject, reply, payload, headers))
         self._arrived.set()
 
     def _pull(self) -> None:
         request = {
             "batch": self._asked.batch,
             "max_bytes": self._window,
-            "expires": int(self._asked.expires * NS_PER_S),
+            "expires": EXPIRES * NS_PER_S,
             "idle_heartbeat": int(self._asked.heartbeat * NS_PER_S),
         }
-        ask = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{self._name}").encode()
-        self._client.send(frame(ask, json.dumps(request).encode(), None, self._inbox.encode()))
+        pull = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{self._name}").encode()
+        self._client.send(frame(pull, json.dumps(request).encode(), None, self._inbox.encode()))
         self._owed = self._asked.batch
 
-    async def next(self) -> list[PulledMessage]:
+    async def next(self) -> list[Message]:
         """What has arrived; waits for a frame of any kind, a heartbeat at the latest."""
-        try:
-            await asyncio.wait_for(self._arrived.wait(), SILENT * self._asked.heartbeat)
-        except TimeoutError:
-            raise Unavailable(f"stream {self._stream}: nothing heard of the consumer") from None
+        if not await wait_for(self._arrived, SILENT * self._asked.heartbeat):
+            raise Unavailable(f"stream {self._stream}: nothing heard of the consumer")
         self._trouble.check()
         if self._client.generation != self._generation:
             raise Unavailable(f"stream {self._stream}: the connection was lost while reading")
         self._arrived.clear()
         frames, self._frames = self._frames, []
-        found = [each for item in frames if (each := self._take(*item)) is not None]
+        found = self._take([each for each in frames if each[1]])
+        for _, reply, _, headers in frames:
+            if not reply:
+                self._on_status(headers)
         if self._owed <= 0:
             self._pull()
         return found
 
-    def _take(self, reply: bytes, payload: bytes, headers: bytes | None) -> PulledMessage | None:
-        if not reply:
-            self._on_status(headers)
-            return None
+    def _take(self, frames: Sequence[tuple[bytes, bytes, bytes, bytes | None]]) -> list[Message]:
+        if not frames:
+            return []
+        subjects, replies, payloads, headers = zip(*frames, strict=True)
         try:
-            sequence, number, _ = ack_numbers(reply)
+            acks = parse_acks(replies, self._name.encode(), self._next)
         except ValueError as error:
             raise Unavailable(f"stream {self._stream}: {error}") from None
-        if number != self._next:
-            raise Unavailable(f"stream {self._stream}: expected message {self._next}, found {number}")
-        self._next, self._owed, self.passed = number + 1, self._owed - 1, sequence
-        return PulledMessage(sequence, payload, headers)
+        if acks.contiguous < len(frames):
+            missing = self._next + acks.contiguous
+            raise Unavailable(f"stream {self._stream}: expected message {missing}, found another")
+        self._next, self._owed = self._next + len(frames), self._owed - len(frames)
+        self.passed = acks.sequences[-1]
+        return list(map(Message, acks.sequences, acks.timestamps_ns, subjects, headers, payloads))
 
     def _on_status(self, headers: bytes | None) -> None:
         status = parse_status(headers)
@@ -178,70 +218,3 @@ class _Reading:
             self._window *= 2 if status.too_small and status.undelivered == self._asked.batch else 1
         elif isinstance(status, ConsumerTrouble):
             raise Unavailable(f"stream {self._stream}: the server says: {status.text}")
-
-
-PULL = {"batch": 1000, "max_bytes": 16 * 1024 * 1024, "no_wait": True}
-SILENCE = 30.0  # seconds without an answer until the reading fails
-CONSUMER = {
-    "ack_policy": "none",
-    "deliver_policy": "all",
-    "mem_storage": True,
-    "inactive_threshold": 60 * 10**9,
-}
-
-
-async def read_all(client: FloeClient, info: StreamInfo, take: Callable[[Message], None]) -> None:
-    """Give each message of the stream, in order, to `take`. Raises OutcomeUnknown where the server is silent,
-    DataError where one is left out, and what `take` raises.
-    """
-    if not info.messages:
-        return
-    name = f"floe_{secrets.token_hex(8)}"
-    await create_consumer(client, info.name, {"name": name, **CONSUMER})
-    try:
-        await _StreamReading(client, info, name, take).run()
-    finally:
-        await delete_consumer(client, info.name, name)
-
-
-class _StreamReading:
-    """Pulls batch by batch; a pull is over when its batch came or a status tells so."""
-
-    def __init__(
-        self, client: FloeClient, info: StreamInfo, consumer: str, take: Callable[[Message], None]
-    ) -> None:
-        self._client, self._last, self._take = client, info.last_sequence, take
-        self._subject = client.api_subject(f"CONSUMER.MSG.NEXT.{info.name}.{consumer}").encode()
-        self._delivered, self._sequence, self._left = 0, 0, 0
-        self._over = asyncio.Event()
-        self._trouble = Trouble(self._over)
-        self._failed = False
-
-    async def run(self) -> None:
-        inbox = self._client.new_inbox()
-        subscription = await self._client.subscribe_raw(inbox, self._sink, self._trouble.tell)
-        try:
-            while self._sequence < self._last:
-                self._over.clear()
-                self._left = PULL["batch"]
-                self._client.send(frame(self._subject, json.dumps(PULL).encode(), None, inbox.encode()))
-                if not await wait_for(self._over, SILENCE):
-                    raise OutcomeUnknown(f"nothing read from the scratch stream for {SILENCE:g} s")
-                self._trouble.check()
-                if self._failed:
-                    raise DataError("reading the scratch stream: a message was left out by the server")
-        finally:
-            await subscription.unsubscribe()
-
-    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if not reply.startswith(b"$JS.ACK."):
-            if status(headers) is not None:
-                self._over.set()
-            return
-        ack = parse_ack(reply)
-        self._delivered, self._sequence = self._delivered + 1, ack.stream_sequence
-        self._failed = self._failed or ack.consumer_sequence != self._delivered
-        self._take(Message(ack.stream_sequence, ack.timestamp_ns, subject, headers, payload))
-        self._left -= 1
-        if self._left == 0 or self._sequence >= self._last:
-            self._over.set()

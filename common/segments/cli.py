@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
 
 from common.chain import Chain
-from common.clock import NS_PER_S
+from common.clock import NS_PER_S, format_time
 from common.segments.archive import span
 from common.segments.columns import messages
 from common.segments.documents import ChainStore
@@ -278,7 +277,7 @@ class ListedSegment:
             "take_first": self.rows.first,
             "take_last": self.rows.last,
             "bytes": ref.size,
-            "modified": timestamp(int(ref.modified) * NS_PER_S),
+            "modified": format_time(int(ref.modified) * NS_PER_S),
             "name": ref.name,
             "key": ref.key,
             "path": self.path(url),
@@ -303,7 +302,7 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
             {"first": g.range.first, "last": g.range.last, "rows": g.rows, "raw_bytes": g.raw_bytes}
             for g in reader.row_groups
         ]
-    modified = timestamp(int(ref.modified) * NS_PER_S)
+    modified = format_time(int(ref.modified) * NS_PER_S)
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
 
 
@@ -360,7 +359,7 @@ def readable(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_written(name: str, nanoseconds: int) -> str:
     if name.endswith("timestamp_ns"):
-        return timestamp(nanoseconds)
+        return format_time(nanoseconds)
     is_exact = nanoseconds % _MILLISECOND == 0 and 0 <= nanoseconds < 2**63
     return format_duration(nanoseconds / NS_PER_S) if is_exact else f"{nanoseconds}ns"
 
@@ -387,7 +386,7 @@ def message_lines(batch: pa.RecordBatch, *, as_json: bool) -> Iterator[str]:
 def _as_json(message: Message) -> dict[str, object]:
     return {
         "sequence": message.sequence,
-        "timestamp": timestamp(message.timestamp_ns),
+        "timestamp": format_time(message.timestamp_ns),
         **_json_bytes("subject", message.subject),
         **_json_bytes("headers", message.headers),
         **_json_bytes("payload", message.payload),
@@ -409,7 +408,7 @@ def _as_text(message: Message) -> str:
     return "\t".join(
         (
             str(message.sequence),
-            timestamp(message.timestamp_ns),
+            format_time(message.timestamp_ns),
             subject,
             headers,
             _text_bytes(message.payload),
@@ -422,13 +421,3 @@ def _text_bytes(raw: bytes) -> str:
         return escaped(raw.decode())
     except UnicodeDecodeError:
         return encode_bytes(raw)
-
-
-def timestamp(nanoseconds: int) -> str:
-    """RFC 3339 UTC with nanoseconds where there are any; the bare number for years that it does not have."""
-    seconds, rest = divmod(nanoseconds, NS_PER_S)
-    try:
-        text = datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00")
-    except (ValueError, OverflowError, OSError):
-        return str(nanoseconds)
-    return f"{text}.{rest:09d}Z" if rest else f"{text}Z"

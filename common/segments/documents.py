@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
+from common.clock import parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.port import ObjectInfo, ObjectStore
 from common.segments.alive import Alive, to_read
@@ -31,7 +32,6 @@ from common.segments.keys import Layout, StateName
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.exits import command
 from common.service.logs import get_logger
-from common.settings.types import parse_time
 
 log = get_logger("segments.documents")
 

@@ -11,7 +11,6 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -20,6 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, Secr
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from common.chain import FEED_PATTERN, SITE_PATTERN
+from common.clock import TIME_FORM, parse_time
 from common.service.logs import get_logger
 
 log = get_logger("settings.secret_file")
@@ -27,7 +27,6 @@ log = get_logger("settings.secret_file")
 
 DURATION_FORM = "a duration such as 500ms 5s 5m 1h30m 7d 1w"
 SIZE_FORM = "a size such as 64K 100M 4G (binary, as NATS writes them)"
-TIME_FORM = "a time with its zone such as 2026-01-02T03:04:05Z"
 LISTEN_FORM = "an address such as 127.0.0.1:9464 or [::1]:9464"
 
 MAX_DURATION = 100 * 365 * 86400.0  # seconds
@@ -40,7 +39,6 @@ _NUMBER = r"\d{1,19}(?:\.\d{1,9})?"
 _DURATION = re.compile(rf"(?:{_NUMBER}(?:ms|[smhdw]))+", re.ASCII)
 _DURATION_PART = re.compile(rf"({_NUMBER})(ms|[smhdw])", re.ASCII)
 _SIZE = re.compile(rf"({_NUMBER})([KMGTP]?)(?:(?<=[KMGTP])i?B|(?<![KMGTP])B)?", re.ASCII)
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|z|[+-]\d\d:\d\d)", re.ASCII)
 
 
 def parse_duration(text: str) -> float:
@@ -76,19 +74,6 @@ def format_size(size: int) -> str:
     """The text that `parse_size` reads as `size`, in the largest unit that divides it."""
     unit = next((u for u, n in reversed(_BYTES.items()) if size and size % n == 0), "")
     return f"{size // _BYTES[unit]}{unit}"
-
-
-def parse_time(text: str) -> int:
-    """Nanoseconds since 1970 UTC, from RFC 3339 with a zone and up to nine digits of a second."""
-    match = _TIME.fullmatch(text)
-    if not match:
-        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}")
-    try:
-        at = datetime.fromisoformat(f"{match[1].upper()}{match[3].upper().replace('Z', '+00:00')}")
-    except ValueError as error:
-        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}: {error}") from error
-    seconds = (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(seconds=1)
-    return seconds * 10**9 + int((match[2] or "").ljust(9, "0"))
 
 
 def parse_listen(text: str) -> tuple[str, int] | None:

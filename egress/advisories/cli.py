@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import parse_time, stream_info
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import From, scan
 from common.service.cli import Duration, config_option, run_command

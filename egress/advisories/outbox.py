@@ -13,9 +13,9 @@ from enum import StrEnum
 from itertools import chain, islice
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.api import ask, parse_time, stream_info
+from common.jetstream.api import ask, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import header
 from common.jetstream.pull import Asked, From, scan

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from common.clock import NS_PER_S
-from common.segments.cli import timestamp
+from common.clock import NS_PER_S, format_time
 from common.service.cli import (
     Duration,
     config_option,
@@ -117,7 +116,7 @@ def as_value(known: KnownKey) -> str:
 def as_text(known: KnownKey) -> str:
     """One line for people; what a value holds cannot forge another."""
     advised = known.notice.name.lower() if known.notice else "-"
-    seen, copied = timestamp(known.seen_ns), timestamp(known.copied_ns)
+    seen, copied = format_time(known.seen_ns), format_time(known.copied_ns)
     return (
         f"{seen:{_TIME_WIDTH}}  {copied:{_TIME_WIDTH}}  {known.size:10}  {advised:7}  {escaped(known.value)}"
     )
@@ -129,9 +128,9 @@ def as_json(chain: str, known: KnownKey) -> str:
         {
             "chain": chain,
             "value": known.value,
-            "seen": timestamp(known.seen_ns),
-            "copied": timestamp(known.copied_ns),
-            "due": timestamp(known.due_ns),
+            "seen": format_time(known.seen_ns),
+            "copied": format_time(known.copied_ns),
+            "due": format_time(known.due_ns),
             "size": known.size,
             "advised": known.notice.name.lower() if known.notice else None,
         }

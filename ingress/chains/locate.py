@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
 from common.segments.documents import MAX_TEXT, AcceptedGap, ChainStore
 from common.segments.segment import SegmentRef
@@ -19,7 +19,6 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.process import Threads
-from common.settings.types import parse_time
 from ingress import hints, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, GapAction, GapDecision, GapPolicy, Phase, decide, first_position

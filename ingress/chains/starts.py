@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.chain import Chain
-from common.clock import NS_PER_S, Clock
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.segments.archive import search, span
 from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
@@ -25,7 +25,6 @@ from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
 from common.settings.service import StartSettings
-from common.settings.types import parse_time
 
 log = get_logger("ingress.chains.starts")
 

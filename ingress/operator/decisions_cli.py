@@ -54,10 +54,9 @@ def _somebody() -> str:
 
 
 def _now() -> str:
-    from common.clock import SystemClock
-    from common.segments.cli import timestamp
+    from common.clock import SystemClock, format_time
 
-    return timestamp(int(SystemClock().now() * 1000) * 1_000_000)
+    return format_time(int(SystemClock().now() * 1000) * 1_000_000)
 
 
 # Gaps

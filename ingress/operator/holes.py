@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.chain import Chain
-from common.clock import NS_PER_S
+from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, UsageError
-from common.segments.cli import timestamp
 from common.segments.documents import AcceptedGap, ChainStore
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Reason, SegmentRef
@@ -82,7 +81,7 @@ class Hole:
             "first": self.rows.first,
             "last": self.rows.last,
             "kind": self.kind,
-            "since": None if self.since is None else timestamp(int(self.since) * NS_PER_S),
+            "since": None if self.since is None else format_time(int(self.since) * NS_PER_S),
             "behind": None if self.behind is None else str(self.behind.coverage),
             "accepted": self.accepted,
         }

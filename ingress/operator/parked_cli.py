@@ -246,7 +246,7 @@ def _ls(target: str) -> str:
 
 
 def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
-    from common.segments.cli import timestamp
+    from common.clock import format_time
 
     return {
         "target": store.target,
@@ -254,7 +254,7 @@ def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
         "sequence": entry.name.sequence,
         "state": str(entry.state),
         "bytes": entry.size,
-        "since": timestamp(int(entry.since) * 1_000_000_000),
+        "since": format_time(int(entry.since) * 1_000_000_000),
         "why": store.why(entry),
         "created": entry.name.created,
     }

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from common.chain import Chain
-from common.clock import Clock, SystemClock
+from common.clock import Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
@@ -20,7 +20,6 @@ from common.open import open_chains, open_store
 from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.archive import behind, carry
 from common.segments.checks import Foreign, look_for_foreign
-from common.segments.cli import timestamp
 from common.segments.documents import ChainStore
 from common.segments.naming import suggestion
 from common.segments.store import SegmentStore
@@ -223,7 +222,7 @@ class ChainStatus:
 
 
 def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else timestamp(int(seconds) * 1_000_000_000)
+    return None if seconds is None else format_time(int(seconds) * 1_000_000_000)
 
 
 def by_newest_incarnation(

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.chain import Chain
-from common.errors import OutcomeUnknown
-from common.jetstream.api import create_consumer, delete_consumer, next_message, parse_ack
-from common.jetstream.client import FloeClient, frame
-from common.jetstream.headers import restore, status
-from common.tasks import Trouble
-
-BATCH = 5_000  # messages of one pull request
-PATIENCE = 10.0  # seconds without a message before the reading is given up
+from common.jetstream.api import next_message
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import restore
+from common.jetstream.pull import read_through
 
 
 @dataclass(slots=True)
@@ -92,12 +85,19 @@ async def take_census(client: FloeClient, stream: str, retention: str, census: T
     """Read the messages of `stream` that `census` is about.
 
     `retention`: the stream's; a work queue allows no second consumer, so it is asked message by message.
-    Raises OutcomeUnknown where it does not answer, ApiError.
+    Raises Unavailable where it does not answer, ApiError.
     """
     if census.last <= census.after:
         return census
     if retention == "limits":
-        await _read(client, stream, census)
+        await read_through(
+            client,
+            stream,
+            census.last,
+            lambda message: census.add(message.sequence, message.headers),
+            after=census.after,
+            headers_only=True,
+        )
     else:
         await _ask(client, stream, census)
     return census
@@ -111,69 +111,3 @@ async def _ask(client: FloeClient, stream: str, census: TargetScan) -> None:
             return
         census.add(message.sequence, message.headers)
         at = message.sequence + 1
-
-
-async def _read(client: FloeClient, stream: str, census: TargetScan) -> None:
-    pull = _Pull(census)
-    inbox = client.new_inbox()
-    subscription = await client.subscribe_raw(inbox, pull.sink, pull.trouble.tell)
-    consumer = await create_consumer(
-        client,
-        stream,
-        {
-            "name": f"floe_{inbox.rpartition('.')[2]}",
-            "deliver_policy": "by_start_sequence",
-            "opt_start_seq": census.after + 1,
-            "ack_policy": "none",
-            "headers_only": True,
-            "mem_storage": True,
-            "inactive_threshold": 30 * 10**9,
-        },
-    )
-    subject = client.api_subject(f"CONSUMER.MSG.NEXT.{stream}.{consumer.name}").encode()
-    request = json.dumps({"batch": BATCH, "expires": int(PATIENCE * 1e9)}).encode()
-    try:
-        pull.is_done = consumer.pending == 0
-        while not pull.is_done:
-            client.send(frame(subject, request, None, inbox.encode()))
-            await pull.all_of_one()
-    finally:
-        await subscription.unsubscribe()
-        await delete_consumer(client, stream, consumer.name)
-
-
-class _Pull:
-    """Hands what one pull request after the other delivers to a census."""
-
-    def __init__(self, census: TargetScan) -> None:
-        self._census, self._left, self._moved = census, BATCH, asyncio.Event()
-        self.trouble = Trouble(self._moved)
-        self.is_done = False
-
-    def sink(self, _subject: bytes, reply: bytes, _payload: bytes, headers: bytes | None) -> None:
-        self._moved.set()
-        if not reply.startswith(b"$JS.ACK."):
-            if status(headers):
-                self._left = 0  # the request ended without more messages
-            return
-        self._left -= 1
-        ack = parse_ack(reply)
-        if ack.stream_sequence <= self._census.last:
-            self._census.add(ack.stream_sequence, headers)
-        self.is_done = self.is_done or ack.pending == 0 or ack.stream_sequence >= self._census.last
-
-    async def all_of_one(self) -> None:
-        """Until everything of one request came.
-
-        Raises OutcomeUnknown where nothing more comes, and what counting raised.
-        """
-        self._left, before = BATCH, self._census.held
-        while self._left > 0 and not self.is_done:
-            self._moved.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), PATIENCE)
-            self.trouble.check()
-            if not self._moved.is_set():
-                break
-        if not self.is_done and self._census.held == before:
-            raise OutcomeUnknown(f"target: no message within {PATIENCE:g} s, {before} were read")

@@ -20,7 +20,7 @@ from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.jetstream.pull import read_all
+from common.jetstream.pull import read_through
 from common.jetstream.requests import ApiError
 from common.segments.archive import read_cover
 from common.segments.documents import ChainStore
@@ -404,7 +404,8 @@ class Drill:
             )
             trails.setdefault(origin.chain, Trail()).add(message)
 
-        await read_all(client, info, take)
+        if info.messages:
+            await read_through(client, info.name, info.last_sequence, take)
         return trails
 
     def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> dict[Chain, Trail]:

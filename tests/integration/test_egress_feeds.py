@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.jetstream.api import parse_time
+from common.clock import parse_time
 from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
 

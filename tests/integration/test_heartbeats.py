@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.api import get_message
 from common.jetstream.headers import header, parse_block
 from common.jetstream.kv import KeyValue
+from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
 from common.settings.egress import HeartbeatSettings
 from egress import heartbeats

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.jetstream.api import create_stream, get_message, stream_info
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
+from common.jetstream.pull import get_message
 from tests.support.basics import soon
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
 from tests.support.segments import message

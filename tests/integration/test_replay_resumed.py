@@ -193,8 +193,8 @@ async def test_a_dry_run_touches_nothing(world: World) -> None:
 
 
 async def test_into_its_own_source_the_messages_are_marked(world: World) -> None:
-    from common.jetstream.api import get_message
     from common.jetstream.headers import hops, is_replayed
+    from common.jetstream.pull import get_message
 
     world.archive.documents.create_stream(
         CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0")

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.jetstream.api import ask, create_stream, get_message
+from common.jetstream.api import ask, create_stream
 from common.jetstream.client import FloeClient, frame
+from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
 from common.transforms import TransformError, compile_transform
 from tests.support.basics import seeded, soon, unique

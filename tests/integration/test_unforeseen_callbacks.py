@@ -11,11 +11,11 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import SystemClock
 from common.errors import Unforeseen
-from common.jetstream.api import create_stream, get_message, stream_info
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.jetstream.pull import From, read_all, scan
+from common.jetstream.pull import From, get_message, read_through, scan
 from common.jetstream.requests import Requests
 from common.leasing.members import LeaseWatcher
 from common.settings.service import NatsSettings
@@ -93,7 +93,7 @@ async def counting(client: FloeClient, stream: str) -> None:
 async def reading(client: FloeClient, stream: str) -> None:
     info = await stream_info(client, stream)
     assert info is not None
-    await read_all(client, info, no_room)
+    await read_through(client, stream, info.last_sequence, no_room)
 
 
 @pytest.mark.parametrize("read", [scanning, asking, counting, reading])

@@ -15,10 +15,11 @@ import yaml
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
-from common.jetstream.api import ask, create_consumer, create_stream, parse_ack, stored_message, stream_info
+from common.jetstream.api import ask, create_consumer, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import Provenance, escape, restore
 from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.protocol import parse_ack
 from common.jetstream.requests import ApiError
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
