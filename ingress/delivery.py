@@ -33,9 +33,10 @@ from ingress.checkpoint import (
     share_intent,
 )
 from ingress.checkpoint_store import StateMoved, Stored
-from ingress.interfaces import RowSource, Settling, StateKeeper
+from ingress.interfaces import RowSource, StateKeeper
 from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
 from ingress.rows.rows import Rows
+from ingress.verdict.settle import Reconciler
 from ingress.verdict.verdict import Settled
 
 log = get_logger("ingress.delivery")
@@ -107,7 +108,7 @@ class Delivery:
         self,
         target: str,
         keeper: StateKeeper,
-        settler: Settling,
+        settler: Reconciler,
         publisher: Publisher,
         supply: RowSource,
         clock: Clock,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from common.chain import Chain
@@ -10,7 +10,6 @@ from common.tasks import Stop
 from ingress.checkpoint import Intent, TargetState
 from ingress.checkpoint_store import Stored
 from ingress.rows.rows import Rows
-from ingress.verdict.verdict import Origin, Sending, Settled, TargetReading, Unread
 
 
 class StateKeeper(Protocol):
@@ -18,30 +17,6 @@ class StateKeeper(Protocol):
 
     async def load(self) -> Stored: ...
     async def save(self, state: TargetState, revision: int) -> Stored | None: ...
-
-
-class Looker(Protocol):
-    """Who looks at the target (`ingress.verdict.verdict.Target`)."""
-
-    async def read(self) -> TargetReading | None: ...
-    async def read_fresh(self) -> TargetReading | None: ...
-    async def origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]: ...
-    async def described(self, place: int) -> str: ...
-
-
-class Settling(Protocol):
-    """Who settles what is unclear: `ingress.verdict.settle.Reconciler` for exclusive targets,
-    `ingress.verdict.settle.SharedSettler` for others.
-    """
-
-    @property
-    def steps_over(self) -> bool: ...  # messages of others
-    @property
-    def sending(self) -> Sending: ...  # what this process sent of the open intent
-    async def first(self) -> tuple[Stored, TargetReading | None]: ...
-    async def settle(self, known: Stored, rows: Rows | None) -> Settled: ...
-    async def check_moved(self, known: Stored) -> None: ...
-    def check_lease(self) -> None: ...
 
 
 class Recaller(Protocol):

@@ -154,15 +154,26 @@ def run_command(fn: Callable[P, Any]) -> Callable[P, None]:
     """Run the body of a click command, a coroutine function or a plain one, and end as its outcome asks.
 
     Stands below the click decorators. The exit code is what `fn` returns (None: 0), or that of the error.
+    Where `fn` has a parameter `named`, it gets what the options say of a chain as one `Named`, None for none.
     """
+    takes_named = "named" in inspect.signature(fn).parameters
 
     @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         with end_with() as ending:
+            if takes_named:
+                kwargs["named"] = _named(kwargs)
             result = fn(*args, **kwargs)
             ending.code = (run_async(result) if inspect.iscoroutine(result) else result) or 0
 
     return wrapper
+
+
+def _named(options: dict[str, Any]) -> Named | None:
+    site, feed, *history = (options.pop(name) for name in ("site", "feed", "incarnation", "partition"))
+    if bool(site) is not bool(feed):
+        raise UsageError("expected --site and --feed together")
+    return Named(site, feed, *history) if site else None
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

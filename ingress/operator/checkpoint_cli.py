@@ -120,10 +120,7 @@ class CheckpointOptions:
 async def checkpoint_set(
     config: str,
     target: str,
-    site: str,
-    feed: str,
-    incarnation: int | None,
-    partition: int | None,
+    named: Named | None,
     sequence: int | None,
     **options: Any,
 ) -> int:
@@ -138,21 +135,12 @@ async def checkpoint_set(
              floe checkpoint set -c central.yaml --target FLEET --forget
              floe checkpoint set -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
-    named = _named(site, feed, incarnation, partition, sequence)
+    if (named is None) is not (sequence is None):
+        raise UsageError("expected --site, --feed and --sequence together")
     told = dict(options.pop("told"))
     wish = CheckpointOptions(named=named, sequence=sequence or 0, told=told, **options)
     _check(wish)
     return await run(config, target, wish)
-
-
-def _named(
-    site: str, feed: str, incarnation: int | None, partition: int | None, sequence: int | None
-) -> Named | None:
-    if not site and not feed and sequence is None:
-        return None
-    if not site or not feed or sequence is None:
-        raise UsageError("expected --site, --feed and --sequence together")
-    return Named(site, feed, incarnation, partition)
 
 
 def _check(wish: CheckpointOptions) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import getpass
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,7 +35,6 @@ from common.service.cli import (
 if TYPE_CHECKING:
     from common.chain import Chain
     from common.segments.documents import AcceptedGap
-    from common.sequences import SequenceRange
     from common.settings.root import Settings
     from ingress.chains.pauses import Pauses, PauseStore
     from ingress.operator.holes import Hole
@@ -144,10 +144,7 @@ def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Cha
 @run_command
 def gap_accept(
     config: str,
-    site: str,
-    feed: str,
-    incarnation: int | None,
-    partition: int | None,
+    named: Named,
     first: int,
     last: int,
     note: str,
@@ -166,18 +163,22 @@ def gap_accept(
 
     Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
     """
+    from common.segments.documents import AcceptedGap
     from common.sequences import SequenceRange
     from ingress.operator.holes import check, look_up, refuse_doubt
 
     if first > last:
         raise UsageError(f"--first {first} is greater than --last {last}")
-    named, wanted = Named(site, feed, incarnation, partition), SequenceRange(first, last)
-    decision = _decision(wanted, note)
+    wanted = SequenceRange(first, last)
+    try:
+        decision = AcceptedGap(wanted, note, _somebody(), _now())
+    except ValueError as error:
+        raise UsageError(f"--note: {error}") from None
     settings = load_settings(config, quiet=True)
     store, documents = open_store(settings), open_chains(settings)
     try:
         chain = named.chain(settings)
-        if incarnation is None:
+        if named.incarnation is None:
             refuse_doubt(store, documents, chain, wanted)
         found = check(store, look_up(store, documents, chain, first), wanted)
         for problem in found.damaged:
@@ -188,15 +189,6 @@ def gap_accept(
     finally:
         store.close()
     _show_accepted(chain, decision, found.damaged, dry_run, as_json)
-
-
-def _decision(wanted: SequenceRange, note: str) -> AcceptedGap:
-    from common.segments.documents import AcceptedGap
-
-    try:
-        return AcceptedGap(wanted, note, _somebody(), _now())
-    except ValueError as error:
-        raise UsageError(f"--note: {error}") from None
 
 
 def _show_accepted(
@@ -230,10 +222,7 @@ def chain() -> None:
 async def chain_pause(
     config: str,
     target: str,
-    site: str,
-    feed: str,
-    incarnation: int | None,
-    partition: int | None,
+    named: Named,
     note: str,
     as_json: bool,
 ) -> None:
@@ -247,7 +236,7 @@ async def chain_pause(
 
     if len(note) > 1000:
         raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
-    named, pause = Named(site, feed, incarnation, partition), Pause(_now(), _somebody(), note)
+    pause = Pause(_now(), _somebody(), note)
     pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause))
     _show_pauses(target, pauses, as_json)
 
@@ -263,10 +252,7 @@ async def chain_pause(
 async def chain_resume(
     config: str,
     target: str,
-    site: str,
-    feed: str,
-    incarnation: int | None,
-    partition: int | None,
+    named: Named | None,
     is_all: bool,
     yes: bool,
     as_json: bool,
@@ -281,32 +267,24 @@ async def chain_resume(
     """
     # Two resumptions within a millisecond are two.
     at = f"{_now()} {secrets.token_hex(4)}"
-    if is_all is bool(site or feed) or bool(site) is not bool(feed):
+    if is_all is (named is not None):
         raise UsageError("expected --site and --feed, or --all")
-    if is_all:
+    if named is None:
         pauses = await _resume_all(config, target, at, yes)
     else:
-        named = Named(site, feed, incarnation, partition)
         pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
-        click.echo(f"{site}/{feed}: a running ingress looks at it within two seconds", err=True)
+        click.echo(f"{named.site}/{named.feed}: a running ingress looks at it within two seconds", err=True)
     _show_pauses(target, pauses, as_json)
 
 
 async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
-    from ingress.chains.pauses import pause_stores
-
-    async with pause_stores(load_settings(config, quiet=True)) as stores:
-        store = _of(stores, target)
-        confirm(f"have nothing of {target} paused ({await _paused(store)})?", yes)
+    async with _store(config, target) as (_, store):
+        try:
+            paused = f"chains paused now: {len((await store.read()).paused)}"
+        except Stopped as error:
+            paused = error.message
+        confirm(f"have nothing of {target} paused ({paused})?", yes)
         return await store.resume_all(at)
-
-
-async def _paused(store: PauseStore) -> str:
-    """What is paused now, in words."""
-    try:
-        return f"chains paused now: {len((await store.read()).paused)}"
-    except Stopped as error:
-        return error.message
 
 
 @chain.command("ls")
@@ -330,22 +308,23 @@ async def chain_ls(config: str, as_json: bool) -> None:
 PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
 
 
-async def _decide(config: str, target: str, named: Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
+@asynccontextmanager
+async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, PauseStore]]:
     from ingress.chains.pauses import pause_stores
 
     settings = load_settings(config, quiet=True)
     async with pause_stores(settings) as stores:
-        store = _of(stores, target)
+        if target not in stores:
+            known = ", ".join(stores) or "none"
+            raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
+        yield settings, stores[target]
+
+
+async def _decide(config: str, target: str, named: Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
+    async with _store(config, target) as (settings, store):
         paused, carried = (await store.read()).paused, await store.carried()
         chain = await asyncio.to_thread(named.chain, settings, paused, carried)
         return await store.change(lambda pauses: step(pauses, chain))
-
-
-def _of(stores: dict[str, PauseStore], target: str) -> PauseStore:
-    if target not in stores:
-        known = ", ".join(stores) or "none"
-        raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
-    return stores[target]
 
 
 def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:

@@ -73,10 +73,7 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
 async def parked_cat(
     config: str,
     target: str,
-    site: str,
-    feed: str,
-    incarnation: int | None,
-    partition: int | None,
+    named: Named,
     sequence: int,
     is_headers: bool,
     as_json: bool,
@@ -86,7 +83,6 @@ async def parked_cat(
     \b
     Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
-    named = Named(site, feed, incarnation, partition)
     store = await _current(config, target)
     chain = _meant(config, store, named, sequence)
     entry = _entry(store, chain, sequence)
@@ -119,10 +115,7 @@ async def parked_cat(
 async def parked_retry(
     config: str,
     target: str,
-    site: str,
-    feed: str,
-    incarnation: int | None,
-    partition: int | None,
+    named: Named,
     sequence: int | None,
     is_all: bool,
     yes: bool,
@@ -138,7 +131,6 @@ async def parked_retry(
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")
-    named = Named(site, feed, incarnation, partition)
     store = await _current(config, target)
     chain = _meant(config, store, named, sequence)
     wanted = _wanted(store, chain, sequence)

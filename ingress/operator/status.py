@@ -36,8 +36,7 @@ from ingress.checkpoint_store import ROLE, StateStore
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
 from ingress.publishers.choose import choose, offered
-from ingress.verdict.settle import judge_shared
-from ingress.verdict.verdict import Finding, judge, read
+from ingress.verdict.verdict import Finding, judge, judge_shared, read
 
 log = get_logger("ingress.operator.status")
 

@@ -5,18 +5,18 @@ itself.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from common.clock import Clock
+from common.clock import Backoff, Clock, doubling
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.service.logs import get_logger
-from ingress.checkpoint import Intent, IntentPiece, TargetState
+from ingress.checkpoint import Intent, IntentPiece
 from ingress.checkpoint_store import StateMoved, Stored
-from ingress.interfaces import Looker, StateKeeper, Tenure
+from ingress.interfaces import StateKeeper, Tenure
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import (
     Doubt,
@@ -24,13 +24,14 @@ from ingress.verdict.verdict import (
     IntentVerdict,
     Origin,
     Sending,
-    Sent,
     Settled,
     TargetErrors,
     TargetReading,
+    TargetStream,
     Unread,
     contradiction,
     judge,
+    judge_shared,
     newest,
 )
 
@@ -44,11 +45,14 @@ LOOK_SPACING = 10.0  # seconds between them
 MOST_READ = 1000  # messages that are read to find one of an intent that is doubted
 AT_ONCE = 50
 PATIENCE = 30.0  # seconds without an answer of the target before everything is begun again
-FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0  # seconds between two questions
+PAUSES = doubling(0.05, 5.0)  # seconds between two questions
 
 
 class Reconciler:
-    """Looks at one exclusive target and its stored state (`ingress.interfaces.Settling`)."""
+    """Looks at one exclusive target and its stored state.
+
+    `sending`: what this process sent of the open intent. `steps_over`: messages of others.
+    """
 
     steps_over = False
 
@@ -56,7 +60,7 @@ class Reconciler:
         self,
         choices: TargetErrors,
         keeper: StateKeeper,
-        looker: Looker,
+        looker: TargetStream,
         lease: Tenure,
         clock: Clock,
         look_spacing: float = LOOK_SPACING,
@@ -76,10 +80,10 @@ class Reconciler:
         LeaseLost.
         """
         while True:
-            reading = await self.reading()
-            verdict = await self._proved_verdict(known, reading, rows)
-            if verdict.finding is Finding.STORED:
-                return Settled(_base(known), verdict.stored)
+            reading = await self._patiently(self._looker.read)
+            verdict = await self._judged(known, reading, rows)
+            if verdict.finding is Finding.STORED and reading is not None:
+                return await self._settled(known, rows, reading, verdict)
             await self.check_moved(known)
             await self._confirm(known, reading, verdict, rows)
 
@@ -98,57 +102,66 @@ class Reconciler:
             raise LeaseLost(f"lease of target {self.target} is not ours any more")
 
     async def first(self) -> tuple[Stored, TargetReading | None]:
-        """What is stored, and where nothing is: a look at a target that never held a message.
+        """What is stored, and where nothing is: a look at a target with which a state may begin.
 
-        Raises Stopped where nothing is stored and the target holds, or held, messages, three times over.
+        Raises Stopped where nothing is stored and the target is not such a one, three times over.
         """
         for look in range(LOOKS):
             if look:
                 await self._clock.sleep(self._look_spacing)
             # The target before the state: whatever is stored there had an intent before.
-            reading = await self.reading()
+            reading = await self._patiently(self._looker.read)
             stored = await self._keeper.load()
-            if stored.state is not None or (reading is not None and reading.last_sequence == 0):
+            if stored.state is not None or (reading is not None and self._may_begin_with(reading)):
                 return stored, reading
         raise self._choices.no_checkpoint(reading)
 
-    async def reading(self) -> TargetReading | None:
-        """What the target says, asked again for a while if it does not answer."""
-        return await self._patiently(self._looker.read)
+    # What differs where others publish too
 
-    def _verdict(self, known: Stored, reading: TargetReading | None, rows: Rows | None) -> IntentVerdict:
-        """What the last sequence and the last message say."""
-        return _judge(known, reading, rows, self.sending.of(known.revision))
+    def _may_begin_with(self, reading: TargetReading) -> bool:
+        """Whether a target of which nothing is remembered may be like this: it never held a message."""
+        return reading.last_sequence == 0
 
-    async def _proved_verdict(
-        self, known: Stored, reading: TargetReading | None, rows: Rows | None
-    ) -> IntentVerdict:
+    async def _settled(
+        self, known: Stored, _rows: Rows | None, _reading: TargetReading, verdict: IntentVerdict
+    ) -> Settled:
+        return Settled(known.there.checkpoint.target_sequence, verdict.stored)
+
+    async def _judged(self, known: Stored, reading: TargetReading | None, rows: Rows | None) -> IntentVerdict:
         """The verdict, and where rows are stored, what the ends of the pieces before the last one say."""
-        verdict = self._verdict(known, reading, rows)
-        intent = None if known.state is None else known.state.intent
+        intent, expected = known.there.intent, None
+        if reading is not None and rows is not None and intent is not None:
+            last = reading.last_sequence - intent.base - 1
+            expected = rows.sequence(last) if 0 <= last < rows.count else None
+        verdict = judge(known.there, reading, expected, self.sending.of(known.revision))
         if verdict.finding is not Finding.STORED or intent is None:
             return verdict
         if self._proved[0] != known.revision:
             # What an operator accepted as it is need not be ours.
-            self._proved = (known.revision, max(intent.base, _begins(known)))
+            self._proved = (known.revision, max(intent.base, known.there.checkpoint.begins))
         places = [at for at in intent.ends(verdict.stored) if at > self._proved[1]]
-        found = await self._patiently(lambda: self._looker.origins(places)) if places else {}
-        against = contradiction(intent, found)
+        against = contradiction(intent, await self._origins(places) if places else {})
         if against is not None:
             return against
         self._proved = (known.revision, max([self._proved[1], *places]))
         return verdict
 
+    # Looking
+
     async def _patiently(self, question: Callable[[], Awaitable[T]]) -> T:
-        deadline, pause = self._clock.monotonic() + PATIENCE, FIRST_PAUSE
+        """The answer; asked again for a while where the target does not answer."""
+        deadline, pauses = self._clock.monotonic() + PATIENCE, Backoff(None, PAUSES)
         while True:
+            pause = pauses.next()
             try:
                 return await question()
             except (Unavailable, OutcomeUnknown, DataError):
                 if self._clock.monotonic() + pause >= deadline:
                     raise
             await self._clock.sleep(pause)
-            pause = min(LAST_PAUSE, pause * 2)
+
+    async def _origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]:
+        return await self._patiently(lambda: self._looker.origins(places))
 
     async def _confirm(
         self, known: Stored, reading: TargetReading | None, verdict: IntentVerdict, rows: Rows | None
@@ -170,7 +183,7 @@ class Reconciler:
             self.check_lease()
             seen.append(await self._looker.read_fresh())
             await self.check_moved(known)
-            verdict = await self._proved_verdict(known, seen[-1], rows)
+            verdict = await self._judged(known, seen[-1], rows)
             if verdict.finding is not finding:
                 return
         raise await self._error(known, verdict, [each for each in seen if each is not None])
@@ -182,22 +195,17 @@ class Reconciler:
         described = ""
         if verdict.at and seen:
             for at in dict.fromkeys((verdict.at, seen[-1].last_sequence)):
-                described = described or await self._described(at)
+                described = described or await self._patiently(partial(self._looker.described, at))
         return self._choices.error(verdict, seen, described)
-
-    async def _described(self, at: int) -> str:
-        return await self._patiently(lambda: self._looker.described(at))
 
     async def _less_doubt(self, known: Stored, doubt: Doubt) -> Doubt:
         """What of the rows that count as stored can be read, from the last one back, at most `MOST_READ`."""
-        intent = None if known.state is None else known.state.intent
+        intent = known.there.intent
         assert intent is not None, "only rows of an open intent are doubted"
         above = intent.base + max(doubt.certain, doubt.counted - MOST_READ)
         places = range(intent.base + doubt.counted, above, -1)
         for start in range(0, len(places), AT_ONCE):
-            stretch = places[start : start + AT_ONCE]
-            found = await self._patiently(partial(self._looker.origins, stretch))
-            if certain := newest(intent, found):
+            if certain := newest(intent, await self._origins(places[start : start + AT_ONCE])):
                 return replace(doubt, certain=certain)
         return doubt
 
@@ -209,28 +217,6 @@ def _is_answer(finding: Finding, seen: Sequence[TargetReading | None]) -> bool:
     ends = [each.last_sequence for each in seen[-LOOKS:] if each is not None]
     still = len(set(ends)) <= 1 or finding not in (Finding.AHEAD, Finding.FOREIGN, Finding.UNREAD)
     return still or ends[-1] > ends[-2]
-
-
-def _base(known: Stored) -> int:
-    assert known.state is not None, "only what exists is settled"
-    return known.state.checkpoint.target_sequence
-
-
-def _begins(known: Stored) -> int:
-    assert known.state is not None, "only what exists is settled"
-    return known.state.checkpoint.begins
-
-
-def _judge(
-    known: Stored, reading: TargetReading | None, rows: Rows | None, sent: Sent | None
-) -> IntentVerdict:
-    state = known.state
-    assert state is not None, "only what exists is settled"
-    expected = None
-    if reading is not None and rows is not None and state.intent is not None:
-        last = reading.last_sequence - state.intent.base - 1
-        expected = rows.sequence(last) if 0 <= last < rows.count else None
-    return judge(state, reading, expected, sent)
 
 
 # Messages of the target that are read for one open intent: behind more than that, an instance that comes back
@@ -252,40 +238,22 @@ class _Scan:
 
 
 class SharedSettler(Reconciler):
-    """Looks at one target that is not exclusive, and its stored state (`ingress.interfaces.Settling`)."""
+    """Looks at one target that is not exclusive, and its stored state: what stands between the rows of the
+    open intent and the end is stepped over. The base is such that the next row is expected right behind the
+    target's last message.
+    """
 
     steps_over = True
     _scan = _Scan(0, 0)
     _drifted: frozenset[str] = frozenset()
 
-    async def settle(self, known: Stored, rows: Rows | None) -> Settled:
-        """How many messages of the open intent are stored, and what stands between them and the end.
+    def _may_begin_with(self, _reading: TargetReading) -> bool:
+        return True  # what it holds is of others
 
-        The base is such that the next row is expected right behind the target's last message. Raises
-        StateMoved where another instance went on; Stopped where the target is gone, another one, or shorter
-        than its checkpoint, three times over; LeaseLost.
-        """
-        while True:
-            reading = await self.reading()
-            verdict = await self._proved_verdict(known, reading, rows)
-            if verdict.finding is Finding.STORED and reading is not None:
-                return await self._settled(known, rows, reading.last_sequence)
-            await self.check_moved(known)
-            await self._confirm(known, reading, verdict, rows)
-
-    async def first(self) -> tuple[Stored, TargetReading | None]:
-        """What is stored, and where nothing is: a look at the target, which may hold messages of others."""
-        for look in range(LOOKS):
-            if look:
-                await self._clock.sleep(self._look_spacing)
-            reading = await self.reading()
-            stored = await self._keeper.load()
-            if stored.state is not None or reading is not None:
-                return stored, reading
-        raise self._choices.no_checkpoint(None)
-
-    async def _settled(self, known: Stored, rows: Rows | None, last: int) -> Settled:
-        intent = _state(known).intent
+    async def _settled(
+        self, known: Stored, rows: Rows | None, reading: TargetReading, _verdict: IntentVerdict
+    ) -> Settled:
+        intent, last = known.there.intent, reading.last_sequence
         if intent is None:
             return Settled(last, 0)
         # Side by side: the longer it takes, the more likely somebody publishes meanwhile.
@@ -295,7 +263,17 @@ class SharedSettler(Reconciler):
         # Of a complete intent the base tells where it ends, whoever has published since.
         return Settled((self._scan.at if stored == intent.count else last) - stored, stored)
 
-    # Reading the target
+    async def _judged(
+        self, known: Stored, reading: TargetReading | None, _rows: Rows | None
+    ) -> IntentVerdict:
+        checkpoint = known.there.checkpoint
+        is_drifted = reading and reading.created not in (checkpoint.target_created, *self._drifted)
+        if reading and is_drifted and 0 < checkpoint.target_sequence <= reading.last_sequence:
+            # Some servers report another creation time after a restart; a row of ours in its place tells so.
+            origin = (await self._origins([checkpoint.target_sequence]))[checkpoint.target_sequence]
+            if isinstance(origin, Origin) and origin.sequence < checkpoint.positions.get(origin.chain, 0):
+                self._drifted |= {reading.created}
+        return judge_shared(known.there, reading, self._drifted)
 
     async def _stored(self, revision: int, intent: Intent, rows: Rows | None, last: int) -> int:
         """How many rows of the intent stand at or below target sequence `last`, for certain."""
@@ -321,56 +299,6 @@ class SharedSettler(Reconciler):
             last, size = first - 1, min(LARGEST_READ, size * 2)
         return None
 
-    async def _origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]:
-        return await self._patiently(lambda: self._looker.origins(places))
-
-    # Verdicts
-
-    async def _proved_verdict(
-        self, known: Stored, reading: TargetReading | None, _: Rows | None
-    ) -> IntentVerdict:
-        await self._look_for_drift(known, reading)
-        return judge_shared(_state(known), reading, self._drifted)
-
-    async def _look_for_drift(self, known: Stored, reading: TargetReading | None) -> None:
-        """Some servers report another creation time after a restart; a row of ours in its place tells so."""
-        checkpoint = _state(known).checkpoint
-        if reading is None or reading.created in (checkpoint.target_created, *self._drifted):
-            return
-        if 0 < checkpoint.target_sequence <= reading.last_sequence:
-            origin = (await self._origins([checkpoint.target_sequence]))[checkpoint.target_sequence]
-            is_ours = isinstance(origin, Origin) and origin.sequence < checkpoint.positions.get(
-                origin.chain, 0
-            )
-            if is_ours:
-                self._drifted |= {reading.created}
-
-
-def judge_shared(
-    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
-) -> IntentVerdict:
-    """STORED (with 0: how much is read elsewhere), or what speaks against going on.
-
-    `drifted`: creation times that are known to be those of the same stream.
-    """
-    if reading is None:
-        return IntentVerdict(Finding.GONE, detail="expected the stream, found none")
-    checkpoint = state.checkpoint
-    if reading.created not in (checkpoint.target_created, *drifted):
-        detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
-        return IntentVerdict(Finding.RECREATED, detail=detail)
-    if reading.last_sequence < checkpoint.target_sequence:
-        expected = f"expected at least {checkpoint.target_sequence}"
-        return IntentVerdict(
-            Finding.BEHIND, detail=f"last sequence: {expected}, found {reading.last_sequence}"
-        )
-    return IntentVerdict(Finding.STORED)
-
-
-def _state(known: Stored) -> TargetState:
-    assert known.state is not None, "only what exists is settled"
-    return known.state
-
 
 def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
     """The piece that the message belongs to, and how many messages stand before that piece."""
@@ -394,17 +322,6 @@ def _place(intent: Intent, origin: Origin | None, rows: Rows | None) -> int:
         return 0
     before, piece = found
     if rows is not None and rows.sequence(before) is not None:
-        return _counted(rows, before, piece, origin.sequence)
+        places = range(before, before + piece.count)
+        return before + bisect_right(places, origin.sequence, key=lambda at: rows.sequence(at) or 0)
     return before + max(1, piece.count - (piece.rows.last - origin.sequence))
-
-
-def _counted(rows: Rows, before: int, piece: IntentPiece, sequence: int) -> int:
-    """How many rows stand up to that sequence of the piece."""
-    low, high = before, before + piece.count
-    while low < high:
-        middle = (low + high) // 2
-        if (rows.sequence(middle) or 0) <= sequence:
-            low = middle + 1
-        else:
-            high = middle
-    return low

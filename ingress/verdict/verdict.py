@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -148,6 +149,9 @@ class Settled:
     stored: int
 
 
+_GONE = IntentVerdict(Finding.GONE, detail="expected the stream, found none")
+
+
 def judge(
     state: TargetState, reading: TargetReading | None, expected: int | None = None, sent: Sent | None = None
 ) -> IntentVerdict:
@@ -157,10 +161,12 @@ def judge(
     message that must stand last, where the caller knows it. `sent`: what the caller knows of its rows.
     """
     if reading is None:
-        return IntentVerdict(Finding.GONE, detail="expected the stream, found none")
+        return _GONE
     checkpoint = state.checkpoint
     agrees = _agrees(state, reading, expected)
-    if reading.created != checkpoint.target_created and not _vouches(reading, agrees, checkpoint.begins):
+    # Some servers report another creation time after a restart; a message of ours in its place tells so.
+    vouches = agrees and isinstance(reading.tail, Origin) and reading.last_sequence > checkpoint.begins
+    if reading.created != checkpoint.target_created and not vouches:
         return IntentVerdict(
             Finding.RECREATED,
             detail=f"created: expected {checkpoint.target_created}, found {reading.created}",
@@ -248,11 +254,6 @@ def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Intent
     return None
 
 
-def _vouches(reading: TargetReading, agrees: bool, begins: int) -> bool:
-    """Some servers report another creation time after a restart; a message of ours in its place tells so."""
-    return agrees and isinstance(reading.tail, Origin) and reading.last_sequence > begins
-
-
 def _agrees(state: TargetState, reading: TargetReading, expected: int | None) -> bool:
     if not state.checkpoint.target_sequence <= reading.last_sequence <= state.expected_sequence:
         return False
@@ -289,7 +290,25 @@ def _disagreement(state: TargetState, reading: TargetReading, expected: int | No
     return f"{found}, expected {piece.chain} {piece.rows if expected is None else expected}"
 
 
-_GONE = IntentVerdict(Finding.GONE, detail="expected the stream, found none")
+def judge_shared(
+    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
+) -> IntentVerdict:
+    """STORED (with 0: how much is read elsewhere), or what speaks against going on.
+
+    `drifted`: creation times that are known to be those of the same stream.
+    """
+    if reading is None:
+        return _GONE
+    checkpoint = state.checkpoint
+    if reading.created not in (checkpoint.target_created, *drifted):
+        detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
+        return IntentVerdict(Finding.RECREATED, detail=detail)
+    if reading.last_sequence < checkpoint.target_sequence:
+        expected = f"expected at least {checkpoint.target_sequence}"
+        return IntentVerdict(
+            Finding.BEHIND, detail=f"last sequence: {expected}, found {reading.last_sequence}"
+        )
+    return IntentVerdict(Finding.STORED)
 
 
 class TargetErrors:
@@ -297,6 +316,11 @@ class TargetErrors:
 
     def __init__(self, target: str) -> None:
         self.target = target
+        self._accept, self._from_target = (
+            set_command(target, "--accept"),
+            set_command(target, "--from-target"),
+        )
+        self._forget = set_command(target, "--forget")
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
         """A target that is missing, or that holds or held messages, and of which nothing is remembered."""
@@ -305,7 +329,12 @@ class TargetErrors:
         return Stopped(
             f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
             f"{reading.last_sequence} and no checkpoint",
-            hint=ways(("restore the state bucket; or go on behind what the target holds", self._from_target)),
+            hint=ways(
+                (
+                    "restore the state bucket; or go on behind what the target holds",
+                    self._from_target,
+                )
+            ),
             code="E-TARGET-NOT-EMPTY",
         )
 
@@ -352,24 +381,9 @@ class TargetErrors:
         rest = f"of the {doubt.count} rows of the open intent"
         again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
         count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
-        return ways((again, self._stored(doubt.certain)), (count, self._stored(doubt.counted)))
-
-    # Commands
-
-    def _stored(self, rows: int) -> str:
-        return set_command(self.target, f"--stored {rows}")
-
-    @property
-    def _accept(self) -> str:
-        return set_command(self.target, "--accept")
-
-    @property
-    def _from_target(self) -> str:
-        return set_command(self.target, "--from-target")
-
-    @property
-    def _forget(self) -> str:
-        return set_command(self.target, "--forget")
+        return ways(
+            (again, self._set(f"--stored {doubt.certain}")), (count, self._set(f"--stored {doubt.counted}"))
+        )
 
 
 PARALLEL = 32  # messages that are asked for at the same time
