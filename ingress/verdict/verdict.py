@@ -381,9 +381,8 @@ class TargetErrors:
         rest = f"of the {doubt.count} rows of the open intent"
         again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
         count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
-        return ways(
-            (again, self._set(f"--stored {doubt.certain}")), (count, self._set(f"--stored {doubt.counted}"))
-        )
+        stored = [set_command(self.target, f"--stored {rows}") for rows in (doubt.certain, doubt.counted)]
+        return ways((again, stored[0]), (count, stored[1]))
 
 
 PARALLEL = 32  # messages that are asked for at the same time
