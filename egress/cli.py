@@ -31,12 +31,13 @@ async def run(config: str, workers: int | None, worker: str) -> int:
 
     Example: floe egress run -c site.yaml
     """
-    from egress.workers.link import WorkerPlace
+    from common.service.logs import always
+    from egress.workers.process import WorkerPlace
 
     slim()
     place = WorkerPlace.parse(worker) if worker else None
     if place:
-        place.sign_logs()
+        always(worker=place.index)
     settings = load_settings(config)
     count = workers or settings.egress.workers
     if count > 1 and place is None:

@@ -35,7 +35,7 @@ from egress.heartbeats import Heartbeats, Reachability, SignOfLife
 from egress.memory import MemoryBudget
 from egress.partition import Partition, all_partitions, require_feeds
 from egress.report import FeedReport
-from egress.workers.link import WorkerPlace
+from egress.workers.process import WorkerPlace
 
 log = get_logger("egress.service")
 
@@ -100,7 +100,8 @@ async def serve(
     clock = SystemClock()
     health = Health(clock)
     listen = settings.egress.monitor.listen
-    monitor = Monitor(place.listen(listen) if place else listen, health)
+    # The parent alone reads the monitor of a worker, and has one of its own if any.
+    monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
     monitor.start()
     try:
         async with _stop(place, monitor.port) as stop:

@@ -1,4 +1,4 @@
-"""The JSON of an advisory, as stream-replicator publishes it, and the id that follows from its content."""
+"""Advisories as stream-replicator publishes them: JSON, id, subject, message; and loops they make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from common.errors import Stopped
 from common.jetstream.api import StreamInfo, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import build_block
-from common.jetstream.protocol import frame
 from common.settings.egress import FeedSettings
 from common.settings.types import EVENT, MAX_VALUE, VALUE
 from common.subjects import overlaps
@@ -76,7 +75,8 @@ class AdvisoryDocument(msgspec.Struct, frozen=True):
         try:
             return _ENCODER.encode(self)
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
-            return _ENCODER.encode(msgspec.structs.replace(self, value=_as_utf8(self.value).decode()))
+            value = self.value.encode("utf-8", "backslashreplace").decode()
+            return _ENCODER.encode(msgspec.structs.replace(self, value=value))
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -92,27 +92,20 @@ def parse(payload: bytes) -> AdvisoryDocument | None:
     return document if document.protocol == PROTOCOL else None
 
 
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """Makes the documents of one chain."""
-
-    chain: Chain
-    inspect_field: str
-
-    def document(self, advisory: Advisory) -> AdvisoryDocument:
-        """The same for the same advisory, whoever finds it and whenever."""
-        age_ns = max(0, advisory.moment_ns - advisory.seen_ns)
-        return AdvisoryDocument(
-            protocol=PROTOCOL,
-            event_id=event_id(self.chain, advisory),
-            inspect_field=self.inspect_field,
-            age=(age_ns + NS_PER_S // 2) // NS_PER_S,
-            seen=advisory.seen_ns // NS_PER_S,
-            replicator=self.chain.site,
-            timestamp=advisory.moment_ns // NS_PER_S,
-            event=advisory.event.value,
-            value=advisory.value,
-        )
+def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> AdvisoryDocument:
+    """The same for the same advisory, whoever finds it and whenever."""
+    age_ns = max(0, advisory.moment_ns - advisory.seen_ns)
+    return AdvisoryDocument(
+        protocol=PROTOCOL,
+        event_id=event_id(chain, advisory),
+        inspect_field=inspect_field,
+        age=(age_ns + NS_PER_S // 2) // NS_PER_S,
+        seen=advisory.seen_ns // NS_PER_S,
+        replicator=chain.site,
+        timestamp=advisory.moment_ns // NS_PER_S,
+        event=advisory.event.value,
+        value=advisory.value,
+    )
 
 
 def inspect_field(feed: FeedSettings) -> str:
@@ -127,19 +120,11 @@ def inspect_field(feed: FeedSettings) -> str:
 
 def event_id(chain: Chain, advisory: Advisory) -> str:
     """A KSUID: ids sort by the second of their moment, and the rest says which advisory it is."""
-    parts = (
-        chain.site,
-        chain.feed,
-        str(chain.incarnation),
-        str(chain.partition),
-        advisory.event.value,
-        advisory.value,
-        str(advisory.seen_ns),
-        str(advisory.moment_ns),
-    )
+    of_chain = (chain.site, chain.feed, chain.incarnation, chain.partition)
+    of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.moment_ns)
     digest = hashlib.sha256()
-    for partition in parts:
-        raw = partition.encode("utf-8", "surrogatepass")
+    for each in (*of_chain, *of_event):
+        raw = str(each).encode("utf-8", "surrogatepass")
         # With its length, so that no two lists of parts give the same bytes.
         digest.update(b"%d:%b" % (len(raw), raw))
     return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
@@ -154,10 +139,6 @@ def ksuid(seconds: int, payload: bytes) -> str:
         number, digit = divmod(number, 62)
         digits.append(BASE62[digit])
     return "".join(reversed(digits))
-
-
-def _as_utf8(text: str) -> bytes:
-    return text.encode("utf-8", "backslashreplace")
 
 
 HASH_DIGITS = 32  # what a value that was cut to MAX_VALUE ends in, after a ~
@@ -203,37 +184,23 @@ def filter_of(template: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AdvisoryMessage:
-    """One message on the wire; `headers` carry its id, by which the stream knows it again."""
+class AdvisoryWriter:
+    """Makes the messages of one chain, for the subjects of `template`."""
 
-    subject: bytes
-    payload: bytes
-    headers: bytes
-
-    def checked(self, max_payload: int) -> AdvisoryMessage:
-        """Itself. Raises ValueError where the server would not take it, and end the connection."""
-        size = len(self.headers) + len(self.payload)
-        if size > max_payload:
-            raise ValueError(f"expected at most {max_payload} bytes, found {size}")
-        return self
-
-    def frame(self) -> bytes:
-        """The bytes that publish it without an answer. Raises ValueError for what the wire cannot carry."""
-        return frame(self.subject, self.payload, self.headers)
-
-
-@dataclass(frozen=True, slots=True)
-class Letters:
-    """Makes messages for the subjects of `template`."""
-
+    chain: Chain
+    inspect_field: str
     template: str
-    writer: Writer
 
-    def message(self, advisory: Advisory) -> AdvisoryMessage:
-        """The same for the same advisory."""
-        document = self.writer.document(advisory)
-        block = build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
-        return AdvisoryMessage(subject_of(self.template, advisory).encode(), document.to_json(), block)
+    def message(self, advisory: Advisory, max_payload: int) -> tuple[bytes, bytes, bytes]:
+        """Subject, payload, and headers with the id by which the stream knows it again.
+
+        Raises ValueError where the server would not take it, and end the connection.
+        """
+        document = document_of(self.chain, self.inspect_field, advisory)
+        payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
+        if (size := len(headers) + len(payload)) > max_payload:
+            raise ValueError(f"expected at most {max_payload} bytes, found {size}")
+        return subject_of(self.template, advisory).encode(), payload, headers
 
 
 CODE = "E-ADVISORY-LOOP"

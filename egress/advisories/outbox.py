@@ -1,4 +1,4 @@
-"""Reliable advisories that are not stored yet. Pure: nothing here sends, waits or reads a clock.
+"""Reliable advisories that are not stored yet: which to send, which are late, stored already or refused.
 
 What is doubtful may have been sent already: by a process that ended, or by this one, whose answer was lost.
 It is not sent before the stream was asked, and neither is what follows it for the same value.
@@ -156,12 +156,6 @@ MARGIN = 60 * NS_PER_S  # by which clocks of servers may differ
 ASKED = Asked(batch=5000, window=2 * 1024 * 1024)
 
 
-async def streams_with(client: FloeClient, subject: str) -> list[str]:
-    """The names of the streams that take messages on `subject`, a filter; empty where none can be seen."""
-    answer = await ask(client, "STREAM.NAMES", {"subject": subject})
-    return [str(name) for name in answer.get("streams") or ()]
-
-
 async def ids_stored(
     client: FloeClient, subject: str, ids: Collection[str], since_ns: int, asked: Asked = ASKED
 ) -> set[str] | None:
@@ -169,39 +163,21 @@ async def ids_stored(
 
     Raises Unavailable where it cannot be read now, ApiError or Refused where it may not be read.
     """
-    names = await streams_with(client, subject)
-    found: set[str] = set()
+    names = (await ask(client, "STREAM.NAMES", {"subject": subject})).get("streams") or ()
+    wanted = {each.encode() for each in ids}
+    start, found = From(time_ns=since_ns - MARGIN), set[str]()
     for name in names:
-        await _look_into(client, name, subject, {each.encode() for each in ids}, found, since_ns, asked)
+        info = await stream_info(client, name)
+        if info is None:
+            raise Unavailable(f"stream {name} was there a moment ago and is not now")
+        # The consumer may sit on a replica that is behind: it must pass what the leader has stored.
+        last = info.last_sequence
+        pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, asked=asked)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                carried = (header(each.headers, MESSAGE_ID) for each in piece)
+                found.update(each.decode() for each in carried if each is not None and each in wanted)
     return found if names else None
-
-
-async def _look_into(
-    client: FloeClient,
-    stream: str,
-    subject: str,
-    wanted: set[bytes],
-    found: set[str],
-    since_ns: int,
-    asked: Asked,
-) -> None:
-    info = await stream_info(client, stream)
-    if info is None:
-        raise Unavailable(f"stream {stream} was there a moment ago and is not now")
-    # The consumer may sit on a replica that is behind: it must pass what the leader has stored.
-    pieces = scan(
-        client,
-        stream,
-        From(time_ns=since_ns - MARGIN),
-        until=info.last_sequence,
-        subject=subject,
-        headers_only=True,
-        asked=asked,
-    )
-    async with aclosing(pieces):
-        async for piece in pieces:
-            carried = (header(each.headers, MESSAGE_ID) for each in piece)
-            found.update(each.decode() for each in carried if each in wanted and each is not None)
 
 
 CODE = "E-ADVISORIES"
@@ -220,54 +196,45 @@ class SendResult(StrEnum):
 
 
 class AdvisoryTally:
-    """The tally of one chain."""
+    """What became of the advisories of one chain, in metrics and log."""
 
     def __init__(self, chain: Chain, template: str) -> None:
         self._chain, self._template = chain, template
         self._labels = chain.site, chain.feed, str(chain.partition)
-        self._failing = ""
+        #: The code of what the last attempts failed with; empty while they do not.
+        self.failing = ""
         begin("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
         self.waiting(0)
         metrics.advisories_failing.labels(*self._labels).set(0)
 
     def count(self, advisory: Advisory, result: SendResult) -> None:
-        """One more of this event and result."""
         metrics.advisories.labels(*self._labels, advisory.event.value, result.value).inc()
 
     def waiting(self, count: int) -> None:
-        """So many are not stored yet."""
         metrics.advisories_waiting.labels(*self._labels).set(count)
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last attempts failed."""
-        return bool(self._failing)
 
     def fails(self, error: FloeError) -> None:
         """Sending fails; told once for each cause, not once for each advisory."""
         metrics.advisories_failing.labels(*self._labels).set(1)
-        if error.code != self._failing:
-            self._failing = error.code
-            self._log_failure(error)
-
-    def _log_failure(self, error: FloeError) -> None:
-        why, hint = error.message, error.hint
-        if error.code == NOBODY:
-            why = f"no stream takes {self._template}"
-            hint = f"nats stream add --subjects '{filter_of(self._template)}'; sending goes on by itself"
-        log.error(
-            "advisories cannot be stored",
-            action="advisories_failing",
-            code=CODE,
-            error=why,
-            hint=hint,
-            **self._chain.log_context(),
-        )
+        if error.code != self.failing:
+            self.failing = error.code
+            why, hint = error.message, error.hint
+            if error.code == NOBODY:
+                why = f"no stream takes {self._template}"
+                hint = f"nats stream add --subjects '{filter_of(self._template)}'; sending goes on by itself"
+            log.error(
+                "advisories cannot be stored",
+                action="advisories_failing",
+                code=CODE,
+                error=why,
+                hint=hint,
+                **self._chain.log_context(),
+            )
 
     def works(self) -> None:
         """Nothing that failed waits any more."""
-        if self._failing:
-            self._failing = ""
+        if self.failing:
+            self.failing = ""
             metrics.advisories_failing.labels(*self._labels).set(0)
             log.info("advisories are stored again", action="advisories_work", **self._chain.log_context())
 

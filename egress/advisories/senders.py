@@ -1,4 +1,4 @@
-"""Sends advisories until a stream has stored them."""
+"""Sends the advisories of one chain: reliably, until a stream has stored them, or plainly, once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 
 from common.chain import Chain
 from common.clock import NS_PER_S, Backoff, Clock
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient
+from common.jetstream.protocol import frame
 from common.jetstream.requests import ApiError
 from common.tasks import wait_for
-from egress.advisories.advisory import Advisory, Letters, Writer, event_id, filter_of, inspect_field
+from egress.advisories.advisory import Advisory, AdvisoryWriter, event_id, filter_of, inspect_field
 from egress.advisories.outbox import (
     LIMIT,
     WAVE,
@@ -32,52 +34,92 @@ PROBE = 4  # advisories sent at once where the right to send is missing: the con
 IDS_AT_ONCE = 1000  # made in one turn of the event loop
 
 
-class ReliableSender:
+@dataclass(eq=False)
+class AdvisorySender:
+    """Publishes the advisories of `chain`. Made only where `partition.settings.advisory.subject` is set.
+
+    `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked
+    before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
+    """
+
+    partition: Partition
+    chain: Chain
+    client: FloeClient
+    clock: Clock
+    rng: random.Random
+    outbox: InitVar[Sequence[Advisory]] = ()
+    may_send: Callable[[], bool] = lambda: True
+    ack_timeout: float = ACK_TIMEOUT
+
+    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
+        feed = self.partition.settings
+        self._writer = AdvisoryWriter(self.chain, inspect_field(feed), feed.advisory.subject)
+        self._tally = AdvisoryTally(self.chain, feed.advisory.subject)
+        duration_ns = round(feed.inspect_duration * NS_PER_S)
+        self._lateness = Lateness(self.client, feed.stream, duration_ns, self.clock)
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
+
+        `again`: found while reading again what was read before, so that they may have been sent.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
+
+    @property
+    def has_room(self) -> bool:
+        """False while so many wait to be stored that the reader must ask for no more (stop, don't skip).
+
+        To be asked again at each tick: room comes back by itself.
+        """
+        return True
+
+    def pending(self) -> tuple[Advisory, ...]:
+        """Not known to be stored, those on their way included: goes into snapshots. Empty if not reliable."""
+        return ()
+
+    async def run(self) -> None:
+        """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
+        raise NotImplementedError
+
+    async def drain(self, timeout: float) -> None:
+        """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
+        await wait_for(self._idle, timeout)
+
+
+class ReliableSender(AdvisorySender):
     """Sends what is in its outbox: of each value one at a time, of all values a wave at a time.
 
     An answer that is lost makes an advisory doubtful. What is doubtful is looked for in the stream, and sent
     if it is not there. Nothing is given up but what comes too late.
     """
 
-    def __init__(
-        self,
-        client: FloeClient,
-        letters: Letters,
-        tally: AdvisoryTally,
-        lateness: Lateness,
-        clock: Clock,
-        backoff: Backoff,
-        may_send: Callable[[], bool],
-        ack_timeout: float,
-    ) -> None:
-        self._client, self._letters, self._tally = client, letters, tally
-        self._lateness, self._clock, self._backoff, self._may_send = lateness, clock, backoff, may_send
-        self._ack_timeout = ack_timeout
-        self._outbox = Outbox()
+    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
+        super().__post_init__(outbox)
+        self._backoff, self._outbox = Backoff(self.rng), Outbox()
         self._failed: set[Advisory] = set()
-        self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._is_settled, self._is_compared, self._most = False, True, WAVE
-        self._idle.set()
+        self.take(outbox, again=True)
 
     # What comes in
 
-    def take(self, advisories: Sequence[Advisory], *, doubtful: bool) -> None:
-        """Send these too, in order for each value; those that are `doubtful` if they are not stored."""
-        self._outbox.add(advisories, doubtful=doubtful)
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        self._outbox.add(advisories, doubtful=again)
         self._changed()
 
     def settle(self) -> None:
-        """Nothing doubtful comes any more: it can be looked for now."""
         self._is_settled = True
         self._changed()
 
     @property
     def has_room(self) -> bool:
-        """Whether the outbox can take what one more pull request may bring."""
         return self._outbox.has_room
 
     def pending(self) -> tuple[Advisory, ...]:
-        """Everything not known to be stored."""
         return self._outbox.pending()
 
     def _changed(self) -> None:
@@ -92,11 +134,10 @@ class ReliableSender:
     # Sending
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self._wake.clear()
             try:
-                went_on = self._may_send() and self._client.is_up and await self._step()
+                went_on = self.may_send() and self.client.is_up and await self._step()
             except FloeError as error:
                 await self._fail(error)
             else:
@@ -104,9 +145,8 @@ class ReliableSender:
                     await wait_for(self._wake, TICK)
 
     async def drain(self, timeout: float) -> None:
-        """Return when nothing waits, sending fails, or `timeout` seconds have passed."""
-        deadline = self._clock.monotonic() + timeout
-        while not (self._idle.is_set() or self._tally.is_failing) and self._clock.monotonic() < deadline:
+        deadline = self.clock.monotonic() + timeout
+        while not (self._idle.is_set() or self._tally.failing) and self.clock.monotonic() < deadline:
             await wait_for(self._idle, min(0.05, timeout))
 
     async def _step(self) -> bool:
@@ -141,7 +181,9 @@ class ReliableSender:
     async def _send_one(self, advisory: Advisory) -> FloeError | None:
         """Send it and note what became of it; why not, where it is not stored."""
         try:
-            result = await self._ask_to_store(advisory)
+            subject, payload, headers = self._writer.message(advisory, self.client.max_payload)
+            answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
+            self._remove(advisory, judge_ack(subject.decode(), answer))
         except FloeError as error:
             is_unknown = isinstance(error, OutcomeUnknown)
             self._tally.count(advisory, SendResult.UNKNOWN if is_unknown else SendResult.FAILED)
@@ -151,47 +193,33 @@ class ReliableSender:
         except ValueError as error:
             self._tally.refused(advisory, error)
             self._forget(advisory)
-            return None
-        self._remove(advisory, result)
         return None
-
-    async def _ask_to_store(self, advisory: Advisory) -> SendResult:
-        message = self._letters.message(advisory).checked(self._client.max_payload)
-        answer, _ = await self._client.request_raw(
-            message.subject, message.payload, message.headers, timeout=self._ack_timeout
-        )
-        return judge_ack(message.subject.decode(), answer)
 
     # What may have been sent
 
     async def _compare(self, doubtful: list[Advisory]) -> None:
         """Leave out what the stream holds; the rest may be sent."""
-        wanted = await self._by_id(await self._without_late(doubtful))
+        advisories, wanted = await self._without_late(doubtful), dict[str, Advisory]()
+        for start in range(0, len(advisories), IDS_AT_ONCE):
+            some = advisories[start : start + IDS_AT_ONCE]
+            wanted |= {event_id(self.chain, each): each for each in some}
+            await asyncio.sleep(0)  # reading goes on meanwhile
         if wanted:
             for event in await self._stored(wanted):
                 self._remove(wanted.pop(event), SendResult.STORED)
         self._outbox.trust(wanted.values())
         self._changed()
 
-    async def _by_id(self, advisories: list[Advisory]) -> dict[str, Advisory]:
-        found: dict[str, Advisory] = {}
-        for start in range(0, len(advisories), IDS_AT_ONCE):
-            partition = advisories[start : start + IDS_AT_ONCE]
-            found |= {event_id(self._letters.writer.chain, each): each for each in partition}
-            await asyncio.sleep(0)  # reading goes on meanwhile
-        return found
-
     async def _stored(self, wanted: dict[str, Advisory]) -> set[str]:
         """The ids that are stored; none where nobody can say. Raises Unavailable where it is to be asked
         again.
         """
-        least_ns = min(each.moment_ns for each in wanted.values())
+        subject, least_ns = filter_of(self._writer.template), min(each.moment_ns for each in wanted.values())
+        why = f"no stream with {subject} is seen"
         try:
-            found = await ids_stored(self._client, filter_of(self._letters.template), set(wanted), least_ns)
+            found = await ids_stored(self.client, subject, set(wanted), least_ns)
         except (ApiError, Refused) as error:
             found, why = None, error.message
-        else:
-            why = f"no stream with {filter_of(self._letters.template)} is seen"
         if found is None and self._is_compared:
             self._tally.not_compared(why)
         self._is_compared = found is not None
@@ -201,9 +229,9 @@ class ReliableSender:
 
     async def _fail(self, error: FloeError) -> None:
         # A line that is down is told elsewhere; a lost answer is looked for next.
-        if self._client.is_up and not isinstance(error, OutcomeUnknown):
+        if self.client.is_up and not isinstance(error, OutcomeUnknown):
             self._tally.fails(error)
-        await self._clock.sleep(self._backoff.next())
+        await self.clock.sleep(self._backoff.next())
 
     def _remove(self, advisory: Advisory, result: SendResult) -> None:
         self._tally.count(advisory, result)
@@ -214,27 +242,15 @@ class ReliableSender:
         self._failed.discard(advisory)
 
 
-class PlainSender:
+class PlainSender(AdvisorySender):
     """Sends what it takes as soon as it can; drops it, and counts it, where the connection is down."""
 
-    def __init__(
-        self,
-        client: FloeClient,
-        letters: Letters,
-        tally: AdvisoryTally,
-        lateness: Lateness,
-        clock: Clock,
-        may_send: Callable[[], bool],
-    ) -> None:
-        self._client, self._letters, self._tally = client, letters, tally
-        self._lateness, self._clock, self._may_send = lateness, clock, may_send
+    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
+        super().__post_init__(outbox)
         self._queue: deque[Advisory] = deque()
-        self._wake, self._idle = asyncio.Event(), asyncio.Event()
-        self._idle.set()
 
-    def take(self, advisories: Sequence[Advisory], *, doubtful: bool) -> None:
-        """Send these too, unless they may have been sent already."""
-        if doubtful:
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        if again:
             return
         room = LIMIT - len(self._queue)
         self._queue.extend(advisories[:room])
@@ -244,122 +260,41 @@ class PlainSender:
             self._idle.clear()
         self._wake.set()
 
-    def settle(self) -> None:
-        """Nothing waits for it."""
-
-    @property
-    def has_room(self) -> bool:
-        """Always: what does not fit is dropped."""
-        return True
-
-    def pending(self) -> tuple[Advisory, ...]:
-        """Nothing is owed to anybody."""
-        return ()
-
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             self._wake.clear()
-            while self._queue and self._may_send():
+            while self._queue and self.may_send():
                 await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
             if not self._queue:
                 self._idle.set()
             await wait_for(self._wake, TICK)
 
-    async def drain(self, timeout: float) -> None:
-        """Return when nothing waits, or after `timeout` seconds."""
-        await wait_for(self._idle, timeout)
-
     async def _send(self, wave: list[Advisory]) -> None:
-        late = await self._late(wave)
-        frames = {each: frame for each in wave if each not in late and (frame := self._frame(each))}
         try:
-            self._client.send(b"".join(frames.values()))
-            await self._client.flush_writes()
+            late = await self._lateness.late(wave)
+        except FloeError:
+            late = set()
+        frames = {each: self._frame(each) for each in wave if each not in late}
+        try:
+            self.client.send(b"".join(frames.values()))
+            await self.client.flush_writes()
             result = SendResult.PUBLISHED
         except Unavailable:
             result = SendResult.DROPPED
-        for advisory in frames:
-            self._tally.count(advisory, result)
         for advisory in late:
             self._tally.count(advisory, SendResult.STALE)
+        for advisory in filter(frames.get, frames):
+            self._tally.count(advisory, result)
 
     def _frame(self, advisory: Advisory) -> bytes:
         """Empty for what can never be sent."""
         try:
-            return self._letters.message(advisory).checked(self._client.max_payload).frame()
+            return frame(*self._writer.message(advisory, self.client.max_payload))
         except ValueError as error:
             self._tally.refused(advisory, error)
             return b""
 
-    async def _late(self, wave: list[Advisory]) -> set[Advisory]:
-        try:
-            return await self._lateness.late(wave)
-        except FloeError:
-            return set()
 
-
-class Advisories:
-    """Publishes the advisories of `chain`. Made only where `partition.settings.advisory.subject` is set.
-
-    `outbox`: what a snapshot says is not stored yet; `doubtful`: whether some of it may have been sent since.
-    `may_send`: asked before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
-    """
-
-    def __init__(
-        self,
-        partition: Partition,
-        chain: Chain,
-        client: FloeClient,
-        clock: Clock,
-        rng: random.Random,
-        *,
-        outbox: Sequence[Advisory] = (),
-        doubtful: bool = True,
-        may_send: Callable[[], bool] = lambda: True,
-        ack_timeout: float = ACK_TIMEOUT,
-    ) -> None:
-        feed = partition.settings
-        letters = Letters(feed.advisory.subject, Writer(chain, inspect_field(feed)))
-        tally = AdvisoryTally(chain, feed.advisory.subject)
-        lateness = Lateness(client, feed.stream, round(feed.inspect_duration * NS_PER_S), clock)
-        self._sender: ReliableSender | PlainSender
-        if feed.advisory.reliable:
-            self._sender = ReliableSender(
-                client, letters, tally, lateness, clock, Backoff(rng), may_send, ack_timeout
-            )
-        else:
-            self._sender = PlainSender(client, letters, tally, lateness, clock, may_send)
-        self._sender.take(outbox, doubtful=doubtful)
-
-    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
-        """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
-
-        `again`: found while reading again what was read before, so that they may have been sent.
-        """
-        if advisories:
-            self._sender.take(advisories, doubtful=again)
-
-    def settle(self) -> None:
-        """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
-        self._sender.settle()
-
-    @property
-    def has_room(self) -> bool:
-        """False while so many wait to be stored that the reader must ask for no more (stop, don't skip).
-
-        To be asked again at each tick: room comes back by itself.
-        """
-        return self._sender.has_room
-
-    def pending(self) -> tuple[Advisory, ...]:
-        """Not known to be stored, those on their way included: goes into snapshots. Empty if not reliable."""
-        return self._sender.pending()
-
-    async def run(self) -> None:
-        """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
-        await self._sender.run()
-
-    async def drain(self, timeout: float) -> None:
-        """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
-        await self._sender.drain(timeout)
+def sender_kind(partition: Partition) -> type[AdvisorySender]:
+    """What the settings of `partition` ask for."""
+    return ReliableSender if partition.settings.advisory.reliable else PlainSender

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from egress.advisories.advisory import Advisory
-from egress.advisories.senders import Advisories
+from egress.advisories.senders import AdvisorySender
 from egress.batch import part
 from egress.builder import Builder
 from egress.sampling.sampler import SampledBatch, Sampler
@@ -157,7 +157,7 @@ class Again:
 class Tracking:
     """`advisories`: None where the feed has none; then time only lets the sampler forget."""
 
-    def __init__(self, sampler: Sampler, advisories: Advisories | None, again: Again) -> None:
+    def __init__(self, sampler: Sampler, advisories: AdvisorySender | None, again: Again) -> None:
         self._sampler, self._advisories, self._again = sampler, advisories, again
         self._advanced_ns = 0
         self.is_again = True

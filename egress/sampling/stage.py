@@ -17,7 +17,7 @@ from common.errors import FloeError
 from common.jetstream.api import StreamInfo
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
-from egress.advisories.senders import Advisories
+from egress.advisories.senders import sender_kind
 from egress.builder import Builder
 from egress.deps import PartitionDeps
 from egress.evidence import source_of
@@ -83,7 +83,11 @@ class Sampled:
         self._chain, self._digest = chain, sampling.digest
         self._sampler, self._builder, self._source = resumed.sampler, builder, source
         self._report = SamplingReport(chain)
-        self._advisories = _advisories(deps, chain, lease, resumed)
+        self._advisories = None
+        if feed.advisory.subject:
+            self._advisories = sender_kind(deps.partition)(
+                deps.partition, chain, deps.client, deps.clock, deps.rng, resumed.outbox, lease.is_usable
+            )
         self._sieve = PreFilter(
             chain.site,
             relay=sampling.relay,
@@ -220,17 +224,3 @@ class Sampled:
         if source is None or source.created != self._source.created:
             return None
         return source.last, source.asked_ns or asked_ns
-
-
-def _advisories(deps: PartitionDeps, chain: Chain, lease: Lease, resumed: Resumed) -> Advisories | None:
-    if not deps.partition.settings.advisory.subject:
-        return None
-    return Advisories(
-        deps.partition,
-        chain,
-        deps.client,
-        deps.clock,
-        deps.rng,
-        outbox=resumed.outbox,
-        may_send=lease.is_usable,
-    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -40,16 +40,16 @@ def ask_all(workers: Sequence[WorkerProcess], path: str) -> list[Said]:
 
 
 def _ask(worker: WorkerProcess, path: str) -> Said:
-    index, pid, restarts, port = worker.index, worker.pid, worker.restarts, worker.port
-    if not port:
-        return Said(index, pid, restarts, port)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)
+    said = Said(worker.index, worker.pid, worker.restarts, worker.port)
+    if not said.port:
+        return said
+    connection = http.client.HTTPConnection("127.0.0.1", said.port, timeout=TIMEOUT)
     try:
         connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
         answer = connection.getresponse()
-        return Said(index, pid, restarts, port, answer.status, answer.read().decode())
+        return replace(said, status=answer.status, text=answer.read().decode())
     except (OSError, http.client.HTTPException, ValueError):
-        return Said(index, pid, restarts, port)
+        return said
     finally:
         connection.close()
 
@@ -68,27 +68,17 @@ def merged(own: str, pages: Mapping[str, str]) -> str:
     Every family stands once, with one HELP and one TYPE.
     """
     families: dict[str, _Family] = {}
-    _collect(families, own.splitlines(), "")
-    for worker, page in pages.items():
-        _collect(families, page.splitlines(), worker)
-    return "".join(f"{line}\n" for line in _lines(families.values()))
-
-
-def _collect(families: dict[str, _Family], lines: Iterable[str], worker: str) -> None:
-    family = families.setdefault("", _Family())
-    for line in lines:
-        if line.startswith("# "):
-            _, kind, name, *_ = line.split(" ", 3)
-            family = families.setdefault(name, _Family())
-            family.comments.setdefault(kind, line)
-        elif line:
-            family.samples.append(labelled(line, worker) if worker else line)
-
-
-def _lines(families: Iterable[_Family]) -> Iterator[str]:
-    for family in families:
-        yield from family.comments.values()
-        yield from family.samples
+    for worker, page in (("", own), *pages.items()):
+        family = families.setdefault("", _Family())
+        for line in page.splitlines():
+            if line.startswith("# "):
+                _, kind, name, *_ = line.split(" ", 3)
+                family = families.setdefault(name, _Family())
+                family.comments.setdefault(kind, line)
+            elif line:
+                family.samples.append(labelled(line, worker) if worker else line)
+    lines = (line for each in families.values() for line in (*each.comments.values(), *each.samples))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def labelled(sample: str, worker: str) -> str:
@@ -117,10 +107,15 @@ class WorkerPages(Pages):
 
     def document(self) -> dict[str, Any]:
         said = self._ask(self._workers, "/status")
-        problems = [problem for each in said for problem in _problems(each)]
+        workers = {each: _of_worker(each) for each in said}
+        problems = [
+            f"worker {each.index}: {problem}"
+            for each, found in workers.items()
+            for problem in found.get("problems", [_why_silent(each)])
+        ]
         status = {**self._health.status(), "ready": not problems, "problems": problems}
         status.pop("parts")
-        return {**status, "workers": {str(each.index): _of_worker(each) for each in said}}
+        return {**status, "workers": {str(each.index): found for each, found in workers.items()}}
 
     def _metrics(self, _accept: str) -> Answer:
         said = self._ask(self._workers, "/metrics")
@@ -145,12 +140,6 @@ class WorkerPages(Pages):
             for line in each.text.splitlines() or [_why_silent(each)]
         ]
         return _text(503, problems) if problems else _text(200, ["ready"])
-
-
-def _problems(said: Said) -> list[str]:
-    status = _of_worker(said)
-    found = status.get("problems", [_why_silent(said)])
-    return [f"worker {said.index}: {problem}" for problem in found]
 
 
 def _of_worker(said: Said) -> dict[str, Any]:

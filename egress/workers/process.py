@@ -1,4 +1,4 @@
-"""A worker as its parent sees it: a process, its line, its monitor's port."""
+"""A worker process: as its parent sees it, its own side, and the line between the two."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import signal
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
 
+from common.errors import UsageError
 from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.tasks import Stop, end, told, watched
-from egress.workers.link import WorkerPlace
 
 log = get_logger("egress.workers")
 
@@ -29,15 +31,43 @@ def exit_code(returned: int) -> int:
 
 def worst(codes: Iterable[int]) -> int:
     """The code that says most of what an operator has to do; 0 if there is none."""
-    return max(codes, key=_gravity, default=0)
+    ranks = {0: 0, LATER: 1, **dict.fromkeys(FINAL, 3)}
+    return max(codes, key=lambda code: (ranks.get(code, 2), code), default=0)
 
 
-def _gravity(code: int) -> tuple[int, int]:
-    rank = {0: 0, LATER: 1}.get(code, 3 if code in FINAL else 2)
-    return rank, code
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """A worker's side: it is `index` of `count`, its parent at the other end of the socket `descriptor`."""
 
+    index: int
+    count: int
+    descriptor: int
 
-Command = Sequence[str]
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`INDEX/COUNT/DESCRIPTOR`. Raises UsageError: the option is the parent's, not for people."""
+        try:
+            index, count, descriptor = map(int, text.split("/"))
+        except ValueError:
+            raise UsageError(f"--worker: expected INDEX/COUNT/DESCRIPTOR, found {text!r:.40}") from None
+        return cls(index, count, descriptor)
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}/{self.descriptor}"
+
+    async def watch(self, port: int, stop: Stop) -> None:
+        """Tell the parent the monitor's `port`; set `stop` when the parent has gone."""
+        with socket.socket(fileno=self.descriptor) as line:
+            line.setblocking(False)
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.sock_sendall(line, json.dumps({"port": port}).encode() + b"\n")
+                while await loop.sock_recv(line, 1024):
+                    pass
+            except OSError as error:
+                log.debug("line broken", action="line_broken", error=str(error))
+        log.warning("the parent has gone", action="parent_gone")
+        stop.set()
 
 
 class WorkerProcess:
@@ -46,7 +76,7 @@ class WorkerProcess:
     `pid` and `port` are 0 while there is none; they are read by other threads.
     """
 
-    def __init__(self, index: int, count: int, command: Command, environment: dict[str, str]) -> None:
+    def __init__(self, index: int, count: int, command: Sequence[str], environment: dict[str, str]) -> None:
         self.index, self._count = index, count
         self._command, self._environment = tuple(command), environment
         self.pid, self.port, self.restarts = 0, 0, 0

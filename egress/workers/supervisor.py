@@ -20,7 +20,6 @@ from common.service.process import exit_at_once, hangups, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress.partition import require_feeds
-from egress.workers import supervisor
 from egress.workers.pages import WorkerPages
 from egress.workers.process import FINAL, WorkerProcess, worst
 
@@ -28,7 +27,13 @@ log = get_logger("egress.workers")
 
 
 GOOD_WHILE = 60.0  # seconds that a worker runs before its end counts as the first
+BEAT = 1.0  # seconds between two of the parent's event loop
 KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
+
+
+WORKER = ("worker",)
+running_workers = gauge("egress_worker_running", "1 while the process runs under this monitor.", WORKER)
+restarts = counter("egress_worker_restarts", "Times it was started again after an unexpected end.", WORKER)
 
 
 class Crew:
@@ -46,11 +51,9 @@ class Crew:
 
         Returns the worst of their exit codes.
         """
+        self._ending = Stop(stop)
         async with asyncio.TaskGroup() as tasks:
-            passing = tasks.create_task(self._pass_on(stop))
             keeping = [tasks.create_task(self._keep(worker)) for worker in self.workers]
-            await asyncio.wait(keeping)
-            passing.cancel()
         return worst(task.result() for task in keeping)
 
     def kill(self) -> None:
@@ -63,25 +66,34 @@ class Crew:
         for worker in self.workers:
             worker.send(signal.SIGHUP)
 
-    async def _pass_on(self, stop: Stop) -> None:
-        await stop.wait()
-        self._ending.set()
-
     async def _keep(self, worker: WorkerProcess) -> int:
         """Run one worker until all are to end; the exit code of its last process."""
         backoff = Backoff(self._rng)
         while True:
             started = self._clock.monotonic()
             code = await self._run_once(worker)
-            if self._ending.is_set or self._ends_all(worker, code):
+            if code in FINAL and not self._ending.is_set:
+                log.error("all workers end", action="workers_end", worker=worker.index, exit_code=code)
+                self._ending.set()
+            if self._ending.is_set:
                 return code
             if self._clock.monotonic() - started > GOOD_WHILE:
                 backoff.reset()
-            if await self._pause(worker, code, backoff.next()):
+            seconds = backoff.next()
+            log.error(
+                "worker ended, to be started again",
+                action="worker_restart",
+                worker=worker.index,
+                exit_code=code,
+                seconds=round(seconds, 2),
+            )
+            if await wait_for(self._ending, seconds):
                 return code
+            worker.restarts += 1
+            restarts.labels(str(worker.index)).inc()
 
     async def _run_once(self, worker: WorkerProcess) -> int:
-        running = supervisor.running.labels(str(worker.index))
+        running = running_workers.labels(str(worker.index))
         running.set(1)
         try:
             return await worker.run_once(self._ending, self._patience)
@@ -90,29 +102,6 @@ class Crew:
             return 1
         finally:
             running.set(0)
-
-    def _ends_all(self, worker: WorkerProcess, code: int) -> bool:
-        if code in FINAL:
-            log.error("all workers end", action="workers_end", worker=worker.index, exit_code=code)
-            self._ending.set()
-        return code in FINAL
-
-    async def _pause(self, worker: WorkerProcess, code: int, seconds: float) -> bool:
-        """Wait before the next start; whether all are to end instead."""
-        log.error(
-            "worker ended, to be started again",
-            action="worker_restart",
-            worker=worker.index,
-            exit_code=code,
-            seconds=round(seconds, 2),
-        )
-        if not await wait_for(self._ending, seconds):
-            worker.restarts += 1
-            supervisor.restarts.labels(str(worker.index)).inc()
-        return self._ending.is_set
-
-
-BEAT = 1.0  # seconds
 
 
 def command(config: str) -> list[str]:
@@ -163,9 +152,3 @@ async def _beat(health: Health, clock: Clock) -> None:
     while True:
         health.beat()
         await clock.sleep(BEAT)
-
-
-WORKER = ("worker",)
-
-running = gauge("egress_worker_running", "1 while the process runs under this monitor.", WORKER)
-restarts = counter("egress_worker_restarts", "Times it was started again after an unexpected end.", WORKER)

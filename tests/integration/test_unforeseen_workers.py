@@ -18,8 +18,7 @@ from common.service.monitor import Health
 from common.tasks import Stop, to_its_end
 from egress.service import _stop
 from egress.workers import supervisor
-from egress.workers.link import WorkerPlace
-from egress.workers.process import WorkerProcess
+from egress.workers.process import WorkerPlace, WorkerProcess
 from egress.workers.supervisor import Crew
 from tests.support.basics import PATIENCE, soon
 from tests.support.stores import Throw, count, is_no_room
@@ -76,8 +75,8 @@ async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_g
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Health, "beat"), (Crew, "_pass_on"), (Crew, "_keep")],
-    ids=["beat", "stop", "worker"],
+    [(Health, "beat"), (WorkerProcess, "run_once"), (Crew, "_keep")],
+    ids=["beat", "process", "worker"],
 )
 async def test_what_fails_in_the_parent_ends_it_and_its_workers(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str

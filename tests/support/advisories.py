@@ -21,7 +21,7 @@ from common.settings.egress import FeedSettings
 from common.settings.service import NatsSettings
 from common.tasks import end
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
-from egress.advisories.senders import Advisories
+from egress.advisories.senders import AdvisorySender, sender_kind
 from egress.partition import Partition
 from infra.oracle import read_stream
 from tests.support.basics import unique
@@ -104,8 +104,8 @@ class World:
         clock: Clock | None = None,
         may_send: Callable[[], bool] = lambda: True,
         ack_timeout: float = 0.5,
-    ) -> Advisories:
-        return Advisories(
+    ) -> AdvisorySender:
+        return sender_kind(self.part)(
             self.part,
             Chain(SITE, self.feed),
             client or self.client,
@@ -152,7 +152,7 @@ class World:
 
 
 @asynccontextmanager
-async def running(advisories: Advisories) -> AsyncIterator[Advisories]:
+async def running(advisories: AdvisorySender) -> AsyncIterator[AdvisorySender]:
     """It runs for the length of a block, and is then ended as suddenly as a task can be."""
     task = asyncio.create_task(advisories.run())
     try:

@@ -14,7 +14,7 @@ from egress.advisories.advisory import (
     Advisory,
     AdvisoryDocument,
     Event,
-    Writer,
+    document_of,
     event_id,
     inspect_field,
     ksuid,
@@ -47,7 +47,7 @@ def advisory(
 
 
 def written(each: Advisory) -> dict[str, Any]:
-    return json.loads(Writer(CHAIN, "sender").document(each).to_json())  # type: ignore[no-any-return]
+    return json.loads(document_of(CHAIN, "sender", each).to_json())  # type: ignore[no-any-return]
 
 
 # The published layout of KSUIDs: README of segmentio/ksuid, and its least and greatest values.
@@ -138,7 +138,7 @@ CHAIN_PARTS = ("US_EAST", "NODE_DATA")
 
 @pytest.mark.parametrize("value", ["ü☃", 'a"b\\c', "a\nb\x00", "\ud800", "x" * 1024])
 def test_any_value_is_json_and_comes_back(value: str) -> None:
-    raw = Writer(CHAIN, "sender").document(advisory(value=value)).to_json()
+    raw = document_of(CHAIN, "sender", advisory(value=value)).to_json()
     document = parse(raw)
 
     assert b"\n" not in raw

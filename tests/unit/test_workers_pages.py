@@ -12,9 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.link import WorkerPlace
 from egress.workers.pages import Said, WorkerPages, labelled, merged
-from egress.workers.process import WorkerProcess, exit_code, worst
+from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
 
 
 def page(count: float, awkward: str = "a") -> str:
