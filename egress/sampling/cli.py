@@ -8,36 +8,26 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import click
 
-from common.clock import NS_PER_S, format_time
-from common.service.cli import (
-    Duration,
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    run_command,
-)
+from common.chain import Chain
+from common.clock import NS_PER_S, SystemClock, format_time
+from common.errors import DataError, FloeError
+from common.open import load_settings, open_chains, open_store
+from common.segments.documents import SnapshotRef
+from common.segments.store import SegmentStore
+from common.service.cli import Duration, config_option, json_option, run_command
 from common.service.logs import escaped
+from common.settings.egress import FeedSettings
+from common.settings.root import Settings
 from egress.sampling.key_table import KnownKey, Notice, SamplerState
-
-if TYPE_CHECKING:
-    from common.chain import Chain
-    from common.errors import FloeError
-    from common.segments.documents import ChainStore, SnapshotRef
-    from common.segments.store import SegmentStore
-    from common.settings.egress import FeedSettings
-    from common.settings.root import Settings
-    from egress.sampling.key_table import KnownKey
-    from egress.sampling.snapshot import Snapshot
-
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot
+from egress.sampling.snapshot_store import Snapshots
 
 _TIME_WIDTH = len("2026-11-20T10:00:00.000000000Z")
-_HEADER = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}  {'size':>10}  {'advised':7}  value"
+_LINES_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +93,23 @@ class Values:
             yield KnownKey(self._values[n], seen, copied, due, self._sizes[n], Notice(self._notices[n]))
 
 
-def header(chain_width: int) -> str:
-    """What the columns of `as_text` are, behind that of the chain."""
-    return f"{'chain':{chain_width}}  {_HEADER}"
-
-
-def as_value(known: KnownKey) -> str:
+def as_value(_chain: Chain, known: KnownKey) -> str:
     """The value alone."""
     return escaped(known.value)
 
 
-def as_text(known: KnownKey) -> str:
+def _as_text(chain: Chain, known: KnownKey) -> str:
     """One line for people; what a value holds cannot forge another."""
     advised = known.notice.name.lower() if known.notice else "-"
-    seen, copied = format_time(known.seen_ns), format_time(known.copied_ns)
-    return (
-        f"{seen:{_TIME_WIDTH}}  {copied:{_TIME_WIDTH}}  {known.size:10}  {advised:7}  {escaped(known.value)}"
-    )
+    times = f"{format_time(known.seen_ns):{_TIME_WIDTH}}  {format_time(known.copied_ns):{_TIME_WIDTH}}"
+    return f"{chain}  {times}  {known.size:10}  {advised:7}  {escaped(known.value)}"
 
 
-def as_json(chain: str, known: KnownKey) -> str:
+def _as_json(chain: Chain, known: KnownKey) -> str:
     """One line for programs. `advised`: null or `timeout`; `due`: when the next one passes."""
     return json.dumps(
         {
-            "chain": chain,
+            "chain": str(chain),
             "value": known.value,
             "seen": format_time(known.seen_ns),
             "copied": format_time(known.copied_ns),
@@ -135,9 +118,6 @@ def as_json(chain: str, known: KnownKey) -> str:
             "advised": known.notice.name.lower() if known.notice else None,
         }
     )
-
-
-_LINES_AT_ONCE = 1000
 
 
 class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -184,66 +164,52 @@ def state(
 
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
     """
-    from common.clock import SystemClock
-    from egress.sampling.settings import Sampling
-
     settings = load_settings(config, quiet=True)
     now = SystemClock().now()
     since_ns = 0 if since is None else round((now - since) * NS_PER_S)
     failures: list[FloeError] = []
     store = open_store(settings)
-    printing = _Printing(is_values, as_json)
+    form: Callable[[Chain, KnownKey], str] = _as_json if as_json else _as_text
+    if is_values:
+        form = as_value
+    is_headed = form is not _as_text
     for each in _sampled(settings, feed):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
-        for chain in _newest(open_chains(settings, store.objects), settings.site, each.name):
-            found = _read(store, chain, failures)
-            if found is not None:
-                knew = found[1].state
-                silent_ns = knew.watermark_ns - warn_ns if silent else None
-                expired_ns = knew.watermark_ns - knew.duration_ns
-                printing.print(*found, KeySelection(value, since_ns, silent_ns, expired_ns), now)
+        chains = open_chains(settings, store.objects).chains(settings.site, each.name)
+        newest = max((chain.incarnation for chain in chains), default=0)
+        for chain in chains:
+            found = _read(store, chain, failures) if chain.incarnation == newest else None
+            if found is None:
+                continue
+            knew = found[1].state
+            silent_ns = knew.watermark_ns - warn_ns if silent else None
+            expired_ns = knew.watermark_ns - knew.duration_ns
+            chosen = Values(knew, KeySelection(value, since_ns, silent_ns, expired_ns))
+            _tell(*found, chosen, now)
+            if not is_headed:
+                times = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}"
+                click.echo(f"{'chain':{len(str(chain))}}  {times}  {'size':>10}  {'advised':7}  value")
+                is_headed = True
+            lines = (form(chain, known) for known in chosen)
+            while block := list(islice(lines, _LINES_AT_ONCE)):
+                click.echo("\n".join(block))
     store.close()
     for error in failures:
         click.echo(error.line(), err=True)
     return failures[0].exit_code if failures else 0
 
 
-class _Printing:
-    """Prints the values of one chain after the other."""
-
-    def __init__(self, is_values: bool, as_json: bool) -> None:
-        self._is_values, self._as_json = is_values, as_json
-        self._is_headed = is_values or as_json
-
-    def print(self, ref: SnapshotRef, snapshot: Snapshot, selection: KeySelection, now: float) -> None:
-        from egress.sampling import cli
-
-        chosen = cli.Values(snapshot.state, selection)
-        age = max(0.0, now - ref.modified)
-        text = (
-            f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
-            f"the snapshot is {age:.0f} s old"
-        )
-        if chosen.expired:
-            text += f"; expired by then and not listed: {chosen.expired}"
-        if late := chosen.last_seen_by(round(now * NS_PER_S) - snapshot.state.duration_ns):
-            text += f"; expired since then, unless seen again: {late}"
-        click.echo(text, err=True)
-        if not self._is_headed:
-            click.echo(cli.header(len(str(ref.chain))))
-            self._is_headed = True
-        lines = map(self._form(str(ref.chain)), chosen)
-        while block := list(islice(lines, _LINES_AT_ONCE)):
-            click.echo("\n".join(block))
-
-    def _form(self, chain: str) -> Callable[[KnownKey], str]:
-        from egress.sampling import cli
-
-        if self._is_values:
-            return cli.as_value
-        if self._as_json:
-            return lambda known: cli.as_json(chain, known)
-        return lambda known: f"{chain}  {cli.as_text(known)}"
+def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> None:
+    """How many values there are, and how old what is known of them is."""
+    text = (
+        f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
+        f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
+    )
+    if chosen.expired:
+        text += f"; expired by then and not listed: {chosen.expired}"
+    if late := chosen.last_seen_by(round(now * NS_PER_S) - snapshot.state.duration_ns):
+        text += f"; expired since then, unless seen again: {late}"
+    click.echo(text, err=True)
 
 
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
@@ -260,20 +226,10 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
     return found
 
 
-def _newest(chains: ChainStore, site: str, feed: str) -> list[Chain]:
-    """The chains of the feed's newest incarnation."""
-    found = chains.chains(site, feed)
-    newest = max((chain.incarnation for chain in found), default=0)
-    return [chain for chain in found if chain.incarnation == newest]
-
-
 def _read(
     store: SegmentStore, chain: Chain, failures: list[FloeError]
 ) -> tuple[SnapshotRef, Snapshot] | None:
     """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
-    from common.errors import DataError
-    from egress.sampling.snapshot_store import Snapshots
-
     snapshots = Snapshots(store.objects, store.layout, chain)
     refs = snapshots.list()
     if not refs:
@@ -284,9 +240,9 @@ def _read(
             snapshot = snapshots.read(ref)
         except DataError as error:
             problems.append(error)
-            continue
-        for problem in problems:
-            click.echo(problem.line(), err=True)
-        return ref, snapshot
+        else:
+            for problem in problems:
+                click.echo(problem.line(), err=True)
+            return ref, snapshot
     failures.extend(problems[:1])
     return None
