@@ -8,30 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from common.settings.base import Section, merged, needed, option, plain
+from common.settings import types as t
+from common.settings.base import Section, merged, needed, option, plain, repeated
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings
 from common.settings.service import NatsSettings
-from common.settings.types import (
-    FROM_FILE,
-    Duration,
-    Flag,
-    Label,
-    Path,
-    Range,
-    Required,
-    Secret,
-    SiteName,
-    Size,
-    Text,
-    TypeName,
-    Whole,
-    check_host_url,
-    check_store_url,
-    format_duration,
-    matching,
-    refuse,
-)
 
 # What is encoded nowhere: no engine needs more, and names beginning with _ or . are skipped by most.
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
@@ -39,17 +20,14 @@ _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
 
 
-def _check_endpoint(text: str) -> str:
-    return (
-        check_host_url(text, ("https", "http"), "access_key_id and secret_access_key_file") if text else text
-    )
+_ENDPOINT = t.host_url(("https", "http"), "access_key_id and secret_access_key_file", or_empty=True)
 
 
 class StoreTlsSettings(Section):
     """TLS to the object store."""
 
-    ca: Path = option("", "CA certificates; empty: the system's")
-    insecure: Flag = option(
+    ca: t.Path = option("", "CA certificates; empty: the system's")
+    insecure: t.Flag = option(
         False, "do not check the server's certificate; for tests only, warned of at each start"
     )
 
@@ -58,22 +36,22 @@ class EncryptionSettings(Section):
     """Encryption at rest, by the store."""
 
     mode: Literal["none", "sse-s3", "sse-kms"] = option("none", "what the store encrypts with")
-    kms_key_id: Label = option("", "the key; with `sse-kms`, empty: the bucket's default")
+    kms_key_id: t.Label = option("", "the key; with `sse-kms`, empty: the bucket's default")
 
 
 class StoreSettings(Section):
     """Where segments are kept."""
 
-    url: Annotated[Text, AfterValidator(check_store_url), TypeName("URL")] = needed(
+    url: Annotated[t.Text, AfterValidator(t.check_store_url), t.TypeName("URL")] = needed(
         "`s3://bucket` or `file:///folder`"
     )
     prefix: Annotated[
-        Text, matching(_PREFIX, "parts of A-Z a-z 0-9 . _ = - joined by /, none beginning with . or _")
+        t.Text, t.matching(_PREFIX, "parts of A-Z a-z 0-9 . _ = - joined by /, none beginning with . or _")
     ] = option("data", "what every key begins with; empty: nothing")
-    endpoint_url: Annotated[Text, AfterValidator(_check_endpoint), TypeName("URL")] = option(
+    endpoint_url: Annotated[t.Text, _ENDPOINT, t.TypeName("URL")] = option(
         "", "a server that is not Amazon's: MinIO, SeaweedFS, Ceph"
     )
-    region: Annotated[Text, matching(_REGION, "a region such as us-east-1"), Required] = option(
+    region: Annotated[t.Text, t.matching(_REGION, "a region such as us-east-1"), t.Required] = option(
         "us-east-1", "the region that requests are signed for"
     )
     addressing_style: Literal["auto", "path", "virtual"] = option(
@@ -82,27 +60,20 @@ class StoreSettings(Section):
     checksum: Literal["sha256", "crc32", "none"] = option(
         "sha256", "what the server checks uploads with; none: every object is read back whole"
     )
-    access_key_id: Label = option("", "empty: the AWS credential chain")
-    secret_access_key: Secret = option("", "the secret of `access_key_id`")
+    access_key_id: t.Label = option("", "empty: the AWS credential chain")
+    secret_access_key: t.Secret = option("", "the secret of `access_key_id`")
     tls: StoreTlsSettings = option({}, "TLS to the store")
-    storage_class: Annotated[Text, matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")] = option(
-        "", "empty: the bucket's default"
+    storage_class: Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")] = (
+        option("", "empty: the bucket's default")
     )
     encryption: EncryptionSettings = option({}, "encryption at rest")
-    subject_statistics: Flag = option(
+    subject_statistics: t.Flag = option(
         True,
         "false: no least and greatest subject in the metadata of segments, where they are easy to read",
     )
 
     def combinations(self) -> Iterator[tuple[str, str]]:
-        secret = self.secret_access_key.get_secret_value()
-        if self.access_key_id and not secret:
-            yield (
-                "access_key_id",
-                "expected secret_access_key or secret_access_key_file beside it, found none",
-            )
-        if secret and not self.access_key_id:
-            yield "secret_access_key", "expected access_key_id beside it, found none"
+        yield from self.together("access_key_id", "secret_access_key")
         if self.encryption.kms_key_id and self.encryption.mode != "sse-kms":
             yield "encryption.kms_key_id", f"expected mode sse-kms beside it, found {self.encryption.mode}"
         if self.endpoint_url and self.url.startswith("file:"):
@@ -114,35 +85,18 @@ class StoreSettings(Section):
 LEAST_AGE = 60.0  # seconds; what is younger may have neighbours that are still on their way
 LONG_READER = 6 * 3600.0  # seconds; a replay of a large archive takes hours
 
+_KEYS = ("from", "to", "min_age", "max_wait", "min_count", "max_count", "min_size", "max_size")
 _LEVELS = (
-    {
-        "from": 0,
-        "to": 1,
-        "min_age": "1h",
-        "max_wait": "1d",
-        "min_count": 10,
-        "max_count": 10000,
-        "min_size": "1G",
-        "max_size": "4G",
-    },
-    {
-        "from": 1,
-        "to": 2,
-        "min_age": "7d",
-        "max_wait": "30d",
-        "min_count": 4,
-        "max_count": 10000,
-        "min_size": "8G",
-        "max_size": "16G",
-    },
+    dict(zip(_KEYS, (0, 1, "1h", "1d", 10, 10000, "1G", "4G"), strict=True)),
+    dict(zip(_KEYS, (1, 2, "7d", "30d", 4, 10000, "8G", "16G"), strict=True)),
 )
 
 
 class SparkSettings(Section):
     """The Spark session of the job."""
 
-    master: Annotated[Label, Required] = option("local[*]", "where it runs")
-    conf: dict[Text, Text] = option({}, "further settings of Spark, as text")
+    master: Annotated[t.Label, t.Required] = option("local[*]", "where it runs")
+    conf: dict[t.Text, t.Text] = option({}, "further settings of Spark, as text")
 
 
 class LevelSettings(Section):
@@ -150,26 +104,26 @@ class LevelSettings(Section):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    from_: Annotated[Whole, Range(0, 8)] = Field(alias="from", description="the level that is read")
-    to: Annotated[Whole, Range(1, 9)] = needed("the level that is written")
-    min_age: Annotated[Duration, Range("1s", None, "younger segments may still be on their way")] = option(
-        "1h", "segments younger than this wait"
+    from_: Annotated[t.Whole, t.Range(0, 8)] = Field(alias="from", description="the level that is read")
+    to: Annotated[t.Whole, t.Range(1, 9)] = needed("the level that is written")
+    min_age: Annotated[t.Duration, t.Range("1s", None, "younger segments may still be on their way")] = (
+        option("1h", "segments younger than this wait")
     )
-    max_wait: Duration = option(
+    max_wait: t.Duration = option(
         "1d", "a run of `min_count` whose oldest is older than this is merged however small"
     )
-    min_count: Annotated[Whole, Range(2, 1_000_000)] = option(
+    min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(
         10, "segments that are worth a merge after `max_wait`"
     )
-    max_count: Annotated[Whole, Range(2, 1_000_000)] = option(10000, "segments of one merge at most")
-    min_size: Annotated[Size, Range("64K", "64G")] = option("1G", "stored bytes that are worth a merge")
-    max_size: Annotated[Size, Range("64K", "64G")] = option("4G", "stored bytes of one merge at most")
+    max_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10000, "segments of one merge at most")
+    min_size: Annotated[t.Size, t.Range("64K", "64G")] = option("1G", "stored bytes that are worth a merge")
+    max_size: Annotated[t.Size, t.Range("64K", "64G")] = option("4G", "stored bytes of one merge at most")
 
     @model_validator(mode="before")
     @classmethod
     def _not_by_name(cls, data: Any, info: ValidationInfo) -> Any:
-        if info.context == FROM_FILE and isinstance(data, Mapping) and "from_" in data:
-            raise refuse("the key from")
+        if info.context == t.FROM_FILE and isinstance(data, Mapping) and "from_" in data:
+            raise t.refuse("the key from")
         return data
 
     def combinations(self) -> Iterator[tuple[str, str]]:
@@ -183,7 +137,7 @@ class LevelSettings(Section):
 class RetentionSettings(Section):
     """When segments are deleted for good."""
 
-    delete_after: Annotated[Duration, Range("1d", or_zero=True)] = option("0s", "0s: kept for ever")
+    delete_after: Annotated[t.Duration, t.Range("1d", or_zero=True)] = option("0s", "0s: kept for ever")
 
 
 class CompactionSettings(Section):
@@ -195,11 +149,11 @@ class CompactionSettings(Section):
     )
     spark: SparkSettings = option({}, "the Spark session")
     levels: tuple[LevelSettings, ...] = option(_LEVELS, "which level becomes which")
-    delete: Flag = option(True, "delete inputs that were merged")
-    delete_grace: Duration = option(
+    delete: t.Flag = option(True, "delete inputs that were merged")
+    delete_grace: t.Duration = option(
         "24h", "how long merged inputs stay, for readers that hold an older listing"
     )
-    allow_short_times: Flag = option(
+    allow_short_times: t.Flag = option(
         False,
         "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store",
     )
@@ -208,30 +162,25 @@ class CompactionSettings(Section):
     def cautions(self) -> Iterator[tuple[str, str]]:
         """Keys that are allowed as they are, and what can happen."""
         if self.delete and self.delete_grace < LONG_READER and not self.allow_short_times:
-            yield (
-                "delete_grace",
-                f"{format_duration(self.delete_grace)} is shorter than a long replay or query may take: what "
-                "reads by an older listing finds segments deleted; Floe lists again, a Spark or DuckDB query "
-                f"fails; expected at least {format_duration(LONG_READER)}",
+            why = (
+                f"{t.format_duration(self.delete_grace)} is shorter than a long replay or query may take: "
+                "what reads by an older listing finds segments deleted; Floe lists again, a Spark or DuckDB "
+                f"query fails; expected at least {t.format_duration(LONG_READER)}"
             )
+            yield "delete_grace", why
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         override = "or allow_short_times: true, where nobody else reads the store"
         if self.delete and not self.delete_grace and not self.allow_short_times:
-            yield (
-                "delete_grace",
-                f"expected a time in which readers of an older listing end, as 24h, found 0s; {override}",
-            )
+            why = "expected a time in which readers of an older listing end, as 24h, found 0s"
+            yield "delete_grace", f"{why}; {override}"
         for index, level in enumerate(self.levels):
             if level.min_age < LEAST_AGE and not self.allow_short_times:
-                found = format_duration(level.min_age)
+                found = t.format_duration(level.min_age)
                 yield f"levels.{index}.min_age", f"expected at least 1m, found {found}; {override}"
-        first: dict[int, int] = {}
-        for index, level in enumerate(self.levels):
-            other = first.setdefault(level.from_, index)
-            if other != index:
-                where = f"levels.{other} and levels.{index}"
-                yield f"levels.{index}.from", f"expected each level read once, found {level.from_} in {where}"
+        for first, index in repeated(level.from_ for level in self.levels):
+            found = f"{self.levels[index].from_} in levels.{first} and levels.{index}"
+            yield f"levels.{index}.from", f"expected each level read once, found {found}"
 
 
 Role = Literal["egress", "ingress"]
@@ -250,9 +199,9 @@ class Settings(Section):
     `egress.nats` and `ingress.nats` are whole connections: `nats` with the overrides of the role.
     """
 
-    instance: Label = option("", "a label for logs; empty: the host's name")
-    site: SiteName = option("", "this site; needed with `egress.feeds`")
-    spool_dir: Path = option(
+    instance: t.Label = option("", "a label for logs; empty: the host's name")
+    site: t.SiteName = option("", "this site; needed with `egress.feeds`")
+    spool_dir: t.Path = option(
         "", "where segments are built; empty: the system's folder; nothing in it is needed to resume"
     )
     nats: NatsSettings = option(
@@ -296,10 +245,8 @@ class Settings(Section):
             for number, source in enumerate(target.sources):
                 if any(streams.get(pair) == target.stream for pair in source.pairs()):
                     key = f"ingress.targets.{index}.sources.{number}"
-                    yield (
-                        key,
-                        f"expected another stream than the target, found {target.stream} frozen by egress",
-                    )
+                    why = f"expected another stream than the target, found {target.stream} frozen by egress"
+                    yield key, why
 
 
 def _with_nats(nats: Any, role: Any) -> Any:

@@ -39,6 +39,7 @@ _NUMBER = r"\d{1,19}(?:\.\d{1,9})?"
 _DURATION = re.compile(rf"(?:{_NUMBER}(?:ms|[smhdw]))+", re.ASCII)
 _DURATION_PART = re.compile(rf"({_NUMBER})(ms|[smhdw])", re.ASCII)
 _SIZE = re.compile(rf"({_NUMBER})([KMGTP]?)(?:(?<=[KMGTP])i?B|(?<![KMGTP])B)?", re.ASCII)
+_LISTEN = re.compile(r"(?:\[([\w.:%-]*)\]|([\w.%-]*)):([0-9]{1,5})")
 
 
 def parse_duration(text: str) -> float:
@@ -80,19 +81,10 @@ def parse_listen(text: str) -> tuple[str, int] | None:
     """Host and port (0: any free one) to listen on; `:9464`: everywhere; None for an empty text: nowhere."""
     if not text:
         return None
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        colon = ""  # an IPv6 address without brackets
-    if (
-        not colon
-        or not re.fullmatch(r"[0-9]{1,5}", port)
-        or int(port) > 65535
-        or not re.fullmatch(r"[\w.:%-]*", host)
-    ):
+    match = _LISTEN.fullmatch(text)
+    if not match or int(match[3]) > 65535:
         raise ValueError(f"expected {LISTEN_FORM}, found {text!r:.60}")
-    return host or "0.0.0.0", int(port)  # noqa: S104  (asked for by leaving the host out)
+    return match[1] or match[2] or "0.0.0.0", int(match[3])  # noqa: S104  (asked for by leaving the host out)
 
 
 #: The validation context of values that come from a file.
@@ -167,18 +159,14 @@ def _text(value: Any) -> Any:
     raise refuse("text" + ("; quote it" if isinstance(value, bool | int | float) else ""))
 
 
-def _whole(value: Any) -> Any:
-    value = _core_scalar(value) if isinstance(value, Expanded) else value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise refuse("a whole number")
-    return value
+def _exactly(kind: type, form: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        value = _core_scalar(value) if isinstance(value, Expanded) else value
+        if type(value) is not kind:
+            raise refuse(form)
+        return value
 
-
-def _flag(value: Any) -> Any:
-    value = _core_scalar(value) if isinstance(value, Expanded) else value
-    if not isinstance(value, bool):
-        raise refuse("true or false")
-    return value
+    return BeforeValidator(check)
 
 
 def _duration(value: Any, info: ValidationInfo) -> Any:
@@ -187,26 +175,19 @@ def _duration(value: Any, info: ValidationInfo) -> Any:
     return _parsed(value, parse_duration, DURATION_FORM)
 
 
-def _size(value: Any, _info: ValidationInfo) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    return _parsed(value, parse_size, SIZE_FORM)
+def _size(value: Any) -> Any:
+    is_bytes = isinstance(value, int) and not isinstance(value, bool)
+    return _parsed(str(value) if is_bytes else value, parse_size, SIZE_FORM)
 
 
 def _parsed(value: Any, parse: Callable[[str], Any], form: str) -> Any:
+    if not isinstance(value, str):
+        raise refuse(form)
     try:
-        return parse(str(value)) if isinstance(value, str) else _raise(form)
+        return parse(value)
     except ValueError as error:
         limit = re.match(r"expected (at most .*), found", str(error))
         raise refuse(limit[1] if limit else form) from error
-
-
-def _raise(form: str) -> Any:
-    raise refuse(form)
-
-
-def _secret(value: Any) -> Any:
-    return value if isinstance(value, SecretStr) else _text(value)
 
 
 def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
@@ -231,19 +212,19 @@ def readable(parse: Callable[[str], Any], form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 # Lists come as tuples: what is loaded never changes.
-OneOrMore = BeforeValidator(_as_tuple)
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
 Text = Annotated[str, BeforeValidator(_text), TypeName("text")]
-Whole = Annotated[int, BeforeValidator(_whole), TypeName("number")]
-Flag = Annotated[bool, BeforeValidator(_flag), TypeName("true or false")]
+Whole = Annotated[int, _exactly(int, "a whole number"), TypeName("number")]
+Flag = Annotated[bool, _exactly(bool, "true or false"), TypeName("true or false")]
 Duration = Annotated[float, BeforeValidator(_duration), TypeName("duration")]
 Size = Annotated[int, BeforeValidator(_size), TypeName("size")]
-Secret = Annotated[SecretStr, BeforeValidator(_secret), TypeName("secret")]
+Secret = Annotated[
+    SecretStr,
+    BeforeValidator(lambda value: value if isinstance(value, SecretStr) else _text(value)),
+    TypeName("secret"),
+]
 
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,4095}")
 _LABEL = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
@@ -254,9 +235,7 @@ _FILTER = re.compile(r"([^\s.>\x00-\x1f\x7f]+(\.[^\s.>\x00-\x1f\x7f]+)*(\.>)?|>)
 Path = Annotated[Text, matching(_PATH, "a path without control characters"), TypeName("path")]
 Label = Annotated[Text, matching(_LABEL, "at most 255 characters on one line")]
 SiteName = Annotated[
-    Text,
-    matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"),
-    TypeName("name"),
+    Text, matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"), TypeName("name")
 ]
 StreamName = Annotated[
     Text,
@@ -301,45 +280,45 @@ _S3_BUCKET = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
 _IP = re.compile(r"[0-9]+(\.[0-9]+){3}")
 
 
-def check_host_url(text: str, schemes: Sequence[str], credentials: str) -> str:
-    """`text`, if it is `scheme://host[:port]` and no more; `credentials`: where user and password belong."""
-    form = f"{' or '.join(f'{scheme}://HOST:PORT' for scheme in schemes)}"
-    match = _HOST_URL.fullmatch(text)
-    if "@" in text:
-        raise refuse(f"{form} without user and password (they belong into {credentials})")
-    if text.endswith("/"):
-        raise refuse(f"{form} without a slash at its end")
-    if not match or match["scheme"] not in schemes:
-        raise refuse(f"{form} (an IPv6 address in brackets; no path)")
-    if match["port"] and not 1 <= int(match["port"]) <= 65535:
-        raise refuse(f"{form} with a port from 1 to 65535")
-    return text
+def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False) -> AfterValidator:
+    """`scheme://host[:port]` and no more; `credentials`: where user and password belong."""
+    form = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
+
+    def check(text: str) -> str:
+        match = _HOST_URL.fullmatch(text)
+        if or_empty and not text:
+            return text
+        if "@" in text:
+            raise refuse(f"{form} without user and password (they belong into {credentials})")
+        if text.endswith("/"):
+            raise refuse(f"{form} without a slash at its end")
+        if not match or match["scheme"] not in schemes:
+            raise refuse(f"{form} (an IPv6 address in brackets; no path)")
+        if match["port"] and not 1 <= int(match["port"]) <= 65535:
+            raise refuse(f"{form} with a port from 1 to 65535")
+        return text
+
+    return AfterValidator(check)
 
 
 def check_store_url(text: str) -> str:
     """`text`, if it is `s3://BUCKET` or `file:///FOLDER`."""
-    if "@" in text and not text.startswith("file://"):
-        raise refuse(
-            "s3://BUCKET without credentials (they belong into access_key_id and secret_access_key_file)"
-        )
-    if text.startswith("file://"):
-        return _check_folder(text)
-    scheme, _, bucket = text.partition("://")
+    scheme, _, rest = text.partition("://")
+    if scheme == "file":
+        folder = unquote(rest)
+        if folder[:1] != "/" or not folder.strip("/") or ".." in folder.split("/") or "\0" in folder:
+            raise refuse("file:///FOLDER with an absolute folder below /")
+        return text
+    if "@" in text:
+        belong = "they belong into access_key_id and secret_access_key_file"
+        raise refuse(f"s3://BUCKET without credentials ({belong})")
     if scheme != "s3":
         raise refuse("s3://BUCKET or file:///FOLDER")
-    if "/" in bucket:
+    if "/" in rest:
         raise refuse("s3://BUCKET with nothing behind the bucket (a path belongs into prefix)")
-    if not _S3_BUCKET.fullmatch(bucket) or ".." in bucket or _IP.fullmatch(bucket):
-        raise refuse(
-            "s3://BUCKET, the bucket 3 to 63 of a-z 0-9 . -, beginning and ending with a letter or digit"
-        )
-    return text
-
-
-def _check_folder(text: str) -> str:
-    folder = unquote(text.removeprefix("file://"))
-    if not folder.startswith("/") or folder.strip("/") == "" or ".." in folder.split("/") or "\0" in folder:
-        raise refuse("file:///FOLDER with an absolute folder below /")
+    if not _S3_BUCKET.fullmatch(rest) or ".." in rest or _IP.fullmatch(rest):
+        form = "3 to 63 of a-z 0-9 . -, beginning and ending with a letter or digit"
+        raise refuse(f"s3://BUCKET, the bucket {form}")
     return text
 
 
@@ -350,7 +329,7 @@ MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, and a reply subject 
 _UNKNOWN = re.compile("%(?![sv%])")
 
 
-def _check(template: str) -> str:
+def _check_advisory(template: str) -> str:
     if not template:
         return template
     if not is_subject(template.replace(EVENT, "s").replace(VALUE, "v")):
@@ -366,10 +345,10 @@ def _check(template: str) -> str:
     return template
 
 
-AdvisorySubject = Annotated[Text, AfterValidator(_check), TypeName("subject")]
+AdvisorySubject = Annotated[Text, AfterValidator(_check_advisory), TypeName("subject")]
 
 
-_KNOWN: list[weakref.ref[FileSecret]] = []
+_KNOWN: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictionary()
 
 
 class FileSecret(SecretStr):
@@ -382,8 +361,7 @@ class FileSecret(SecretStr):
     def __init__(self, value: str, path: str, read: Callable[[str], str]) -> None:
         super().__init__(value)
         self.path, self._read = path, read
-        _KNOWN[:] = [each for each in _KNOWN if each() is not None]
-        _KNOWN.append(weakref.ref(self))
+        _KNOWN[id(self)] = self
 
     def read_again(self) -> bool:
         """Read the file again; whether the secret is another one now. From any thread."""
@@ -401,6 +379,5 @@ class FileSecret(SecretStr):
 
 def read_all_again() -> None:
     """Read the files of all secrets of this process again."""
-    for known in _KNOWN:
-        if (secret := known()) is not None:
-            secret.read_again()
+    for secret in list(_KNOWN.values()):
+        secret.read_again()
