@@ -36,54 +36,51 @@ def check(file: str, strict: bool, as_json: bool) -> int:
 
     Example: floe config check /etc/floe/site.yaml
     """
-    documents, errors = _check(file)
-    loops = [problem for document in documents for problem in _loops(document)]
-    if strict and (warnings := _warnings(documents, loops)):
-        errors, documents, loops = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
+    documents, errors, loops = _check(file)
+    warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
+    if strict and warnings:
+        errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
     if as_json:
-        print_json(_as_json(file, documents, errors, loops))
+        found = {
+            "file": file,
+            "ok": not errors,
+            "documents": [_summary(document) for document in documents],
+            "problems": [problem for error in errors for problem in _problems(error)],
+            "warnings": warnings,
+        }
+        print_json(found)
     else:
-        for error in errors:
-            click.echo(error.line(), err=True)
-        _print_documents(file, documents, loops, ok=not errors)
+        _print_checked(file, documents, errors, warnings)
     return ConfigError.exit_code if errors else 0
 
 
-def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError]]:
-    from common.settings.loader import read_documents, refuse_unbuilt
+def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
+    """The documents of a file, what is wrong with them, and what every command that runs them refuses."""
+    from common.settings.loader import note_loops, note_unbuilt, read_documents
+    from common.settings.yaml import ConfigFileError, Problems
 
     try:
         documents = read_documents(file)
     except ConfigError as error:
-        return [], [error]
-    errors = []
+        return [], [error], []
+    errors: list[ConfigError] = []
+    refused: list[str] = []
     for document in documents:
-        try:
-            refuse_unbuilt(document)
-        except ConfigError as error:
-            errors.append(error)
-    return documents, errors
+        unbuilt, loops = Problems(document.name), Problems(document.name)
+        note_unbuilt(document, unbuilt)
+        note_loops(document, loops)
+        errors += [ConfigFileError(unbuilt)] if unbuilt else []
+        refused += [f"{problem}; every command that runs it refuses it" for problem in loops]
+    return documents, errors, refused
 
 
-def _loops(document: ConfigDocument) -> list[str]:
-    from common.settings.loader import refuse_loops
-
-    try:
-        refuse_loops(document)
-    except ConfigError as error:
-        return [f"{problem}; every command that runs it refuses it" for problem in error.problems]
-    return []
-
-
-def _warnings(documents: list[ConfigDocument], loops: list[str]) -> list[str]:
-    """Each once, in their order."""
-    return list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
-
-
-def _print_documents(file: str, documents: list[ConfigDocument], loops: list[str], *, ok: bool) -> None:
-    for warning in _warnings(documents, loops):
-        click.echo(f"warning: {warning}", err=True)
-    for document in documents if ok else ():
+def _print_checked(
+    file: str, documents: list[ConfigDocument], errors: list[ConfigError], warnings: list[str]
+) -> None:
+    lines = [error.line() for error in errors] + [f"warning: {warning}" for warning in warnings]
+    for line in lines:
+        click.echo(line, err=True)
+    for document in documents if not errors else ():
         summary = _summary(document)
         site = f"site {summary['site']}, " if summary["site"] else ""
         place = f"{file}:{document.root.mark.line}"
@@ -96,18 +93,6 @@ def _summary(document: ConfigDocument) -> dict[str, object]:
         "site": settings.site,
         "feeds": len(settings.egress.feeds),
         "targets": len(settings.ingress.targets),
-    }
-
-
-def _as_json(
-    file: str, documents: list[ConfigDocument], errors: list[ConfigError], loops: list[str]
-) -> dict[str, object]:
-    return {
-        "file": file,
-        "ok": not errors,
-        "documents": [_summary(document) for document in documents],
-        "problems": [problem for error in errors for problem in _problems(error)],
-        "warnings": _warnings(documents, loops),
     }
 
 
@@ -130,10 +115,11 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
 
     Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe
     """
-    from common.settings.loader import read_bytes
+    from common.migration import write
+    from common.settings.loader import read_file
 
     try:
-        imported = _imported(read_bytes(file), file)
+        imported = write.import_stream_replicator(read_file(file)[0], file)
     except ConfigError as error:
         if not as_json:
             raise
@@ -148,12 +134,6 @@ def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> i
     else:
         _print_written(imported, out_dir)
     return 0
-
-
-def _imported(data: bytes, name: str) -> Imported:
-    from common.migration.write import import_stream_replicator as imported
-
-    return imported(data, name)
 
 
 def _write(files: tuple[File, ...], folder: Path) -> None:

@@ -8,33 +8,21 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from common.errors import ConfigError
+from common.settings import yaml
 from common.settings.base import Section
 from common.settings.docs import default_of, default_text, fields_of, is_secret, section_at
 from common.settings.root import UNBUILT, Settings
 from common.settings.types import FROM_FILE, Expanded, FileSecret
-from common.settings.yaml import (
-    MAX_BYTES,
-    Items,
-    KeyPath,
-    Keys,
-    Node,
-    Place,
-    Problems,
-    Scalar,
-    locate,
-    parse_yaml,
-    read_text,
-    refuse,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +30,7 @@ class ConfigDocument:
     """One YAML document that is a valid configuration. `warnings`: what is allowed and should not be."""
 
     settings: Settings
-    root: Keys
+    root: yaml.Keys
     name: str
     warnings: tuple[str, ...]
 
@@ -96,63 +84,41 @@ def read_secret(path: str) -> Expanded:
     return Expanded(text, path)
 
 
-FILE_SUFFIX = "_file"
 _UNKNOWN = "?"  # in place of a secret that has its problem already: the key is set
 
 
-def to_values(root: Keys, problems: Problems, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a document; what cannot be expanded or read is noted."""
-    return _Values(problems, environment).mapping(root, ())
-
-
-def secrets_in(root: Keys) -> tuple[list[str], list[str]]:
-    """The keys of a document that hold a secret as it is, and the files that are named for others."""
-    inline: list[str] = []
-    files: list[str] = []
-
-    def look(node: Node, path: KeyPath) -> None:
-        if isinstance(node, Items):
-            for index, item in enumerate(node.items):
-                look(item, (*path, index))
-        if not isinstance(node, Keys):
-            return
-        section = section_at(path)
-        for name, below in node.entries.items():
-            secret, text = name.removesuffix(FILE_SUFFIX), below.text if isinstance(below, Scalar) else ""
-            if is_secret(section, name) and text and "${" not in text:
-                inline.append(".".join(map(str, (*path, name))))
-            elif secret != name and is_secret(section, secret):
-                files.append(text)
-            look(below, (*path, name))
-
-    look(root, ())
-    return inline, files
-
-
 class _Values:
-    def __init__(self, problems: Problems, environment: Mapping[str, str]) -> None:
+    """The values of a document; what cannot be expanded or read is noted.
+
+    `inline`: the keys that hold a secret as it is; `files`: those that are named for others.
+    """
+
+    def __init__(self, problems: yaml.Problems, environment: Mapping[str, str]) -> None:
         self._problems = problems
         self._environment = environment
+        self.inline: list[str] = []
+        self.files: list[str] = []
 
-    def mapping(self, node: Keys, path: KeyPath) -> dict[str, Any]:
+    def mapping(self, node: yaml.Keys, path: yaml.KeyPath) -> dict[str, Any]:
         values = {name: self._value(below, (*path, name)) for name, below in node.entries.items()}
         section = section_at(path)
-        for name in list(values):
-            secret = name.removesuffix(FILE_SUFFIX)
-            if is_secret(section, name) and self._is_empty(values[name], node, (*path, name)):
-                values[name] = _UNKNOWN
-            elif secret != name and is_secret(section, secret) and section and name not in fields_of(section):
-                values[secret] = self._from_file(values.pop(name), secret, node, (*path, name))
+        for name, below in node.entries.items():
+            secret, here = name.removesuffix("_file"), (*path, name)
+            text = below.text if isinstance(below, yaml.Scalar) else ""
+            if is_secret(section, name):
+                values[name] = self._given(values[name], below.mark, here)
+                if text and "${" not in text:
+                    self.inline.append(".".join(map(str, here)))
+            elif secret != name and is_secret(section, secret):
+                values[secret] = self._from_file(values.pop(name), secret, node, here)
+                self.files.append(text)
         return values
 
-    def _value(self, node: Node, path: KeyPath) -> Any:
-        if isinstance(node, Keys):
+    def _value(self, node: yaml.Node, path: yaml.KeyPath) -> Any:
+        if isinstance(node, yaml.Keys):
             return self.mapping(node, path)
-        if isinstance(node, Items):
+        if isinstance(node, yaml.Items):
             return [self._value(item, (*path, index)) for index, item in enumerate(node.items)]
-        return self._scalar(node, path)
-
-    def _scalar(self, node: Scalar, path: KeyPath) -> Any:
         try:
             expanded = expand(node.text, self._environment)
         except ValueError as error:
@@ -160,28 +126,25 @@ class _Values:
             return None
         return expanded if isinstance(expanded, Expanded) else node.value()
 
-    def _is_empty(self, value: Any, node: Keys, path: KeyPath) -> bool:
-        """Whether a secret was to come from a variable and did not; noted."""
+    def _given(self, value: Any, mark: yaml.Mark, path: yaml.KeyPath) -> Any:
+        """A secret; noted where it was to come from a variable and did not."""
         if not isinstance(value, Expanded) or value:
-            return False
-        mark = node.entries[str(path[-1])].mark
+            return value
         self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
-        return True
+        return _UNKNOWN
 
-    def _from_file(self, file: Any, secret: str, node: Keys, path: KeyPath) -> str | FileSecret:
+    def _from_file(self, file: Any, secret: str, node: yaml.Keys, path: yaml.KeyPath) -> str | FileSecret:
         """The secret in `file`; an empty name means none, as with every key that names a file."""
-        mark = node.entries[str(path[-1])].mark
         if secret in node.entries:
-            self._problems.add(mark, path, f"expected either {secret} or {path[-1]}, found both")
+            problem = f"expected either {secret} or {path[-1]}, found both"
         elif not isinstance(file, str):
-            self._problems.add(mark, path, "expected the name of a file, found something else")
-        elif not file:
-            return ""
+            problem = "expected the name of a file, found something else"
         else:
             try:
-                return FileSecret(read_secret(file), str(file), read_secret)
+                return FileSecret(read_secret(file), str(file), read_secret) if file else ""
             except ValueError as error:
-                self._problems.add(mark, path, str(error))
+                problem = str(error)
+        self._problems.add(node.entries[str(path[-1])].mark, path, problem)
         return _UNKNOWN
 
 
@@ -200,7 +163,7 @@ _SECRET_NAME = re.compile(r"secret|passw", re.IGNORECASE)
 _FREE = ("conf", "headers")  # mappings whose keys are the user's, secrets perhaps among them
 
 
-def explain(error: ValidationError, root: Keys, problems: Problems) -> None:
+def explain(error: ValidationError, root: yaml.Keys, problems: yaml.Problems) -> None:
     """Note each problem of `error` at its place in the document `root`."""
     spoiled = problems.marks()  # values that could not be expanded have their problem already
     for detail in error.errors(include_url=False, include_input=False):
@@ -208,23 +171,23 @@ def explain(error: ValidationError, root: Keys, problems: Problems) -> None:
         if detail["type"] == "floe_combination":
             add_combinations(location, detail["ctx"]["problems"], root, problems)
             continue
-        place = locate(root, location)
+        place = yaml.locate(root, location)
         if place.mark not in spoiled or place.node is None:
             mark = place.key_mark if detail["type"] == "extra_forbidden" else place.mark
             problems.add(mark, place.path, _message(detail, place))
 
 
 def add_combinations(
-    location: Sequence[str | int], found: Iterable[tuple[str, str]], root: Keys, problems: Problems
+    location: Sequence[str | int], found: Iterable[tuple[str, str]], root: yaml.Keys, problems: yaml.Problems
 ) -> None:
     """Note what is wrong between keys of the section at `location`."""
     for key, problem in found:
         parts = (int(part) if part.isdecimal() else part for part in key.split("."))
-        place = locate(root, (*location, *parts))
+        place = yaml.locate(root, (*location, *parts))
         problems.add(place.mark, place.path, problem)
 
 
-def _message(detail: Mapping[str, Any], place: Place) -> str:
+def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
     kind = detail["type"]
     if kind == "extra_forbidden":
         return _unknown(detail["loc"])
@@ -253,12 +216,12 @@ def _unknown(location: Sequence[str | int]) -> str:
     return f"unknown key; expected one of {' '.join(known)}"
 
 
-def found_text(place: Place) -> str:
+def found_text(place: yaml.Place) -> str:
     """What stands at `place`, for a message: no secret, no password of a URL, no content of a variable."""
     node = place.node
-    if isinstance(node, Keys):
+    if isinstance(node, yaml.Keys):
         return _MAPPING
-    if isinstance(node, Items):
+    if isinstance(node, yaml.Items):
         return _LIST if node.items else "an empty list"
     if node is None or node.value() is None:
         return "nothing"
@@ -270,7 +233,7 @@ def found_text(place: Place) -> str:
     return text if node.is_plain else f'"{text}"'
 
 
-def _is_private(path: KeyPath) -> bool:
+def _is_private(path: yaml.KeyPath) -> bool:
     names = [part for part in path if isinstance(part, str)]
     if any(name in _FREE for name in names[:-1]):
         return True
@@ -279,61 +242,31 @@ def _is_private(path: KeyPath) -> bool:
     )
 
 
-class _Found(NamedTuple):
-    location: KeyPath
-    section: type[Section]
-    value: Any
-
-
-def refuse_unbuilt(document: ConfigDocument) -> None:
-    """Raises ConfigError with a line for each key that is set and whose feature is not built."""
-    problems = Problems(document.name)
-    _add_unbuilt(document, problems)
-    refuse(problems)
-
-
-def refuse_loops(document: ConfigDocument) -> None:
-    """Raises ConfigError with a line for each target that flows into itself."""
-    problems = Problems(document.name)
-    add_combinations((), document.settings.loops(), document.root, problems)
-    refuse(problems)
-
-
 def refuse_unrunnable(document: ConfigDocument) -> None:
-    """As `refuse_unbuilt` and `refuse_loops`, all problems at once."""
-    problems = Problems(document.name)
-    _add_unbuilt(document, problems)
+    """Raises ConfigError with a line for each key whose feature is not built, and each target that flows into
+    itself.
+    """
+    problems = yaml.Problems(document.name)
+    note_unbuilt(document, problems)
+    note_loops(document, problems)
+    yaml.refuse(problems)
+
+
+def note_loops(document: ConfigDocument, problems: yaml.Problems) -> None:
+    """Note each target that flows into itself."""
     add_combinations((), document.settings.loops(), document.root, problems)
-    refuse(problems)
 
 
-def _add_unbuilt(document: ConfigDocument, problems: Problems) -> None:
+def note_unbuilt(document: ConfigDocument, problems: yaml.Problems) -> None:
+    """Note each key that is set and whose feature is not built."""
     for path in UNBUILT:
-        for found in _values(document.settings, path.split("."), ()):
-            if _is_asked_for(found):
-                place = locate(document.root, found.location)
-                problems.add(place.mark, place.path, _unbuilt_message(found))
-
-
-def _values(value: Any, parts: Sequence[str], location: KeyPath) -> Iterator[_Found]:
-    """The values that the path `parts` names below `value`."""
-    part, *rest = parts
-    if part == "*":
-        for index, item in enumerate(value):
-            yield from _values(item, rest, (*location, index))
-    elif rest:
-        yield from _values(getattr(value, part), rest, (*location, part))
-    else:
-        yield _Found((*location, part), type(value), getattr(value, part))
-
-
-def _is_asked_for(found: _Found) -> bool:
-    return bool(found.value != default_of(found.section, str(found.location[-1])))
-
-
-def _unbuilt_message(found: _Found) -> str:
-    default = default_text(fields_of(found.section)[str(found.location[-1])])
-    return f"not built yet in this version; remove it or leave it at its default ({default})"
+        above, _, key = path.rpartition(".")
+        section: Section = attrgetter(above)(document.settings)
+        if getattr(section, key) != default_of(type(section), key):
+            place = yaml.locate(document.root, path.split("."))
+            default = default_text(fields_of(type(section))[key])
+            why = f"not built yet in this version; remove it or leave it at its default ({default})"
+            problems.add(place.mark, place.path, why)
 
 
 def load(path: str) -> Settings:
@@ -346,16 +279,14 @@ def load(path: str) -> Settings:
 
 def load_document(path: str) -> ConfigDocument:
     """As `load`, with the places of all values and the warnings."""
-    data, warnings = _read(path)
-    documents = parse_documents(data, path)
+    documents = read_documents(path)
     if len(documents) != 1:
         raise ConfigError(
             f"{path}: expected one document, found {len(documents)}",
             hint=f"floe config check {path} checks them all; a command takes a file with one",
         )
     refuse_unrunnable(documents[0])
-    document = documents[0]
-    return ConfigDocument(document.settings, document.root, document.name, (*warnings, *document.warnings))
+    return documents[0]
 
 
 def parse(text: str, name: str) -> list[Settings]:
@@ -368,44 +299,40 @@ def parse(text: str, name: str) -> list[Settings]:
 
 def read_documents(path: str) -> list[ConfigDocument]:
     """The documents of the file `path`. Raises ConfigError as `parse`."""
-    data, warnings = _read(path)
-    found = parse_documents(data, path)
-    return [ConfigDocument(d.settings, d.root, d.name, (*warnings, *d.warnings)) for d in found]
+    data, warnings = read_file(path)
+    return [replace(each, warnings=(*warnings, *each.warnings)) for each in parse_documents(data, path)]
 
 
 def parse_documents(
-    data: bytes, name: str, environment: Mapping[str, str] | None = None
+    data: bytes, name: str, environment: Mapping[str, str] = os.environ
 ) -> list[ConfigDocument]:
-    """As `parse`, with the places of all values. `environment`: for `${VAR}`; None: that of the process."""
-    problems = Problems(name)
-    text = read_text(data, problems)
-    refuse(problems)
-    roots = parse_yaml(text, problems)
-    found = [_document(root, problems, os.environ if environment is None else environment) for root in roots]
-    refuse(problems)
+    """As `parse`, with the places of all values. `environment`: for `${VAR}`."""
+    problems = yaml.Problems(name)
+    text = yaml.read_text(data, problems)
+    yaml.refuse(problems)
+    roots = yaml.parse_yaml(text, problems)
+    found = [_document(root, _Values(problems, environment), problems) for root in roots]
+    yaml.refuse(problems)
     return [document for document in found if document is not None]
 
 
-def _document(root: Keys, problems: Problems, environment: Mapping[str, str]) -> ConfigDocument | None:
-    values = to_values(root, problems, environment)
+def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> ConfigDocument | None:
     try:
-        settings = Settings.model_validate(values, context=FROM_FILE)
+        settings = Settings.model_validate(values.mapping(root, ()), context=FROM_FILE)
     except ValidationError as error:
         explain(error, root, problems)
         return None
-    cautions = [f"compaction.{key}: {text}" for key, text in settings.compaction.cautions()]
-    warnings = (*_insecure(settings), *_exposed(root, problems.name, settings), *cautions)
+    cautions = (f"compaction.{key}: {text}" for key, text in settings.compaction.cautions())
+    warnings = (*_insecure(settings), *_exposed(values, problems.name, settings), *cautions)
     return ConfigDocument(settings, root, problems.name, warnings)
 
 
 def _insecure(settings: Settings) -> list[str]:
-    sections = {
-        "egress.nats.tls": settings.egress.nats.tls.insecure,
-        "ingress.nats.tls": settings.ingress.nats.tls.insecure,
-        "store.tls": settings.store.tls.insecure,
-    }
+    sections = ("egress.nats.tls", "ingress.nats.tls", "store.tls")
     found = [
-        f"{name}.insecure: the server's certificate is not checked" for name, on in sections.items() if on
+        f"{section}.insecure: the server's certificate is not checked"
+        for section in sections
+        if attrgetter(section)(settings).insecure
     ]
     clear = settings.store.endpoint_url
     if clear.startswith("http://") and not _is_own(urlsplit(clear).hostname or ""):
@@ -421,18 +348,18 @@ def _is_own(host: str) -> bool:
         return host == "localhost"
 
 
-def _exposed(root: Keys, name: str, settings: Settings) -> list[str]:
+def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
     """Files that hold secrets and that others may read: this one, and those that it names."""
-    inline, files = secrets_in(root)
     nats = (settings.egress.nats, settings.ingress.nats)
-    files += [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
+    files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
     warnings = [
         f"{file}: a secret that others may read: {chmod}"
-        for file in dict.fromkeys(files)
+        for file in dict.fromkeys([*values.files, *files])
         if (chmod := chmod_against_others(file))
     ]
-    if inline and (chmod := chmod_against_others(name)):
-        warnings.append(f"{name}: holds {' and '.join(inline)}, and others may read it: {chmod}")
+    if values.inline and (chmod := chmod_against_others(name)):
+        holds = " and ".join(values.inline)
+        warnings.append(f"{name}: holds {holds}, and others may read it: {chmod}")
     return warnings
 
 
@@ -444,10 +371,10 @@ def chmod_against_others(path: str) -> str:
     file of another owner is read through its group, and another group was chosen.
     """
     try:
-        found = os.stat(path) if path else None
+        found = os.stat(path)
     except (OSError, ValueError):
         return ""
-    if found is None or not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(found.st_mode):
         return ""
     is_chosen = found.st_uid != os.geteuid() or found.st_gid != os.getegid()
     if not found.st_mode & (stat.S_IROTH if is_chosen else stat.S_IROTH | stat.S_IRGRP):
@@ -455,17 +382,15 @@ def chmod_against_others(path: str) -> str:
     return f"chmod {640 if is_chosen else 600} {shlex.quote(path)}"
 
 
-def read_bytes(path: str) -> bytes:
-    """The content of a file of at most 1 MiB; one byte more of a longer one. Raises ConfigError."""
-    return _read(path)[0]
+def read_file(path: str) -> tuple[bytes, list[str]]:
+    """The content of a file, one byte more than 1 MiB of a longer one, and warnings about its mode.
 
-
-def _read(path: str) -> tuple[bytes, list[str]]:
-    """The content of a file, one byte too much of one that is too long, and warnings about its mode."""
+    Raises ConfigError.
+    """
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(yaml.MAX_BYTES + 1)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"{path}: expected a file that can be read, found: {reason}") from error

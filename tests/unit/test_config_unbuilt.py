@@ -8,8 +8,9 @@ import pytest
 
 from common.errors import ConfigError
 from common.settings.docs import fields_of, sections_of
-from common.settings.loader import ConfigDocument, load, parse_documents, refuse_unbuilt, refuse_unrunnable
+from common.settings.loader import ConfigDocument, load, note_unbuilt, parse_documents, refuse_unrunnable
 from common.settings.root import UNBUILT, Settings
+from common.settings.yaml import Problems, refuse
 
 EXAMPLE = Path(__file__).parents[2] / "floe.example.yaml"
 HEAD = "site: s\nstore: {url: s3://floe}\n"
@@ -19,6 +20,12 @@ NOT_BUILT = "not built yet in this version; remove it or leave it at its default
 def document(text: str) -> ConfigDocument:
     [found] = parse_documents(text.encode(), "f.yaml", {})
     return found
+
+
+def refuse_unbuilt(found: ConfigDocument) -> None:
+    problems = Problems(found.name)
+    note_unbuilt(found, problems)
+    refuse(problems)
 
 
 def refused(text: str) -> list[str]:
