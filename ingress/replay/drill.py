@@ -8,7 +8,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -37,13 +37,12 @@ from common.settings.types import format_duration
 from common.tasks import Stop, beside
 from ingress.buckets import open_bucket
 from ingress.errors import leading
-from ingress.replay.outlook import former_of
 from ingress.replay.output import Teller, size_text
 from ingress.replay.plan import ChainRange, ReplayPlan
 from ingress.replay.receipt import Remembered, receipt_key
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
-from ingress.replay.survey import known_chains
+from ingress.replay.survey import former_of, known_chains
 
 log = get_logger("ingress.replay.drill")
 
@@ -96,16 +95,9 @@ class Differences:
 
     def plus(self, other: Differences) -> Differences:
         """The sums, and some examples of both."""
-        return Differences(
-            self.expected + other.expected,
-            self.found + other.found,
-            self.lost + other.lost,
-            self.repeated + other.repeated,
-            self.out_of_order + other.out_of_order,
-            self.altered + other.altered,
-            self.unexpected + other.unexpected,
-            (*self.examples, *other.examples)[:MAX_EXAMPLES],
-        )
+        ours, theirs = asdict(self), asdict(other)
+        sums = {name: ours[name] + theirs[name] for name in ours}
+        return Differences(**{**sums, "examples": sums["examples"][:MAX_EXAMPLES]})
 
     def line(self) -> str:
         return (
@@ -139,14 +131,7 @@ def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
     lost = [sequence for sequence, there in zip(expected.sequences, seen, strict=True) if not there]
     examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
     return Differences(
-        len(expected),
-        len(found),
-        len(lost),
-        counts["repeated"],
-        counts["out_of_order"],
-        counts["altered"],
-        counts["unexpected"],
-        tuple(examples[:MAX_EXAMPLES]),
+        len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES])
     )
 
 
@@ -178,10 +163,6 @@ class Scratch:
         self._client, self._settings, self._clock = client, settings, clock
         self._owner = new_owner(instance)
 
-    async def make(self, stream: str, prefix: str, storage: str, most_bytes: int) -> None:
-        """Make the stream; `claimed` must hold it."""
-        await create_stream(self._client, scratch_config(stream, prefix, storage, most_bytes))
-
     @asynccontextmanager
     async def claimed(self, stream: str) -> AsyncIterator[Lease]:
         """The lease that says that the stream is in use; the stream and its state are removed at the end."""
@@ -197,7 +178,7 @@ class Scratch:
     async def remove(self, stream: str) -> None:
         """Delete the stream and what is remembered of it; what fails here, the next drill does."""
         try:
-            await _delete(self._client, stream)
+            await self._delete(stream)
             state = KeyValue(self._client, self._settings.state_bucket, ttl=None, replicas=1)
             with suppress(BucketGone):
                 if await state.get(receipt_key(stream)) is not None:
@@ -215,23 +196,21 @@ class Scratch:
             await self.remove(name)
         return left
 
+    async def _delete(self, stream: str) -> None:
+        try:
+            await self._client.api(f"STREAM.DELETE.{stream}")
+        except ApiError as error:
+            if error.err_code != STREAM_NOT_FOUND:
+                raise
+
     async def _leases(self) -> Leases:
-        settings = self._settings
-        ttl = settings.lease_ttl
+        settings, ttl = self._settings, self._settings.lease_ttl
         bucket = await open_bucket(self._client, settings, settings.lease_bucket, ttl=ttl)
         return Leases(bucket, self._owner, ttl, self._clock)
 
 
 def _key(stream: str) -> str:
     return state_key("drill", stream)
-
-
-async def _delete(client: FloeClient, stream: str) -> None:
-    try:
-        await client.api(f"STREAM.DELETE.{stream}")
-    except ApiError as error:
-        if error.err_code != STREAM_NOT_FOUND:
-            raise
 
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds
@@ -265,13 +244,7 @@ class DrillReport:
             "seconds": round(self.result.seconds, 3),
             "rows_per_second": round(self.result.rate),
             "full_restore_seconds": self.full_seconds and round(self.full_seconds, 3),
-            "expected": found.expected,
-            "lost": found.lost,
-            "repeated": found.repeated,
-            "out_of_order": found.out_of_order,
-            "altered": found.altered,
-            "unexpected": found.unexpected,
-            "examples": list(found.examples),
+            **{name: value for name, value in asdict(found).items() if name != "found"},
             "holes": self.plan.as_json()["holes"],
             "problems": list(self.problems),
         }
@@ -346,7 +319,7 @@ class Drill:
 
         async def main() -> None:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SLACK
-            await scratch.make(self.stream, self.prefix, self._storage, most)
+            await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
             reports.append(await self._compared(work, client, plan, stop))
 
         async with scratch.claimed(self.stream) as lease:

@@ -12,10 +12,10 @@ import click
 from common.chain import Chain
 from common.errors import FloeError
 from common.settings.types import format_duration
-from ingress.replay.outlook import Outlook, lossy_text
 from ingress.replay.plan import ChainRange, ReplayPlan, time_text
 from ingress.replay.receipt import Remembered, Unreadable
 from ingress.replay.request import ReplayResult, Request
+from ingress.replay.survey import Outlook, lossy_text
 
 EVERY = 10.0  # seconds between two lines where there is no terminal
 

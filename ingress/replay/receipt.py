@@ -7,7 +7,7 @@ the same steps, by compare-and-set, keep it; this envelope is around it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
@@ -45,10 +45,6 @@ class Receipt:
     begun: float
     finished: float = 0.0
     skips_holes: bool = False
-
-    def done(self, now: float) -> Receipt:
-        """The same, finished at `now`."""
-        return replace(self, finished=now)
 
     def to_json(self) -> dict[str, Any]:
         return {

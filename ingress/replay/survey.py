@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError, SegmentCorrupt, Unavailable
+from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
+from common.jetstream.api import StreamInfo
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import BucketGone, KeyValue
 from common.segments.archive import Timeline
 from common.segments.documents import ChainStore, StreamDocument
 from common.segments.parquet_guard import SegmentGone
@@ -24,6 +27,7 @@ from common.segments.unread import open_stretch
 from common.sequences import Stretch, cover
 from common.service.exits import command, ways
 from common.service.process import Threads
+from ingress.replay import target
 from ingress.replay.plan import (
     ArchivedSpan,
     ChainRange,
@@ -35,7 +39,9 @@ from ingress.replay.plan import (
     check_meets,
     stretches_of,
 )
-from ingress.replay.request import Request
+from ingress.replay.receipt import Remembered, Unreadable, other, remembered, unreadable
+from ingress.replay.request import Advice, Request
+from ingress.replay.source import hole_error
 
 
 class Timing:
@@ -219,24 +225,25 @@ class ReplaySurvey:
 
     async def _planned(self, each: ChainRange, notes: list[str]) -> ReplayChain:
         """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
-        lost = _Lost()
+        lost, all_damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
         for _ in range(LISTINGS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
-            usable = [ref for ref in refs if ref.key not in lost.keys]
+            usable = [ref for ref in refs if ref.key not in lost]
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
-            parts, now = await self._footers(stretches, usable)
-            if not now.keys:
+            parts, gone, damaged = await self._footers(stretches, usable)
+            if not gone and not damaged:
                 return ReplayChain(each, tuple(parts), tuple(holes), tuple(accepted))
-            lost = lost.plus(now)
-            notes += [f"damaged or gone, left out: {key}" for key in sorted(now.keys)]
-        raise _vanishing(each.chain) if now.gone else _damaged(each.chain, lost.damaged)
+            lost |= gone | damaged
+            all_damaged |= damaged
+            notes += [f"damaged or gone, left out: {key}" for key in sorted(gone | damaged)]
+        raise _vanishing(each.chain) if gone else _damaged(each.chain, all_damaged)
 
     async def _footers(
         self, stretches: list[Stretch[SegmentRef]], refs: Sequence[SegmentRef]
-    ) -> tuple[list[ReplayPart], _Lost]:
-        """The stretches of `refs` with their footers, and the keys of segments that cannot be read."""
+    ) -> tuple[list[ReplayPart], set[str], set[str]]:
+        """The stretches of `refs` with their footers; the keys of segments that are gone, and damaged."""
         parts: list[ReplayPart] = []
         gone, damaged = set[str](), set[str]()
 
@@ -252,22 +259,7 @@ class ReplaySurvey:
         for begin in range(0, len(stretches), 256):
             found = await asyncio.gather(*map(read, stretches[begin : begin + 256]))
             parts += [part for part in found if part is not None]
-        return parts, _Lost(frozenset(gone), frozenset(damaged))
-
-
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """Keys of segments that were listed and cannot be read."""
-
-    gone: frozenset[str] = frozenset()
-    damaged: frozenset[str] = frozenset()
-
-    @property
-    def keys(self) -> frozenset[str]:
-        return self.gone | self.damaged
-
-    def plus(self, other: _Lost) -> _Lost:
-        return _Lost(self.gone | other.gone, self.damaged | other.damaged)
+        return parts, gone, damaged
 
 
 def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart:
@@ -282,14 +274,10 @@ def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[Segm
 
 
 def _vanishing(chain: Chain) -> Unavailable:
+    then = "give the same command again when compaction is done; if it stays so, look at the store"
     return Unavailable(
         f"chain {chain}: segments vanish while they are read, in {LISTINGS} listings",
-        hint=ways(
-            (
-                "give the same command again when compaction is done; if it stays so, look at the store",
-                command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}")),
-            )
-        ),
+        hint=ways((then, _verify(chain))),
         code="E-SEG-GONE",
     )
 
@@ -298,14 +286,13 @@ def _damaged(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
         f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",
-        hint=ways(
-            (
-                "restore the objects; all that is damaged",
-                command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}")),
-            )
-        ),
+        hint=ways(("restore the objects; all that is damaged", _verify(chain))),
         code="E-SEG-CORRUPT",
     )
+
+
+def _verify(chain: Chain) -> str:
+    return command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}"))
 
 
 def _timed(
@@ -328,3 +315,78 @@ def _first_notes(request: Request, chains: list[Chain]) -> list[str]:
     if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
         return [f"sequences are those of incarnation {chains[-1].incarnation:04d}, the newest"]
     return []
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """`info`: the target, None where it is missing; `recipe`: how it would be made. `former`: the last replay
+    into it."""
+
+    found: SurveyFindings
+    info: StreamInfo | None
+    recipe: target.Recipe | None
+    former: Remembered | Unreadable | None
+    notes: tuple[str, ...]
+
+
+async def outlook(client: FloeClient, survey: ReplaySurvey, advice: Advice, state_bucket: str) -> Outlook:
+    """What replaying the request of `advice` would do now. Raises what speaks against the target's kind."""
+    request = advice.request
+    found = await survey.look(request)
+    target.check_source(advice, found.stream)
+    info = await target.look(client, request)
+    recipe = target.recipe(request, found.stream) if info is None and found.stream else None
+    config = info.config if info else recipe.config if recipe else {}
+    notes = (*found.notes, *target.notes(config, found.plan, request), *_name_note(request, found.stream))
+    return Outlook(found, info, recipe, await former_of(client, state_bucket, request.target), notes)
+
+
+async def former_of(client: FloeClient, state_bucket: str, stream: str) -> Remembered | Unreadable | None:
+    """The last replay into `stream`; no bucket is made to find out."""
+    try:
+        return await remembered(KeyValue(client, state_bucket, ttl=None, replicas=1), stream)
+    except BucketGone:
+        return None
+
+
+def _name_note(request: Request, document: StreamDocument | None) -> list[str]:
+    if request.into_source or document is None or document.config.get("name") != request.target:
+        return []
+    return [f"target {request.target} has the name of the feed's source: if it is that, add --into-source"]
+
+
+def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:
+    """The former replay that the one of `advice` goes on with, or has done; None to begin.
+
+    Raises Stopped where another one is not finished, or nobody can tell.
+    """
+    if former is None or advice.options.again:
+        return None
+    if isinstance(former, Unreadable):
+        raise unreadable(advice, former.why)
+    receipt = former.receipt
+    if receipt.request.digest == advice.request.digest:
+        return former
+    if receipt.finished:
+        return None
+    raise other(advice, receipt)
+
+
+def check_plan(plan: ReplayPlan, advice: Advice) -> None:
+    """Raises Stopped where the archive holds less than was asked for, and nobody said that this is fine."""
+    if plan.is_lossy and not advice.options.allow_lossy:
+        raise Stopped(
+            f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
+            hint=ways(("replay a feed that is whole; or what there is", advice.same("--allow-lossy"))),
+            code="E-REPLAY-LOSSY",
+        )
+    if plan.holes and not advice.options.skip_holes:
+        chain = plan.holes[0].chain
+        raise hole_error(advice, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
+
+
+def lossy_text(plan: ReplayPlan) -> str:
+    """How much of what was published is there: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
+    kept = sum(part.kept for part in plan.parts)
+    counts = [f"{name} {count:,}" for name, count in plan.ledger.to_json().items()]
+    return f"kept {kept:,} of {kept + plan.missing:,} messages ({', '.join(counts) or 'sampled'})"

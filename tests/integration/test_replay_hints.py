@@ -60,7 +60,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         yield Stop()
 
     monkeypatch.setattr(process, "stop_on_signals", unstopped)
-    monkeypatch.setattr(request, "Options", partial(ReplayOptions, look_spacing=0.05))
+    monkeypatch.setattr(request, "ReplayOptions", partial(ReplayOptions, look_spacing=0.05))
 
 
 # Commands

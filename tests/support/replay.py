@@ -14,10 +14,10 @@ from common.errors import FloeError
 from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.tasks import Stop
-from ingress.replay.outlook import Outlook
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, ReplayResult, Request
+from ingress.replay.survey import Outlook
 from tests.support.basics import unique
 from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
 
