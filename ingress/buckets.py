@@ -1,13 +1,33 @@
-"""How many replicas a bucket gets where a command of ingress, replay or drill is the first to make it."""
+"""The buckets of commands of ingress, and how many replicas one gets that a command is the first to make."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from common.jetstream.api import most_replicas, stream_info
-from common.jetstream.client import FloeClient
+from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings, TargetSettings
+from common.settings.root import Settings
 from common.settings.service import ServiceSettings
+
+
+@asynccontextmanager
+async def state_bucket(
+    settings: Settings, name: str, *, makes: bool = False
+) -> AsyncIterator[tuple[FloeClient, KeyValue]]:
+    """A connection for the command `name`, and over it the bucket with the states of the targets.
+
+    `makes`: the command may be the first to write there. Raises what connecting raises.
+    """
+    client = await connect(settings.nats_for("ingress"), name=name)
+    try:
+        replicas = await kv_replicas(client, settings.ingress) if makes else 1
+        yield client, KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
+    finally:
+        await client.aclose()
 
 
 async def kv_replicas(client: FloeClient, settings: IngressSettings) -> int:

@@ -133,6 +133,11 @@ class TargetSettings(Section):
     )
     sources: Annotated[tuple[SourceSettings, ...], t.Required] = needed("the chains that may flow into it")
 
+    @property
+    def source_of(self) -> dict[tuple[str, str], SourceSettings]:
+        """The entry of `sources` for each (site, feed) that may flow into it."""
+        return {pair: source for source in self.sources for pair in source.pairs()}
+
     def subjects_to_create(self) -> tuple[str, ...]:
         """The subjects of the stream when it is created; empty without `create`."""
         if self.create is None:

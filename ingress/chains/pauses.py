@@ -18,11 +18,10 @@ import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.jetstream.client import connect
-from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.kv import state_key
 from common.service.exits import command, ways
 from common.settings.root import Settings
-from ingress.buckets import kv_replicas
+from ingress.buckets import state_bucket
 from ingress.checkpoint_store import ROLE, StateEntry, StateStore
 from ingress.errors import check_targets
 
@@ -171,13 +170,8 @@ class PauseStore:
 async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore]]:
     """A store for each target, by its name. Raises what connecting raises."""
     check_targets(settings.ingress)
-    client = await connect(settings.nats_for("ingress"), name="floe chain")
-    try:
-        replicas = await kv_replicas(client, settings.ingress)
-        bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
+    async with state_bucket(settings, "floe chain", makes=True) as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
         yield {
             name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names
         }
-    finally:
-        await client.aclose()

@@ -1,16 +1,17 @@
-"""`floe checkpoint set`: an operator's corrections of what ingress remembers of a target."""
+"""`floe checkpoint set | release`: an operator's corrections of what ingress remembers of a target."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.chain import Chain
-from common.errors import UsageError
+from common.clock import SystemClock
+from common.errors import DataError, UsageError
+from common.open import open_chains
+from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
 from common.service.cli import (
     Named,
@@ -21,18 +22,17 @@ from common.service.cli import (
     history_options,
     json_option,
     load_settings,
+    print_json,
     run_command,
+    table,
     target_option,
     yes_option,
 )
 
 if TYPE_CHECKING:
+    from common.chain import Chain
     from common.settings.root import Settings
     from ingress.operator.correct import CheckpointEditor, CheckpointPlan
-from common.clock import SystemClock
-from common.errors import DataError
-from common.open import open_chains
-from common.segments.documents import TargetPositions
 
 POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
 
@@ -58,47 +58,6 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
         return named, at
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointOptions:
-    """What the command line asks for."""
-
-    named: Named | None
-    sequence: int
-    accept: bool
-    stored: int | None
-    from_target: bool
-    forget: bool
-    forget_unlisted: bool
-    told: dict[Named, int]
-    repeats: bool
-    yes: bool
-    dry_run: bool
-    as_json: bool
-
-    def planning(
-        self, desk: CheckpointEditor, chain: Chain | None, told: dict[Chain, int]
-    ) -> Callable[[], Awaitable[CheckpointPlan]]:
-        """What makes the plan. `chain`, `told`: what is meant by the names."""
-        if self.accept:
-            return lambda: desk.accept(told, self.repeats)
-        stored = self.stored
-        if stored is not None:
-            return lambda: desk.count_stored(stored)
-        if self.from_target:
-            return lambda: desk.rebuild(self.repeats)
-        if self.forget:
-            return desk.forget
-        if self.forget_unlisted:
-            return desk.forget_unlisted
-        assert chain is not None, "one of them stands there"
-        return lambda: desk.move(chain, self.sequence)
-
-    @property
-    def while_at_work(self) -> bool:
-        """Whether it may be done while ingress carries: it touches single chains only."""
-        return self.named is not None or self.forget_unlisted
-
-
 @click.command("set")
 @config_option
 @target_option
@@ -121,9 +80,13 @@ async def checkpoint_set(
     config: str,
     target: str,
     named: Named | None,
-    sequence: int | None,
+    told: tuple[tuple[Named, int], ...],
+    repeats: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
     **options: Any,
-) -> int:
+) -> None:
     """Correct what ingress remembers of a target. The service goes on by itself, without a restart.
 
     Shows every position before and after and what becomes of messages, and asks. Nothing is published.
@@ -135,67 +98,64 @@ async def checkpoint_set(
              floe checkpoint set -c central.yaml --target FLEET --forget
              floe checkpoint set -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
-    if (named is None) is not (sequence is None):
+    if (named is None) is not (options["sequence"] is None):
         raise UsageError("expected --site, --feed and --sequence together")
-    told = dict(options.pop("told"))
-    wish = CheckpointOptions(named=named, sequence=sequence or 0, told=told, **options)
-    _check(wish)
-    return await run(config, target, wish)
-
-
-def _check(wish: CheckpointOptions) -> None:
-    is_counted = wish.stored is not None
-    asked = (wish.named is not None, wish.accept, wish.from_target, wish.forget, wish.forget_unlisted)
-    if sum((*asked, is_counted)) != 1:
-        raise UsageError(
-            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and "
-            "--site, --feed, --sequence"
-        )
-    if wish.told and not wish.accept:
+    way = _way(options)
+    if told and way != "accept":
         raise UsageError("--position: expected --accept beside it")
-    if wish.repeats and not (wish.accept or wish.from_target):
+    if repeats and way not in ("accept", "from_target"):
         raise UsageError("--accept-repeats: expected --accept or --from-target beside it")
 
-
-async def run(config: str, target: str, wish: CheckpointOptions) -> int:
-    """Plan, show, ask, do; the exit code."""
     from ingress.operator.correct import opened
 
     settings = load_settings(config, quiet=True)
     async with opened(settings, target) as desk:
-        planning = wish.planning(desk, *await _meant(settings, desk, wish))
-        plan = await (desk.patiently(planning) if wish.while_at_work else planning())
-        if not wish.as_json:
-            _show(desk.target, plan)
-        if wish.dry_run or not plan.changes:
-            _end(wish, desk.target, plan, "nothing was changed")
-            return 0
-        confirm(f"change what is remembered of {desk.target}?", wish.yes)
-        if wish.while_at_work:
-            await desk.apply_again(plan, planning)
+        chains = await _chains(settings, desk, {named, *(name for name, _ in told)} - {None})
+        plans: dict[str, Callable[[], Awaitable[CheckpointPlan]]] = {
+            "accept": lambda: desk.accept({chains[name]: at for name, at in told}, repeats),
+            "stored": lambda: desk.count_stored(options["stored"]),
+            "from_target": lambda: desk.rebuild(repeats),
+            "forget": desk.forget,
+            "forget_unlisted": desk.forget_unlisted,
+            "sequence": lambda: desk.move(chains[named], options["sequence"]),
+        }
+        # What touches single chains only may be done while ingress carries.
+        planning, at_work = plans[way], way in ("sequence", "forget_unlisted")
+        plan = await (desk.patiently(planning) if at_work else planning())
+        if not as_json:
+            _show(target, plan)
+        is_done = plan.changes and not dry_run
+        if is_done:
+            confirm(f"change what is remembered of {target}?", yes)
+            await (desk.apply_again(plan, planning) if at_work else desk.apply(plan))
+        if as_json:
+            _print_plan(target, plan, dry_run)
         else:
-            await desk.apply(plan)
-        _end(wish, desk.target, plan, "done: ingress goes on by itself")
-    return 0
+            click.echo("done: ingress goes on by itself" if is_done else "nothing was changed", err=True)
 
 
-async def _meant(
-    settings: Settings, desk: CheckpointEditor, wish: CheckpointOptions
-) -> tuple[Chain | None, dict[Chain, int]]:
+def _way(options: Mapping[str, Any]) -> str:
+    """The option that says what to do."""
+    ways = ("accept", "stored", "from_target", "forget", "forget_unlisted", "sequence")
+    chosen = [way for way in ways if options[way] is not None and options[way] is not False]
+    if len(chosen) != 1:
+        raise UsageError(
+            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and "
+            "--site, --feed, --sequence"
+        )
+    return chosen[0]
+
+
+async def _chains(
+    settings: Settings, desk: CheckpointEditor, names: Collection[Named | None]
+) -> dict[Named | None, Chain]:
     """The chains that are meant by the names."""
-    names = [*wish.told, *([wish.named] if wish.named else [])]
-    if not names:
-        return None, {}
-    state = (await desk.known()).state
+    state = (await desk.known()).state if names else None
     carried = list(state.checkpoint.positions) if state else []
-    found = {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names}
-    return found.get(wish.named) if wish.named else None, {found[name]: at for name, at in wish.told.items()}
+    return {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names if name}
 
 
 def _show(target: str, plan: CheckpointPlan) -> None:
-    from common.service.cli import table
-    from ingress.operator.correct import position_rows
-
     state, after = plan.known.state, plan.correction.after
     if plan.known.problem:
         click.echo(f"stored: {plan.known.problem}")
@@ -203,28 +163,27 @@ def _show(target: str, plan: CheckpointPlan) -> None:
     now = after.checkpoint.target_sequence if after else "-"
     click.echo(f"{target}: target sequence {was} -> {now}")
     if state and state.intent:
-        kept = bool(after and after.intent)
-        intent = state.intent
-        click.echo(
-            f"open intent after {intent.base}, {intent.count} messages -> {'kept' if kept else 'dropped'}"
-        )
-    table(position_rows(plan), POSITION_COLUMNS)
+        kept = "kept" if after and after.intent else "dropped"
+        click.echo(f"open intent after {state.intent.base}, {state.intent.count} messages -> {kept}")
+    before = state.checkpoint.positions if state else {}
+    behind = after.checkpoint.positions if after else {}
+    rows = [
+        {**chain.log_context(), "before": before.get(chain), "after": behind.get(chain)}
+        for chain in sorted({*before, *behind})
+    ]
+    table(rows, POSITION_COLUMNS)
     for line in plan.correction.told:
         click.echo(line)
 
 
-def _end(wish: CheckpointOptions, target: str, plan: CheckpointPlan, text: str) -> None:
-    if not wish.as_json:
-        click.echo(text, err=True)
-        return
-    from common.service.cli import print_json
+def _print_plan(target: str, plan: CheckpointPlan, dry_run: bool) -> None:
     from ingress.operator.status import checkpoint_json
 
     print_json(
         {
             "target": target,
-            "changed": plan.changes and not wish.dry_run,
-            "dry_run": wish.dry_run,
+            "changed": plan.changes and not dry_run,
+            "dry_run": dry_run,
             "problem": plan.known.problem or None,
             "before": checkpoint_json(target, plan.known.state),
             "after": checkpoint_json(target, plan.correction.after),

@@ -7,23 +7,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import AnotherWriter, Stopped, Unavailable, UsageError
-from common.jetstream.api import StreamInfo, stream_info
-from common.jetstream.client import FloeClient, connect
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
-from ingress.buckets import kv_replicas
+from ingress.buckets import state_bucket
 from ingress.checkpoint import ParkedAs, TargetState
-from ingress.checkpoint_store import ROLE, StateStore
+from ingress.checkpoint_store import ROLE, StateStore, from_json
 from ingress.operator import corrections
-from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions, Sightings
+from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions
 from ingress.operator.target_scan import TargetScan, take_census
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers
@@ -45,20 +44,6 @@ class StoredState:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The target: what STREAM.INFO says (None: no such stream), and a reading of it."""
-
-    info: StreamInfo | None
-    reading: TargetReading | None
-
-    def there(self) -> tuple[StreamInfo, TargetReading]:
-        """Both. Raises CorrectionRefused where there is no stream."""
-        if self.info is None or self.reading is None:
-            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
-        return self.info, self.reading
-
-
-@dataclass(frozen=True, slots=True)
 class CheckpointPlan:
     """A correction of what was stored at `known`, made when the target said `last`."""
 
@@ -75,7 +60,7 @@ class CheckpointPlan:
 
 
 class CheckpointEditor:
-    """One target in front of an operator."""
+    """One target in front of an operator. `parked`: opens what is parked for it, under the names given."""
 
     def __init__(
         self,
@@ -88,9 +73,7 @@ class CheckpointEditor:
         self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
         self._parked = parked
         self.target = settings.stream
-        self._control_headers = control_headers(settings)
         self._key = state_key(ROLE, self.target)
-        self._store = StateStore(bucket, self._key, self.target)
 
     # Looking
 
@@ -100,20 +83,23 @@ class CheckpointEditor:
         if entry is None:
             return StoredState(None, 0)
         try:
-            stored = await self._store.load()
+            return StoredState(from_json(self.target, entry.value), entry.revision)
         except Stopped as error:
             return StoredState(None, entry.revision, error.message)
-        return StoredState(stored.state, entry.revision)
 
-    async def seen(self) -> Seen:
-        """What the target says now."""
+    async def _reading(self) -> TargetReading | None:
+        return await read(self._client, self.target, control_headers(self._settings))
+
+    async def _there(self) -> TargetReading:
+        reading = await self._reading()
+        if reading is None:
+            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
+        return reading
+
+    async def _scanned(self, scan: TargetScan) -> TargetScan:
         info = await stream_info(self._client, self.target)
-        reading = None if info is None else await read(self._client, self.target, self._control_headers)
-        return Seen(info, reading)
-
-    async def _census(self, info: StreamInfo, census: TargetScan) -> TargetScan:
-        retention = str(info.config.get("retention", "limits"))
-        return await take_census(self._client, self.target, retention, census)
+        retention = str(info.config.get("retention", "limits")) if info else "limits"
+        return await take_census(self._client, self.target, retention, scan)
 
     # Planning
 
@@ -124,14 +110,11 @@ class CheckpointEditor:
 
     async def accept(self, told: Positions, repeats: bool) -> CheckpointPlan:
         """The target as it stands."""
-        known, (info, reading) = await self.known(), (await self.seen()).there()
+        known, reading = await self.known(), await self._there()
         state = self._state(known)
-        checkpoint = state.checkpoint
-        is_same = reading.created == checkpoint.target_created
-        after = checkpoint.target_sequence if is_same else 0
-        census = await self._census(
-            info, TargetScan(after, reading.last_sequence, corrections.awaited(state.intent))
-        )
+        is_same = reading.created == state.checkpoint.target_created
+        after = state.checkpoint.target_sequence if is_same else 0
+        census = await self._scanned(corrections.scan_behind(state.intent, after, reading.last_sequence))
         correction = corrections.accept(
             state, reading, census, told, repeats=repeats, exclusive=self._settings.exclusive
         )
@@ -139,17 +122,17 @@ class CheckpointEditor:
 
     async def count_stored(self, stored: int) -> CheckpointPlan:
         """So many rows of the open intent are stored."""
-        known, (_, reading) = await self.known(), (await self.seen()).there()
+        known, reading = await self.known(), await self._there()
         correction = corrections.count_stored(self._state(known), reading, stored)
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def rebuild(self, repeats: bool) -> CheckpointPlan:
         """The positions by what stands in the target."""
-        known, (info, reading) = await self.known(), (await self.seen()).there()
+        known, reading = await self.known(), await self._there()
         kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
         entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
-        sightings = Sightings({(name.chain, name.sequence) for name in entries})
-        census = await self._census(info, TargetScan(0, reading.last_sequence, sightings))
+        parked = {(name.chain, name.sequence) for name in entries}
+        census = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
         correction = corrections.rebuild(
             known.state, reading, census, repeats=repeats, entries=list(entries.values())
         )
@@ -157,16 +140,16 @@ class CheckpointEditor:
 
     async def forget(self) -> CheckpointPlan:
         """Everything from the beginning."""
-        known, seen = await self.known(), await self.seen()
-        messages = seen.info.messages if seen.info else 0
-        correction = corrections.forget(known.state, seen.reading, messages)
-        return CheckpointPlan(known, correction, None if seen.reading is None else seen.reading.last_sequence)
+        known, reading = await self.known(), await self._reading()
+        info = await stream_info(self._client, self.target)
+        correction = corrections.forget(known.state, reading, info.messages if info else 0)
+        return CheckpointPlan(known, correction, None if reading is None else reading.last_sequence)
 
     async def forget_unlisted(self) -> CheckpointPlan:
         """Only chains that `sources` lists."""
         known = await self.known()
-        pairs = {pair for source in self._settings.sources for pair in source.pairs()}
-        return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), pairs))
+        listed = self._settings.source_of.keys()
+        return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), listed))
 
     def _state(self, known: StoredState) -> TargetState:
         if known.state is None:
@@ -186,7 +169,7 @@ class CheckpointEditor:
         """
         if plan.last is not None and self._settings.exclusive:
             await self._clock.sleep(STILL)
-            reading = (await self.seen()).reading
+            reading = await self._reading()
             if reading is None or reading.last_sequence != plan.last:
                 found = "none" if reading is None else reading.last_sequence
                 raise AnotherWriter(
@@ -229,12 +212,12 @@ class CheckpointEditor:
 
     async def _store_plan(self, plan: CheckpointPlan) -> bool:
         after, revision = plan.correction.after, plan.known.revision
-        if after is not None:
-            # Before the state moves: nobody else would put them any more.
-            await self._put(plan.correction.marks, after.checkpoint.parked_as)
         if after is None:
             return revision == 0 or await self._bucket.delete(self._key, revision)
-        return await self._store.save(after, revision) is not None
+        # Before the state moves: nobody else would put them any more.
+        await self._put(plan.correction.marks, after.checkpoint.parked_as)
+        store = StateStore(self._bucket, self._key, self.target)
+        return await store.save(after, revision) is not None
 
     async def _put(self, marks: ParkedMarks, kept_as: ParkedAs) -> None:
         """Have the marks stand in the bucket. Raises what the store raises."""
@@ -255,26 +238,10 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEdi
     if not found:
         named = ", ".join(each.stream for each in settings.ingress.targets) or "none"
         raise UsageError(f"--target: expected one of {named}, found {target}")
-    client = await connect(settings.nats_for("ingress"), name="floe checkpoint")
-    try:
-        replicas = await kv_replicas(client, settings.ingress)
-        bucket = KeyValue.optional(client, settings.ingress.state_bucket, replicas=replicas)
+    async with state_bucket(settings, "floe checkpoint", makes=True) as (client, bucket):
         yield CheckpointEditor(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
-    finally:
-        await client.aclose()
 
 
 def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
     documents = open_chains(settings)
     return ParkedStore(documents.objects, documents.layout, target, kept_as)
-
-
-def position_rows(plan: CheckpointPlan) -> list[dict[str, Any]]:
-    """For each chain its position before and after (None: none)."""
-    was, now = plan.known.state, plan.correction.after
-    before = was.checkpoint.positions if was else {}
-    after = now.checkpoint.positions if now else {}
-    return [
-        {**chain.log_context(), "before": before.get(chain), "after": after.get(chain)}
-        for chain in sorted({*before, *after})
-    ]

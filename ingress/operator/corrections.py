@@ -7,8 +7,9 @@ positions, the others are carried again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from common.chain import Chain
 from common.errors import Stopped
@@ -18,6 +19,7 @@ from ingress.parked import ParkedEntry, State
 from ingress.verdict.verdict import Finding, Origin, TargetReading, counts, judge
 
 Message = tuple[Chain, int]
+Positions = Mapping[Chain, int]
 
 
 class CorrectionRefused(Stopped):
@@ -43,44 +45,9 @@ class ParkedMarks:
         return lines
 
 
-def no_marks() -> ParkedMarks:
-    """Nothing to do."""
-    return ParkedMarks()
-
-
 def _named(messages: Collection[Message]) -> str:
     first = ", ".join(f"{chain} {sequence}" for chain, sequence in sorted(messages)[:3])
     return first if len(messages) <= 3 else f"{first} and {len(messages) - 3} more"
-
-
-@dataclass(slots=True)
-class Sightings:
-    """Which messages a census counts, and which `parked` ones it came across (`seen`).
-
-    `again`: how many of those were not counted.
-    """
-
-    parked: Collection[Message]
-    counts: Callable[[Chain, int], bool] | None = None
-    seen: set[Message] = field(default_factory=set)
-    again: int = 0
-
-    def __call__(self, chain: Chain, sequence: int) -> bool:
-        """Whether a message counts."""
-        is_counted = self.counts is None or self.counts(chain, sequence)
-        if (chain, sequence) in self.parked:
-            self.seen.add((chain, sequence))
-            self.again += not is_counted
-        return is_counted
-
-
-def sighted_again(census: TargetScan) -> int:
-    """How many messages of the census are parked ones that were tried again."""
-    return census.counts.again if isinstance(census.counts, Sightings) else 0
-
-
-def _seen(census: TargetScan) -> Collection[Message]:
-    return census.counts.seen if isinstance(census.counts, Sightings) else ()
 
 
 def marks_of(
@@ -102,8 +69,11 @@ def marks_of(
     passed = tuple(each for each in left_out if each[1] < positions.get(each[0], 0))
     tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn]
     if stored is not None:
-        return ParkedMarks(passed, _among(intent, stored))
-    seen = tuple(each for each in tried if each in _seen(census))
+        before = accumulate(piece.count for piece in intent.pieces)
+        ends = zip(intent.pieces, before, strict=True)
+        found = [(p.chain, p.rows.first) for p, end in ends if p.out_of_turn and end <= stored]
+        return ParkedMarks(passed, tuple(found))
+    seen = tuple(each for each in tried if each in census.parked_seen)
     unseen = [each for each in tried if each not in seen]
     if unseen and census.gone and not repeats:
         raise CorrectionRefused(
@@ -114,21 +84,11 @@ def marks_of(
     return ParkedMarks(passed, seen)
 
 
-def _among(intent: Intent, stored: int) -> tuple[Message, ...]:
-    """The messages out of turn among the first `stored` of the intent."""
-    found, before = [], 0
-    for piece in intent.pieces:
-        before += piece.count
-        if piece.out_of_turn and before <= stored:
-            found.append((piece.chain, piece.rows.first))
-    return tuple(found)
-
-
 def marks_by_listing(
     entries: Collection[ParkedEntry], checkpoint: Checkpoint, census: TargetScan
 ) -> ParkedMarks:
     """The marks that are missing, by what is parked and what a census of the whole target saw of that."""
-    seen = _seen(census)
+    seen = census.parked_seen
     left_out, delivered = list[Message](), list[Message]()
     for entry in entries:
         chain, sequence = message = (entry.name.chain, entry.name.sequence)
@@ -155,14 +115,6 @@ def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]
     return None if parked == ParkedAs(created) else parked
 
 
-def anew(parked: ParkedAs) -> ParkedAs:
-    """Everything is carried again."""
-    return ParkedAs(parked.created, (*parked.anew, (None, 0)))
-
-
-Positions = Mapping[Chain, int]
-
-
 @dataclass(frozen=True, slots=True)
 class Correction:
     """The next state (None: nothing is to be remembered), and in plain words what becomes of messages.
@@ -172,7 +124,7 @@ class Correction:
 
     after: TargetState | None
     told: list[str] = field(default_factory=list)
-    marks: ParkedMarks = field(default_factory=no_marks)
+    marks: ParkedMarks = ParkedMarks()
 
 
 # One chain
@@ -214,15 +166,15 @@ def consequences(before: Positions, after: Positions) -> list[str]:
 # The target as it is
 
 
-def awaited(intent: Intent | None) -> Sightings:
-    """Whether a message is one of the open intent; what else stands behind the checkpoint is not ours."""
+def scan_behind(intent: Intent | None, after: int, last: int) -> TargetScan:
+    """A scan, still empty, that counts messages of the open intent; what else stands there is not ours."""
     pieces = [piece for piece in intent.pieces if not piece.out_of_turn] if intent else []
-    tried = [piece for piece in intent.pieces if piece.out_of_turn] if intent else []
+    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn] if intent else []
 
     def counts(chain: Chain, sequence: int) -> bool:
         return any(piece.chain == chain and sequence in piece.rows for piece in pieces)
 
-    return Sightings({(piece.chain, piece.rows.first) for piece in tried}, counts)
+    return TargetScan(after, last, counts, tried)
 
 
 def accept(
@@ -241,45 +193,42 @@ def accept(
     arithmetic tells what cannot be read. `repeats`: where nothing tells how much of a chain is stored, take
     the least. Raises CorrectionRefused where that is not allowed, naming each chain.
     """
-    positions, unknown = _standing(state, reading, census, exclusive)
-    unknown -= {*told}
-    if unknown and not repeats:
-        raise _unknown(positions, unknown, census)
+    stored = _stored(state, reading) if exclusive and not (census.foreign or census.strangers) else None
+    positions, unknown = _found(state, reading, census, stored)
+    if (unknown := unknown - {*told}) and not repeats:
+        least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
+        raise CorrectionRefused(
+            f"{census.gone} messages behind target sequence {census.after} cannot be read any more: expected "
+            f"to see where each chain stands, found {', '.join(least)}",
+            hint="say it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or take the least "
+            "(--accept-repeats): where the gone messages were ours they are stored twice",
+        )
     positions = {**positions, **told}
     parked = kept_as(state.checkpoint, reading.created, positions)
     last = reading.last_sequence
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
-    stored = _stored(state, reading, census, exclusive)
     marks = marks_of(state.intent, positions, stored, census, repeats=repeats)
     told_of = _of_accepting(state, reading, census, positions) + marks.told()
     return Correction(TargetState(checkpoint), told_of, marks)
 
 
-def _stored(state: TargetState, reading: TargetReading, census: TargetScan, exclusive: bool) -> int | None:
+def _stored(state: TargetState, reading: TargetReading) -> int | None:
     """How many messages of the open intent stand there; None where the arithmetic does not tell."""
     verdict = judge(state, reading)
-    is_ours_alone = exclusive and not census.foreign and not _strangers(census)
-    return verdict.stored if is_ours_alone and verdict.finding is Finding.STORED else None
+    return verdict.stored if verdict.finding is Finding.STORED else None
 
 
-def _strangers(census: TargetScan) -> int:
-    """Messages with provenance that are not awaited, parked ones that are tried again not counted."""
-    return census.others - sighted_again(census)
-
-
-def _standing(
-    state: TargetState, reading: TargetReading, census: TargetScan, exclusive: bool
+def _found(
+    state: TargetState, reading: TargetReading, census: TargetScan, stored: int | None
 ) -> tuple[dict[Chain, int], set[Chain]]:
     """The positions by what stands in the target, and the chains for which that is only the least."""
     positions = dict(state.checkpoint.positions)
     if state.intent is None:
         return positions, set()
-    stored = _stored(state, reading, census, exclusive)
     if stored is not None:
         return counted(positions, state.intent, stored, reading.tail)
     written = {piece.chain for piece in state.intent.pieces if piece.count and not piece.out_of_turn}
-    for chain, standing in census.chains.items():
-        positions[chain] = standing.newest + 1
+    positions |= {chain: scanned.newest + 1 for chain, scanned in census.chains.items()}
     return positions, {chain for chain in written if census.gone_behind(chain)}
 
 
@@ -310,18 +259,6 @@ def counted(
     return after, {piece.chain}
 
 
-def _unknown(positions: Positions, unknown: set[Chain], census: TargetScan) -> CorrectionRefused:
-    least = ", ".join(
-        f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown)
-    )
-    return CorrectionRefused(
-        f"{census.gone} messages behind target sequence {census.after} cannot be read any more: expected to "
-        f"see where each chain stands, found {least}",
-        hint="say it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or take the least "
-        "(--accept-repeats): where the gone messages were ours they are stored twice",
-    )
-
-
 def _of_accepting(
     state: TargetState, reading: TargetReading, census: TargetScan, positions: Positions
 ) -> list[str]:
@@ -335,9 +272,8 @@ def _of_accepting(
         )
     if state.intent is not None:
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
-    lines += _stands(census)
-    lines += _others(census)
-    if _strangers(census):
+    lines += _stands(census) + _others(census)
+    if census.strangers:
         lines.append("if the state is an old copy, they are ours: use --from-target instead")
     return lines + consequences(checkpoint.positions, positions)
 
@@ -353,8 +289,8 @@ def _others(census: TargetScan) -> list[str]:
     lines = []
     if census.foreign:
         lines.append(f"{census.foreign} messages are not ours; they stay")
-    if _strangers(census):
-        lines.append(f"{_strangers(census)} messages carry provenance and are not awaited; they stay")
+    if census.strangers:
+        lines.append(f"{census.strangers} messages carry provenance and are not awaited; they stay")
     return lines
 
 
@@ -458,7 +394,8 @@ def forget(state: TargetState | None, reading: TargetReading | None, messages: i
         return Correction(None, lines)
     parked = None
     if state is not None and is_same:
-        parked = anew(state.checkpoint.parked_as)
+        was = state.checkpoint.parked_as
+        parked = ParkedAs(was.created, (*was.anew, (None, 0)))
         lines.append("what is parked stands for nothing any more: it comes in its turn, or is parked again")
     last = reading.last_sequence
     return Correction(TargetState(Checkpoint(last, reading.created, {}, last, parked=parked)), lines)

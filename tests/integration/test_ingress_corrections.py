@@ -412,6 +412,24 @@ async def test_a_large_target_is_counted_whole(centre: Centre, nats_url: str) ->
     assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
 
 
+@pytest.mark.parametrize("purged", [False, True])
+async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
+    centre: Centre, nats_url: str, purged: bool
+) -> None:
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        for _ in range(5):
+            client.send(frame(f"{centre.target}.a".encode(), b"x", None))
+        await soon(lambda: count_of(client, centre, 5))
+        if purged:
+            await client.api(f"STREAM.PURGE.{centre.target}", {})
+        else:
+            await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 5})
+        census = await take_census(client, centre.target, "limits", TargetScan(0, 5))
+
+    assert (census.held, census.gone) == ((0, 5) if purged else (4, 1))
+
+
 async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return await count_in(client, centre.target) == wanted
 

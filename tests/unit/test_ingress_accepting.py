@@ -15,14 +15,13 @@ from ingress.checkpoint_store import from_json, to_json
 from ingress.operator.corrections import (
     CorrectionRefused,
     ParkedMarks,
-    Sightings,
     accept,
-    awaited,
     counted,
     forget,
     forget_unlisted,
     move,
     rebuild,
+    scan_behind,
 )
 from ingress.operator.target_scan import TargetScan
 from ingress.parked import ParkedEntry, ParkedName
@@ -45,7 +44,7 @@ def census(
     after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None
 ) -> TargetScan:
     """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
-    found = TargetScan(after, last, awaited(state.intent) if state else None)
+    found = scan_behind(state.intent, after, last) if state else TargetScan(after, last)
     for at, chain, sequence in held:
         if chain is None:
             found.add(at, None)
@@ -287,7 +286,7 @@ def test_the_marks_of_a_lost_state_are_found_in_the_target() -> None:
     """4 was passed without; 5 went in its turn; 6 was tried again and stands there; 9 is not passed."""
     entries = [parked_entry(4), parked_entry(5), parked_entry(6, is_left_out=True), parked_entry(9)]
     entries += [parked_entry(3, "other")]
-    seen = TargetScan(0, 3, Sightings({(A, each) for each in (3, 4, 5, 6, 9)}))
+    seen = TargetScan(0, 3, parked={(A, each) for each in (3, 4, 5, 6, 9)})
     for at, sequence in enumerate((5, 7, 6), 1):
         words = (A.site, A.feed, A.incarnation, A.partition)
         seen.add(at, build_block([Provenance(*words, sequence, 1).line()]))
