@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -34,14 +34,14 @@ from common.service.cli import (
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from common.segments.documents import AcceptedGap
     from common.settings.root import Settings
     from ingress.chains.pauses import Pauses, PauseStore
-    from ingress.operator.holes import Hole
+    from ingress.operator.status import States
 
 GAP_COLUMNS = (
     "site", "feed", "incarnation", "partition", "first", "last", "kind", "since", "behind", "accepted",
 )  # fmt: skip
+PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
 
 
 def _somebody() -> str:
@@ -80,6 +80,7 @@ async def gap_ls(config: str, as_json: bool) -> None:
 
     Example: floe gap ls -c central.yaml --json
     """
+    from common.segments.documents import BEFORE_GIVING_UP, accept_command
     from ingress.operator.holes import look_up, standing_at
     from ingress.operator.status import read_states
 
@@ -87,45 +88,41 @@ async def gap_ls(config: str, as_json: bool) -> None:
     states = await read_states(settings)
     store, documents = open_store(settings), open_chains(settings)
     try:
-        found: list[Hole] = []
+        found = []
         for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
             archived = look_up(store, documents, chain, position)
             at_position = standing_at(store, archived)
-            found += [*([at_position] if at_position else []), *archived.holes()]
+            found += [at_position] if at_position else []
+            found += archived.holes()
     finally:
         store.close()
     rows = [hole.row() for hole in found]
-    print_json(rows) if as_json else table(rows, GAP_COLUMNS)
-    if not as_json:
-        _show_ways_out(found)
-
-
-def _show_ways_out(found: list[Hole]) -> None:
-    """What to do about holes that nobody has accepted; giving up comes last."""
-    from common.segments.documents import BEFORE_GIVING_UP, accept_command
-
+    if as_json:
+        print_json(rows)
+        return
+    table(rows, GAP_COLUMNS)
+    # Giving up comes last.
     for hole in found:
         if hole.kind != "hole":
             click.echo("\n".join(hole.ways_out()), err=True)
     missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.left]
     if missing:
-        click.echo(f"{BEFORE_GIVING_UP}", err=True)
+        click.echo(BEFORE_GIVING_UP, err=True)
         click.echo("only when nobody has them any more, give them up for all targets:", err=True)
     for chain, part in missing:
         click.echo(accept_command(chain, part), err=True)
 
 
-def _positions(settings: Settings, chains: list[Chain], states: Any) -> dict[Chain, int | None]:
+def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[Chain, int | None]:
     """Each chain that flows into a target and where the target that is furthest behind stands; None: it has
     not begun there.
     """
     found: dict[Chain, int | None] = {}
     for target in settings.ingress.targets:
-        pairs = {pair for source in target.sources for pair in source.pairs()}
-        state = states.get(target.stream)
+        sources, state = target.source_of, states.get(target.stream)
         positions = state.checkpoint.positions if state else {}
         for chain in chains:
-            if (chain.site, chain.feed) in pairs:
+            if (chain.site, chain.feed) in sources:
                 at = positions.get(chain)
                 before = found.get(chain, at)
                 found[chain] = None if at is None or before is None else min(at, before)
@@ -180,28 +177,22 @@ def gap_accept(
         chain = named.chain(settings)
         if named.incarnation is None:
             refuse_doubt(store, documents, chain, wanted)
-        found = check(store, look_up(store, documents, chain, first), wanted)
-        for problem in found.damaged:
+        damaged = check(store, look_up(store, documents, chain, first), wanted)
+        for problem in damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
         if not dry_run:
             confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     finally:
         store.close()
-    _show_accepted(chain, decision, found.damaged, dry_run, as_json)
-
-
-def _show_accepted(
-    chain: Chain, kept: AcceptedGap, damaged: tuple[str, ...], dry_run: bool, as_json: bool
-) -> None:
     if as_json:
-        shown = {"first": kept.range.first, "last": kept.range.last, "note": kept.note}
-        decided = {"by": kept.by, "at": kept.at, "damaged": list(damaged), "dry_run": dry_run}
+        shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
+        decided = {"by": decision.by, "at": decision.at, "damaged": damaged, "dry_run": dry_run}
         print_json({**chain.log_context(), **shown, **decided})
     elif dry_run:
-        click.echo(f"{chain} {kept.range} can be given up; nothing was changed")
+        click.echo(f"{chain} {decision.range} can be given up; nothing was changed")
     else:
-        click.echo(f"{chain} {kept.range} is given up, by {kept.by} at {kept.at}")
+        click.echo(f"{chain} {decision.range} is given up, by {decision.by} at {decision.at}")
 
 
 # Pauses
@@ -303,9 +294,6 @@ async def chain_ls(config: str, as_json: bool) -> None:
         for target, store in stores.items():
             rows += _rows(target, await store.read())
     print_json(rows) if as_json else table(rows, PAUSE_COLUMNS)
-
-
-PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
@@ -37,14 +37,14 @@ class ArchivedCover:
         """Its holes, ascending."""
         if self.end < self.first:
             return []
-        found = holes((ref.coverage for ref in self.segments), SequenceRange(self.first, self.end))
-        return [self._hole(each) for each in found]
-
-    def _hole(self, rows: SequenceRange) -> Hole:
-        behind = [ref for ref in self.segments if ref.coverage.first > rows.last]
-        nearest = min(behind, key=lambda ref: ref.coverage, default=None)
-        left = holes((gap.range for gap in self.accepted), rows)
-        return Hole(self.chain, rows, min((r.modified for r in behind), default=None), nearest, tuple(left))
+        found = []
+        for rows in holes((ref.coverage for ref in self.segments), SequenceRange(self.first, self.end)):
+            behind = [ref for ref in self.segments if ref.coverage.first > rows.last]
+            nearest = min(behind, key=lambda ref: ref.coverage, default=None)
+            left = tuple(holes((gap.range for gap in self.accepted), rows))
+            since = min((ref.modified for ref in behind), default=None)
+            found.append(Hole(self.chain, rows, since, nearest, left))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,8 @@ class Hole:
             return [way_out_filled(self.chain, part) for part in self.left]
         return [way_out_of(self.chain, part, self.damaged) for part in self.left]
 
-    @property
-    def accepted(self) -> str:
-        if not self.left:
-            return "yes"
-        return "no" if self.left == (self.rows,) else "in part"
-
     def row(self) -> dict[str, object]:
+        is_open = "no" if self.left == (self.rows,) else "in part"
         return {
             **self.chain.log_context(),
             "first": self.rows.first,
@@ -83,7 +78,7 @@ class Hole:
             "kind": self.kind,
             "since": None if self.since is None else format_time(int(self.since) * NS_PER_S),
             "behind": None if self.behind is None else str(self.behind.coverage),
-            "accepted": self.accepted,
+            "accepted": is_open if self.left else "yes",
         }
 
 
@@ -94,11 +89,14 @@ def look_up(
 
     Raises DataError for a document that is not what it must be, and what the store raises.
     """
-    first = position or _first(documents, chain)
+    first = position
+    if first is None:
+        document = documents.read_chain(chain)
+        first = first_position(document.first if document else 1, documents.read_floor(chain))
     segments = store.list(chain, position=first)
-    ends = [ref.coverage.last for ref in segments]
     ended = documents.read_end(chain)
-    end = max([*ends, documents.read_tail(chain) or 0, ended or 0])
+    ends = (ref.coverage.last for ref in segments)
+    end = max(documents.read_tail(chain) or 0, ended or 0, *ends)
     return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
 
 
@@ -111,31 +109,18 @@ def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
     plan = found.plan
     if plan.hole is None or not (found.gone or plan.phase is Phase.DAMAGED):
         return None
-    left = tuple(holes(accepted, plan.hole))
+    hole = Hole(archived.chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
     if found.gone is not None:
-        return Hole(archived.chain, plan.hole, plan.waiting_since, found.gone.segment, left, "gone")
-    return Hole(archived.chain, plan.hole, plan.waiting_since, None, left, "damaged", found.damaged)
+        return replace(hole, behind=found.gone.segment, kind="gone")
+    return replace(hole, kind="damaged", damaged=found.damaged)
 
 
-def _first(documents: ChainStore, chain: Chain) -> int:
-    document = documents.read_chain(chain)
-    return first_position(document.first if document else 1, documents.read_floor(chain))
+def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> list[str]:
+    """Whether `gap` may be given up; what is returned: why segments that cover parts of it do not count.
 
-
-@dataclass(frozen=True, slots=True)
-class Acceptable:
-    """A gap that may be accepted. `damaged`: why segments that cover parts of it do not count."""
-
-    gap: SequenceRange
-    damaged: tuple[str, ...] = ()
-
-
-def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> Acceptable:
-    """Whether `gap` may be given up. Raises UsageError where a sound segment covers a part of it, unless it
-    filled a hole of which that part was gone, or where it reaches beyond the end of coverage; what the store
-    raises. Blocking: segments that cover it are read.
-
-    Behind the end of its incarnation nothing is delivered, so what stands there may be given up as it is.
+    Raises UsageError where a sound segment covers a part of it, unless it filled a hole of which that part
+    was gone, or where it reaches beyond the end of coverage; what the store raises. Blocking: segments that
+    cover it are read. Behind the end of its incarnation nothing is delivered, so anything may be given up.
     """
     if gap.last > archived.end:
         raise UsageError(
@@ -143,21 +128,14 @@ def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> A
             "what comes behind may still be on its way"
         )
     if archived.ended is not None and gap.first > archived.ended:
-        return Acceptable(gap)
-    damaged, sound = [], []
-    for ref in archived.segments:
-        if not ref.coverage.overlaps(gap):
-            continue
-        problem = _problem(store, ref)
-        if problem is None:
-            sound.append(ref)
-        else:
-            damaged.append(problem)
+        return []
+    problems = {ref: _problem(store, ref) for ref in archived.segments if ref.coverage.overlaps(gap)}
+    sound = [ref for ref, problem in problems.items() if problem is None]
     for stretch in cover(sound, gap.first, gap.last):
         if not _is_gone(store, stretch, archived.segments):
             ref = stretch.segment
             raise UsageError(f"{gap}: expected no segment there, found {ref.coverage} in {ref.key}")
-    return Acceptable(gap, tuple(damaged))
+    return [problem for problem in problems.values() if problem is not None]
 
 
 def _is_gone(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> bool:

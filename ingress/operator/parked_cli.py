@@ -28,7 +28,7 @@ from common.service.exits import command, ways
 
 if TYPE_CHECKING:
     from common.chain import Chain
-    from ingress.parked import ParkedEntry, ParkedName, ParkedStore
+    from ingress.parked import ParkedEntry, ParkedStore
 
 COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
 
@@ -56,10 +56,7 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
         raise UsageError(f"--target: expected one of {', '.join(known) or 'none'}, found {target}")
     stores = [_store(config, name) for name in names]
     rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
-    if as_json:
-        print_json(rows)
-    else:
-        table(rows, COLUMNS)
+    print_json(rows) if as_json else table(rows, COLUMNS)
 
 
 @parked.command("cat")
@@ -84,20 +81,21 @@ async def parked_cat(
     Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
     """
     store = await _current(config, target)
-    chain = _meant(config, store, named, sequence)
-    entry = _entry(store, chain, sequence)
+    entry = _entry(store, _meant(config, store, named, sequence), sequence)
     message = store.read(entry.name)
     if message is None:
-        raise DataError(
-            f"message {sequence} of {chain} is not in the store any more",
-            hint=ways(("put it back from a copy of the bucket; what there is", _ls(target))),
-            code="E-PARKED",
+        raise _refused(
+            f"message {sequence} of {entry.name.chain} is not in the store any more",
+            "put it back from a copy of the bucket; what there is",
+            _ls(target),
         )
     if as_json:
         row = _row(store, entry)
-        headers = None if message.headers is None else _base64(message.headers)
-        row |= {"timestamp_ns": message.timestamp_ns, "subject": _base64(message.subject)}
-        print_json(row | {"headers": headers, "payload": _base64(message.payload)})
+        row["timestamp_ns"] = message.timestamp_ns
+        for name in ("subject", "headers", "payload"):
+            raw = getattr(message, name)
+            row[name] = None if raw is None else base64.b64encode(raw).decode()
+        print_json(row)
     else:
         sys.stdout.buffer.write((message.headers or b"") if is_headers else message.payload)
         sys.stdout.buffer.flush()
@@ -131,9 +129,15 @@ async def parked_retry(
     """
     if (sequence is None) is not is_all:
         raise UsageError("expected one of --sequence and --all")
+    from ingress.parked import State
+
     store = await _current(config, target)
     chain = _meant(config, store, named, sequence)
-    wanted = _wanted(store, chain, sequence)
+    if sequence is None:
+        entries = store.entries().values()
+        wanted = [each for each in entries if each.name.chain == chain and each.state is State.PARKED]
+    else:
+        wanted = [_to_deliver(_entry(store, chain, sequence), target)]
     if not as_json:
         table([_row(store, entry) for entry in wanted], COLUMNS)
     if wanted:
@@ -145,31 +149,24 @@ async def parked_retry(
         click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
 
 
-def _wanted(store: ParkedStore, chain: Chain, sequence: int | None) -> list[ParkedEntry]:
-    """What may be asked for. Raises DataError for a single message that may not."""
+def _to_deliver(entry: ParkedEntry, target: str) -> ParkedEntry:
     from ingress.parked import State
 
-    if sequence is None:
-        return [entry for entry in _of_chain(store, chain).values() if entry.state is State.PARKED]
-    entry = _entry(store, chain, sequence)
+    message = f"message {entry.name.sequence} of {entry.name.chain}"
     if entry.state is State.DELIVERED:
-        raise DataError(
-            f"message {sequence} of {chain}: expected one to deliver, it is delivered",
-            hint=ways(("what there is", _ls(store.target))),
-            code="E-PARKED",
-        )
+        found = f"{message}: expected one to deliver, it is delivered"
+        raise _refused(found, "what there is", _ls(target))
     if entry.state is State.PENDING:
-        raise DataError(
-            f"message {sequence} of {chain}: expected one that its chain has passed, it has not",
-            hint=ways(
-                (
-                    "its turn comes; where the target holds it already, there is nothing to do",
-                    command("checkpoint ls"),
-                )
-            ),
-            code="E-PARKED",
+        raise _refused(
+            f"{message}: expected one that its chain has passed, it has not",
+            "its turn comes; where the target holds it already, there is nothing to do",
+            command("checkpoint ls"),
         )
-    return [entry]
+    return entry
+
+
+def _refused(why: str, way: str, pasted: str) -> DataError:
+    return DataError(why, hint=ways((way, pasted)), code="E-PARKED")
 
 
 def _store(config: str, target: str) -> ParkedStore:
@@ -188,10 +185,10 @@ async def _current(config: str, target: str) -> ParkedStore:
     async with opened(load_settings(config, quiet=True), target) as desk:
         known = await desk.known()
     if known.state is None:
-        raise DataError(
+        raise _refused(
             f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
-            hint=ways(("to see what ingress makes of it", command("status"))),
-            code="E-PARKED",
+            "to see what ingress makes of it",
+            command("status"),
         )
     store.kept_as = known.state.checkpoint.parked_as
     return store
@@ -199,37 +196,30 @@ async def _current(config: str, target: str) -> ParkedStore:
 
 def _meant(config: str, store: ParkedStore, named: Named, sequence: int | None) -> Chain:
     """The chain of which it is parked. Raises UsageError where that may be several."""
-    found = sorted(
-        {
-            name.chain
-            for name in store.entries()
-            if (name.chain.site, name.chain.feed) == (named.site, named.feed)
-            and named.incarnation in (None, name.chain.incarnation)
-            and named.partition in (None, name.chain.partition)
-            and sequence in (None, name.sequence)
-        }
-    )
+    found = {
+        name.chain
+        for name in store.entries()
+        if (name.chain.site, name.chain.feed) == (named.site, named.feed)
+        and named.incarnation in (None, name.chain.incarnation)
+        and named.partition in (None, name.chain.partition)
+        and sequence in (None, name.sequence)
+    }
     if len(found) > 1:
         raise UsageError(
-            f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, found))}",
+            f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
             hint="name --incarnation and --partition",
         )
-    return found[0] if found else named.chain(load_settings(config, quiet=True))
-
-
-def _of_chain(store: ParkedStore, chain: Chain) -> dict[ParkedName, ParkedEntry]:
-    """What is parked of the chain and counts now."""
-    return {name: entry for name, entry in store.entries().items() if name.chain == chain}
+    return found.pop() if found else named.chain(load_settings(config, quiet=True))
 
 
 def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
-    for name, entry in _of_chain(store, chain).items():
-        if name.sequence == sequence:
+    for name, entry in store.entries().items():
+        if (name.chain, name.sequence) == (chain, sequence):
             return entry
-    raise DataError(
+    raise _refused(
         f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
-        hint=ways(("to see what there is", _ls(store.target))),
-        code="E-PARKED",
+        "to see what there is",
+        _ls(store.target),
     )
 
 
@@ -250,7 +240,3 @@ def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
         "why": store.why(entry),
         "created": entry.name.created,
     }
-
-
-def _base64(raw: bytes) -> str:
-    return base64.b64encode(raw).decode()
