@@ -5,15 +5,17 @@ The listing says what is archived; the mark is there to catch a listing that sho
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 from common.chain import Chain
-from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
+from common.clock import Clock
+from common.errors import DataError, FloeError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.kv import KeyValue, state_key
 from common.segments.documents import ChainStore
@@ -25,18 +27,12 @@ from common.segments.writer import SpooledSegment
 from common.sequences import Covered, SequenceRange, extends
 from common.service.logs import get_logger
 from common.service.process import Threads
+from common.tasks import first_of
+from egress.deps import EgressTuning, PartitionDeps
 from egress.hints import believe_listing
 
 if TYPE_CHECKING:
-    from egress.deps import PartitionDeps
     from egress.incarnations import Incarnation
-import asyncio
-import threading
-
-from common.clock import Clock
-from common.errors import FloeError
-from common.tasks import first_of
-from egress.deps import EgressTuning
 
 log = get_logger("egress.archive")
 
@@ -49,10 +45,11 @@ WIDER = 4  # times as far back, where a look back has not found enough
 class ListingView:
     """What was listed. `covered`: by all of it; `newest`: the segments that reach furthest, at most KEPT."""
 
-    def __init__(self, damaged: AbstractSet[str] = frozenset()) -> None:
+    def __init__(self, pages: Iterable[Iterable[SegmentRef]] = ()) -> None:
         self.covered = Covered()
-        self._damaged = damaged
         self._heap: list[tuple[int, str, SegmentRef]] = []
+        for page in pages:
+            self.add(page)
 
     @property
     def newest(self) -> list[SegmentRef]:
@@ -63,83 +60,12 @@ class ListingView:
     def add(self, page: Iterable[SegmentRef]) -> None:
         """Take more of the listing; none of it twice."""
         for ref in page:
-            if ref.key in self._damaged:
-                continue
             self.covered.add(ref.coverage)
             entry = (ref.coverage.last, ref.key, ref)
             if len(self._heap) < KEPT:
                 heapq.heappush(self._heap, entry)
             elif entry[:2] > self._heap[0][:2]:
                 heapq.heapreplace(self._heap, entry)
-
-
-def whole(store: SegmentStore, chain: Chain, damaged: AbstractSet[str]) -> ListingView:
-    """All there is."""
-    view = ListingView(damaged)
-    for page in store.walk(chain):
-        view.add(page)
-    return view
-
-
-def reaching(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[str]) -> ListingView:
-    """What reaches `position`: of level 0, and of the others where that does not contain it.
-
-    The segment that reaches the end of a chain stays in level 0 until there is a newer one.
-    """
-    view = ListingView(damaged)
-    for level in range(MAX_LEVEL + 1):
-        for page in store.pages(chain, level, position=position):
-            view.add(page)
-        if position in view.covered and not level:
-            break
-    return view
-
-
-def newest(
-    store: SegmentStore,
-    chain: Chain,
-    within: SequenceRange,
-    width: int,
-    damaged: AbstractSet[str],
-    count: int = FIRST_PAGE,
-) -> list[SegmentRef]:
-    """The `count` segments that reach furthest, or all that reach `within` where these are fewer, the newest
-    first. `width`: how many sequences they may cover together, to begin with.
-    """
-    while True:
-        position = max(within.first, within.last + 1 - width)
-        found = reaching(store, chain, position, damaged).newest
-        if len(found) >= count or position <= within.first:
-            return found[:count]
-        width *= WIDER
-
-
-def at(store: SegmentStore, chain: Chain, position: int, damaged: AbstractSet[str]) -> Sequence[SegmentRef]:
-    """Segments that reach `position` and are nearest to it, with one that contains it if there is any."""
-    found: list[SegmentRef] = []
-    for level in range(MAX_LEVEL + 1):
-        page = store.list(chain, position=position, level=level, limit=FIRST_PAGE)
-        found += [ref for ref in page if ref.key not in damaged]
-        if any(extends(ref.coverage, position) for ref in found):
-            break
-    return found
-
-
-def uncovered(
-    store: SegmentStore, chain: Chain, within: SequenceRange, damaged: AbstractSet[str]
-) -> list[SequenceRange]:
-    """The parts of `within` that no segment covers, level by level from the bottom, as far as it takes."""
-    covered = Covered()
-    for level in range(MAX_LEVEL + 1):
-        for page in store.pages(chain, level, position=within.first):
-            for ref in page:
-                if ref.key not in damaged:
-                    covered.add(ref.coverage)
-            if page[-1].coverage.last >= within.last:
-                break
-        if not covered.holes(within):
-            break
-    return covered.holes(within)
 
 
 NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
@@ -252,7 +178,7 @@ class Archive:
             await self.survey()
             return
         since = max(mark, self.first)
-        view = await self._look(lambda: reaching(self._store, self.chain, since, self.damaged.keys()), mark)
+        view = await self._look(lambda: self._reaching(since), mark)
         self._take(view, since)
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
@@ -263,9 +189,14 @@ class Archive:
                 code="E-LISTING",
             )
 
+    async def reach(self, position: int) -> None:
+        """List what reaches `position`, of a chain that nothing is put into any more."""
+        view = await self._threads.run(self._reaching, position)
+        self.end, self.newest, self._looked_back = view.covered.end, view.newest, True
+
     async def survey(self) -> None:
         """List all of the chain, and believe it whatever the mark says."""
-        view = await self._look(lambda: whole(self._store, self.chain, self.damaged.keys()), None)
+        view = await self._look(lambda: ListingView(self.pages()), None)
         self._take(view, self.first)
 
     def _take(self, view: ListingView, since: int) -> None:
@@ -315,10 +246,7 @@ class Archive:
         """The newest segments, a hundred of them or all that reach `least`, the newest first."""
         if not self._looked_back and self.newest and self.end >= least:
             width = len(self.newest[0].coverage) * FIRST_PAGE
-            within = SequenceRange(max(least, 1), self.end)
-            found = await self._threads.run(
-                newest, self._store, self.chain, within, width, self.damaged.keys()
-            )
+            found = await self._threads.run(self._newest, SequenceRange(max(least, 1), self.end), width)
             self.newest = found or self.newest
             self._looked_back = True
         return self.newest
@@ -331,7 +259,7 @@ class Archive:
         for asked, known in ((0, self.newest), *self._near):
             if asked == sequence or any(extends(ref.coverage, sequence) for ref in known):
                 return known
-        found = await self._threads.run(at, self._store, self.chain, sequence, self.damaged.keys())
+        found = await self._threads.run(self._at, sequence)
         self._near.append((sequence, found))
         return found
 
@@ -342,17 +270,67 @@ class Archive:
 
     async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
         """The parts of `within` that no segment covers, as listed now."""
-        return await self._threads.run(uncovered, self._store, self.chain, within, self.damaged.keys())
+        return await self._threads.run(self._uncovered, within)
+
+    # Blocking
 
     def pages(self) -> Iterator[list[SegmentRef]]:
-        """All of the chain, page by page. Blocking."""
-        for page in self._store.walk(self.chain):
-            yield [ref for ref in page if ref.key not in self.damaged]
+        """All of the chain, page by page."""
+        return map(self._undamaged, self._store.walk(self.chain))
 
     def refs(self, position: int = 1) -> list[SegmentRef]:
-        """All segments that reach `position`, for whoever needs every one of them at once. Blocking."""
-        found = self._store.list(self.chain, position=position)
-        return [ref for ref in found if ref.key not in self.damaged]
+        """All segments that reach `position`, for whoever needs every one of them at once."""
+        return self._undamaged(self._store.list(self.chain, position=position))
+
+    def _undamaged(self, refs: Iterable[SegmentRef]) -> list[SegmentRef]:
+        return [ref for ref in refs if ref.key not in self.damaged]
+
+    def _reaching(self, position: int) -> ListingView:
+        """What reaches `position`: of level 0, and of the others where that does not contain it.
+
+        The segment that reaches the end of a chain stays in level 0 until there is a newer one.
+        """
+        view = ListingView()
+        for level in range(MAX_LEVEL + 1):
+            for page in self._store.pages(self.chain, level, position=position):
+                view.add(self._undamaged(page))
+            if position in view.covered and not level:
+                break
+        return view
+
+    def _newest(self, within: SequenceRange, width: int) -> list[SegmentRef]:
+        """The FIRST_PAGE segments that reach furthest, or all that reach `within` where these are fewer, the
+        newest first. `width`: how many sequences they may cover together, to begin with.
+        """
+        while True:
+            position = max(within.first, within.last + 1 - width)
+            found = self._reaching(position).newest
+            if len(found) >= FIRST_PAGE or position <= within.first:
+                return found[:FIRST_PAGE]
+            width *= WIDER
+
+    def _at(self, position: int) -> Sequence[SegmentRef]:
+        """Segments that reach `position` and are nearest to it, with one that contains it if there is any."""
+        found: list[SegmentRef] = []
+        for level in range(MAX_LEVEL + 1):
+            page = self._store.list(self.chain, position=position, level=level, limit=FIRST_PAGE)
+            found += self._undamaged(page)
+            if any(extends(ref.coverage, position) for ref in found):
+                break
+        return found
+
+    def _uncovered(self, within: SequenceRange) -> list[SequenceRange]:
+        """Level by level from the bottom, as far as it takes."""
+        covered = Covered()
+        for level in range(MAX_LEVEL + 1):
+            for page in self._store.pages(self.chain, level, position=within.first):
+                for ref in self._undamaged(page):
+                    covered.add(ref.coverage)
+                if page[-1].coverage.last >= within.last:
+                    break
+            if not covered.holes(within):
+                break
+        return covered.holes(within)
 
     def is_hollow(self, source_first: int) -> bool:
         """Whether an empty listing may hide what was archived: no mark says that nothing was, and the source
@@ -416,12 +394,11 @@ class Archive:
         failpoint("egress.after_mark")
 
 
-class _Progress:
+class _Walk:
     """One walk, as far as it has come."""
 
     def __init__(self, archive: Archive) -> None:
-        self.end = archive.end
-        self.covered = Covered()
+        self.archive, self.end, self.covered = archive, archive.end, Covered()
         self._pages = archive.pages()
         self._lock = threading.Lock()  # a call that nobody awaits any more may still be under way
 
@@ -433,6 +410,11 @@ class _Progress:
                 self.covered.add(ref.coverage)
             return page is not None
 
+    def holes(self) -> list[SequenceRange]:
+        """Those from where the chain begins on that it passed."""
+        first = self.archive.first
+        return self.covered.holes(SequenceRange(first, self.end)) if self.end >= first else []
+
 
 class ArchiveWalks:
     """The walks of one partition. `news`: set when one has ended, for whoever reads; `holes`: what it found,
@@ -442,7 +424,7 @@ class ArchiveWalks:
     def __init__(self, threads: Threads, clock: Clock, pace: EgressTuning) -> None:
         self._threads, self._clock, self._pace = threads, clock, pace
         self._archive: Archive | None = None
-        self._progress: _Progress | None = None
+        self._progress: _Walk | None = None
         self._turned = asyncio.Event()
         self._due = 0.0  # by the monotonic clock
         self.news = asyncio.Event()
@@ -486,21 +468,14 @@ class ArchiveWalks:
                 self._due = self._clock.monotonic() + pause
 
     async def _walk(self, archive: Archive) -> None:
-        progress = self._progress = self._progress or _Progress(archive)
+        progress = self._progress = self._progress or _Walk(archive)
         while await self._threads.run(progress.step):
             await self._clock.sleep(self._pace.page)
         await archive.begin_at_floor()
         found: list[SequenceRange] = []
-        for hole in _holes(progress, archive.first):
+        for hole in progress.holes():
             # Again, because a listing in pages is none of one moment.
             found += await archive.uncovered(hole)
         if self._archive is not None and self._archive.chain == archive.chain:
             self.holes = tuple(found)
             self.news.set()
-
-
-def _holes(progress: _Progress, first: int) -> list[SequenceRange]:
-    """Those from `first` on that the walk passed."""
-    if progress.end < first:
-        return []
-    return progress.covered.holes(SequenceRange(first, progress.end))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from common.chain import Chain
 from common.clock import Clock, parse_time
@@ -16,12 +16,10 @@ from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
 from common.segments.reader import messages
 from common.segments.segment import Message, SegmentRef, Tip
-from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from common.service.logs import get_logger
-from common.service.process import Threads
-from egress.archive import Archive, at, reaching
+from egress.archive import Archive, HighWaterMarks
 from egress.consumers import LIMITS, WORK_QUEUE
 from egress.deps import Confirming, PartitionDeps
 from egress.identity import (
@@ -43,97 +41,51 @@ log = get_logger("egress.evidence")
 T = TypeVar("T")
 
 
-NONE: frozenset[str] = frozenset()
 TIPS_KEPT = 10_000
 ABSENT_TIPS = 100  # tips that the source does not hold, after which a row of the archive is compared instead
 PROBED = 20  # rows, one behind the other, that are looked for in the source
 ROWS_KEPT = 1_000
-
-
-class ArchivedSegments(Protocol):
-    """The segments of a chain, as far as they are asked for; see `egress.archive.Archive`."""
-
-    @property
-    def end(self) -> int: ...
-    @property
-    def newest(self) -> Sequence[SegmentRef]: ...
-    async def look_back(self, least: int) -> Sequence[SegmentRef]: ...
-    async def at(self, sequence: int) -> Sequence[SegmentRef]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Former:
-    """The segments of a chain that nothing is put into any more, as far as the stream holds it."""
-
-    chain: Chain
-    newest: Sequence[SegmentRef]
-    store: SegmentStore
-    threads: Threads
-
-    @property
-    def end(self) -> int:
-        return max((ref.coverage.last for ref in self.newest), default=0)
-
-    async def look_back(self, _least: int) -> Sequence[SegmentRef]:
-        return self.newest
-
-    async def at(self, sequence: int) -> Sequence[SegmentRef]:
-        return await self.threads.run(at, self.store, self.chain, sequence, NONE)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownPast:
-    """What is known of a chain's past.
-
-    `created`: as `stream.json` has it. `archive`: the chain's segments. `older`: the chains of former
-    incarnations, newest first. `received`: the tip of what was received and not archived yet. `first`: where
-    the chain begins. `continued`: the chains of the incarnation before, where that is the same history.
-    `siblings`: those of the other partitions.
-    """
-
-    created: str
-    archive: ArchivedSegments
-    older: Sequence[Chain] = ()
-    received: Tip | None = None
-    first: int = 1
-    continued: Sequence[Chain] = ()
-    siblings: Sequence[Chain] = ()
-
-    @property
-    def end(self) -> int:
-        """The last sequence covered, by this history; 0 if none is."""
-        before = self.first - 1 if self.continued else 0
-        return self.archive.end or before
+ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the archive has no row of
 
 
 class IdentityProbe:
     """Compares the archive of one feed with its stream. Tips are read from the store once."""
 
     def __init__(self, deps: PartitionDeps) -> None:
-        self._store, self._threads = deps.store, deps.pools.io
+        self._store, self._chains, self._threads = deps.store, deps.chains, deps.pools.io
+        self._marks = HighWaterMarks(deps.state)
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
         self._tips: dict[str, Tip | None] = {}
         self._rows: dict[tuple[str, int], Tip | None] = {}
 
-    async def examine(self, client: FloeClient, known: KnownPast) -> Evidence:
-        """What the source says now. Raises Unavailable where source or store cannot be asked."""
+    async def examine(
+        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
+    ) -> Evidence:
+        """What the source says now; `received`: the tip of what was received and not archived yet.
+
+        Raises Unavailable where source or store cannot be asked.
+        """
+        created, continued = current.stream.created, current.continued
+        # What this history covers, whether or not this incarnation has covered anything yet.
+        end = archive.end or (archive.first - 1 if continued else 0)
         info = await stream_info(client, self._stream)
         if info is None:
-            return Evidence(None, known.created, known.end)
+            return Evidence(None, created, end)
         whole = source_of(info)
         source = await self._own(client, whole)
-        tips = await self._witnesses(client, known.archive, source)
-        for others in (self._beside, self._before):
-            if all(witness.held is HeldMessage.ABSENT for witness in tips):
-                tips += await others(client, known, source)
-        tips = [*await self._revenants(client, known.archive.newest), *tips]
-        received = None if known.received is None else await self.compare(client, known.received, source)
-        matches = any(w.held is HeldMessage.EQUAL for w in (*tips, *([received] if received else [])))
+        tips = await self._witnesses(client, archive, source)
+        if archive.end and _all_absent(tips):
+            tips += await self._beside(client, current.siblings, end, source)
+        if _all_absent(tips):
+            tips += await self._before(client, continued, source)
+        tips = [*await self._revenants(client, archive.newest), *tips]
+        last = None if received is None else await self.compare(client, received, source)
+        matches = any(w.held is HeldMessage.EQUAL for w in (*tips, *([last] if last else [])))
         # A history that continues another one under one `created` holds messages of both.
-        is_theirs = not matches and source.created != known.created
-        older = await self._matching_incarnation(client, known, source) if is_theirs else None
+        is_theirs = not matches and source.created != created
+        older = await self._matching(client, current.chain, archive.first, source) if is_theirs else None
         source = replace(whole, first_timestamp_ns=source.first_timestamp_ns)
-        return Evidence(source, known.created, known.end, tuple(tips), received, older)
+        return Evidence(source, created, end, tuple(tips), last, older)
 
     async def _own(self, client: FloeClient, source: SourceStream) -> SourceStream:
         """The stream as it begins for this feed, where acknowledgements decide what is held.
@@ -174,49 +126,51 @@ class IdentityProbe:
         """The first message at or after `sequence` that the feed would get; None if there is none."""
         return await next_message(client, self._stream, sequence, self._filter)
 
-    async def _beside(self, client: FloeClient, known: KnownPast, source: SourceStream) -> list[Witness]:
+    async def _beside(
+        self, client: FloeClient, siblings: Sequence[Chain], end: int, source: SourceStream
+    ) -> list[Witness]:
         """Of the first other partition that has something to compare: of one stream, theirs is as good.
 
         What differs behind this one's end says nothing about it.
         """
-        for chain in known.siblings if known.archive.end else ():
-            beside = await self._former(chain, known.end)
-            found = await self._walk(client, beside.newest, source)
+        for chain in siblings:
+            found = await self._walk(client, (await self._former(chain, end)).newest, source)
             telling = [
                 witness
                 for witness in found
                 if witness.held is HeldMessage.EQUAL
-                or (witness.held is HeldMessage.DIFFERENT and witness.tip.sequence <= known.end)
+                or (witness.held is HeldMessage.DIFFERENT and witness.tip.sequence <= end)
             ]
             if telling:
                 return telling
         return []
 
-    async def _before(self, client: FloeClient, known: KnownPast, source: SourceStream) -> list[Witness]:
+    async def _before(
+        self, client: FloeClient, continued: Sequence[Chain], source: SourceStream
+    ) -> list[Witness]:
         """Of the incarnation before, where this one has nothing to compare; newest first."""
         found: list[Witness] = []
-        for chain in known.continued:
+        for chain in continued:
             found += await self._witnesses(client, await self._former(chain, source.first), source)
-        return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
+        return _newest_first(found)
 
-    async def _matching_incarnation(
-        self, client: FloeClient, known: KnownPast, source: SourceStream
+    async def _matching(
+        self, client: FloeClient, current: Chain, first: int, source: SourceStream
     ) -> int | None:
         """The newest older incarnation of which a message is there, where this one has its own."""
-        for chain in known.older:
+        for chain in older(current):
             witnesses = await self._witnesses(client, await self._former(chain, source.first), source)
-            if any(each.held is HeldMessage.EQUAL and each.tip.sequence >= known.first for each in witnesses):
+            if any(each.held is HeldMessage.EQUAL and each.tip.sequence >= first for each in witnesses):
                 return chain.incarnation
         return None
 
-    async def _former(self, chain: Chain, position: int) -> _Former:
-        """What of a chain reaches `position`."""
-        view = await self._threads.run(reaching, self._store, chain, position, NONE)
-        return _Former(chain, view.newest, self._store, self._threads)
+    async def _former(self, chain: Chain, position: int) -> Archive:
+        """What of a chain that nothing is put into any more reaches `position`."""
+        archive = Archive(chain, 1, self._store, self._chains, self._marks, self._threads)
+        await archive.reach(position)
+        return archive
 
-    async def _witnesses(
-        self, client: FloeClient, archive: ArchivedSegments, source: SourceStream
-    ) -> list[Witness]:
+    async def _witnesses(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
         """From the newest tip back to the first that is held; where that differs, the oldest held one too.
 
         Of one history whatever is older than an equal message is equal, so the oldest held one tells whether
@@ -236,7 +190,7 @@ class IdentityProbe:
         found += row
         if not any(witness.held is HeldMessage.EQUAL for witness in found):
             found += await self._oldest_row(client, archive, source)
-        return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
+        return _newest_first(found)
 
     async def _walk(
         self, client: FloeClient, refs: Iterable[SegmentRef], source: SourceStream
@@ -254,9 +208,7 @@ class IdentityProbe:
                 break
         return found
 
-    async def _newest_row(
-        self, client: FloeClient, archive: ArchivedSegments, source: SourceStream
-    ) -> list[Witness]:
+    async def _newest_row(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
         """The newest message that the source holds of what is archived, beside its row.
 
         An older tip that is equal says nothing of what came behind it. Of a sample, where few messages have
@@ -285,9 +237,7 @@ class IdentityProbe:
                 low, found = message.sequence, message
         return found
 
-    async def _oldest_row(
-        self, client: FloeClient, archive: ArchivedSegments, source: SourceStream
-    ) -> list[Witness]:
+    async def _oldest_row(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
         """The oldest row that the source holds, of the archive's first ones from the source's first on."""
         ref = choose(await archive.at(source.first), source.first)
         if ref is None or source.first_timestamp_ns is None:
@@ -375,6 +325,75 @@ class IdentityProbe:
             return Witness(tip, HeldMessage.ABSENT)
         return Witness(tip, _held(message, tip))
 
+    async def first_unlike(
+        self, client: FloeClient, refs: Sequence[SegmentRef], source: SourceStream, end: int
+    ) -> int:
+        """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
+
+        The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a
+        damaged segment.
+        """
+        end = min(source.last, end)
+        for stretch in reversed(cover(refs, source.first, end)) if end >= source.first else []:
+            sequences = await self._threads.run(self._sequences_of, stretch)
+            equal = await self._last_equal(client, stretch.segment, sequences, source)
+            if equal is not None:
+                return equal + 1
+        return source.first
+
+    def _sequences_of(self, stretch: Stretch[SegmentRef]) -> list[int]:
+        """The sequences of the messages that the stretch holds."""
+        with open_stretch(self._store, stretch) as reader:
+            columns: list[Any] = [b.column("sequence") for b in reader.batches(stretch.rows, ["sequence"])]
+            return [sequence for column in columns for sequence in column.to_pylist()]
+
+    async def _last_equal(
+        self, client: FloeClient, ref: SegmentRef, sequences: Sequence[int], source: SourceStream
+    ) -> int | None:
+        """The last of `sequences` whose message the stream holds as it was archived; None if none is."""
+        low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
+        equal = None
+        while high - low > 1:
+            middle = (low + high) // 2
+            place = await self._next_held(client, sequences, middle, high)
+            if place is None:
+                high = middle
+                continue
+            tip = await self._threads.run(self.row, ref, sequences[place])
+            held = HeldMessage.ABSENT if tip is None else (await self.compare(client, tip, source)).held
+            if held is HeldMessage.DIFFERENT:
+                high = middle
+            else:
+                low = place
+                equal = sequences[place] if held is HeldMessage.EQUAL else equal
+        return equal
+
+    async def _next_held(
+        self, client: FloeClient, sequences: Sequence[int], first: int, end: int
+    ) -> int | None:
+        """The first place in first..end-1 of `sequences` whose message the stream holds; None if none is.
+
+        The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
+        many messages that were archived without a row, as a sample leaves them out, it is given up.
+        """
+        place = first
+        for _ in range(ABSENT_ROWS):
+            found = await self.next(client, sequences[place]) if place < end else None
+            place = end if found is None else bisect_left(sequences, found.sequence, place, end)
+            if found is None or place == end:
+                return None
+            if sequences[place] == found.sequence:
+                return place
+        return None
+
+
+def _all_absent(witnesses: Sequence[Witness]) -> bool:
+    return all(witness.held is HeldMessage.ABSENT for witness in witnesses)
+
+
+def _newest_first(witnesses: Iterable[Witness]) -> list[Witness]:
+    return sorted(witnesses, key=lambda witness: witness.tip.sequence, reverse=True)
+
 
 def _held(message: Message, tip: Tip) -> HeldMessage:
     return HeldMessage.EQUAL if Tip.of(message) == tip else HeldMessage.DIFFERENT
@@ -429,86 +448,6 @@ async def confirm(
     )
 
 
-ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the archive has no row of
-
-
-async def first_unlike(
-    client: FloeClient,
-    examiner: IdentityProbe,
-    store: SegmentStore,
-    threads: Threads,
-    refs: Sequence[SegmentRef],
-    source: SourceStream,
-    end: int,
-) -> int:
-    """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
-
-    The stream's first where nothing agrees.
-
-    Raises what the stream and the store raise, DataError for a damaged segment.
-    """
-    end = min(source.last, end)
-    for stretch in reversed(cover(refs, source.first, end)) if end >= source.first else []:
-        sequences = await threads.run(_sequences, store, stretch)
-        equal = await _last_equal(client, examiner, threads, stretch.segment, sequences, source)
-        if equal is not None:
-            return equal + 1
-    return source.first
-
-
-def _sequences(store: SegmentStore, stretch: Stretch[SegmentRef]) -> list[int]:
-    """The sequences of the messages that the stretch holds."""
-    with open_stretch(store, stretch) as reader:
-        columns: list[Any] = [b.column("sequence") for b in reader.batches(stretch.rows, ["sequence"])]
-        return [sequence for column in columns for sequence in column.to_pylist()]
-
-
-async def _last_equal(
-    client: FloeClient,
-    examiner: IdentityProbe,
-    threads: Threads,
-    ref: SegmentRef,
-    sequences: Sequence[int],
-    source: SourceStream,
-) -> int | None:
-    """The last of `sequences` whose message the stream holds as it was archived; None if it holds none so."""
-    low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
-    equal = None
-    while high - low > 1:
-        middle = (low + high) // 2
-        place = await _next_held(client, examiner, sequences, middle, high)
-        if place is None:
-            high = middle
-            continue
-        tip = await threads.run(examiner.row, ref, sequences[place])
-        held = HeldMessage.ABSENT if tip is None else (await examiner.compare(client, tip, source)).held
-        if held is HeldMessage.DIFFERENT:
-            high = middle
-        else:
-            low = place
-            equal = sequences[place] if held is HeldMessage.EQUAL else equal
-    return equal
-
-
-async def _next_held(
-    client: FloeClient, examiner: IdentityProbe, sequences: Sequence[int], first: int, end: int
-) -> int | None:
-    """The first place in first..end-1 of `sequences` whose message the stream holds; None if there is none.
-
-    The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
-    many messages that were archived without a row, as a sample leaves them out, it is given up.
-    """
-    place = first
-    for _ in range(ABSENT_ROWS):
-        found = await examiner.next(client, sequences[place]) if place < end else None
-        place = end if found is None else bisect_left(sequences, found.sequence, place, end)
-        if found is None or place == end:
-            return None
-        if sequences[place] == found.sequence:
-            return place
-    return None
-
-
 Answer = tuple[Evidence, SourceVerdict]
 
 
@@ -518,7 +457,7 @@ class Inquiry:
     def __init__(self, deps: PartitionDeps) -> None:
         self._deps, self._threads = deps, deps.pools.io
         self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
-        self._examiner = IdentityProbe(deps)
+        self._probe = IdentityProbe(deps)
         self._lost: tuple[SequenceRange, ...] = ()
         self.acceptance: Acceptance | None = None
 
@@ -547,23 +486,11 @@ class Inquiry:
     async def _examine(
         self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
     ) -> Answer:
-        known = KnownPast(
-            current.stream.created,
-            archive,
-            older(current.chain),
-            received,
-            archive.first,
-            current.continued,
-            current.siblings,
-        )
-        evidence = await self._examiner.examine(client, known)
+        evidence = await self._probe.examine(client, current, archive, received)
         source = evidence.source
         is_theirs = source is not None and source.created != evidence.created and evidence.older is None
-        if (
-            source is not None
-            and is_theirs
-            and not any(tip.held is HeldMessage.EQUAL for tip in evidence.tips)
-        ):
+        is_matched = any(tip.held is HeldMessage.EQUAL for tip in evidence.tips)
+        if source is not None and is_theirs and not is_matched:
             # Of a work queue, and of a stream that forgets, no message is left to tell.
             number = await self._threads.run(self._made_for, current, source.created)
             evidence = replace(evidence, older=number)
@@ -595,10 +522,10 @@ class Inquiry:
             VerdictKind.UNKNOWN,
         ):
             return None if source is None else source.first
-        ask = self._deps.client, self._examiner, self._deps.store, self._threads
+        unlike, client = self._probe.first_unlike, self._deps.client
         try:
             known = await self._threads.run(self._known_of, current, archive, source, evidence.older)
-            return max([await first_unlike(*ask, refs, source, end) for refs, end in known])
+            return max([await unlike(client, refs, source, end) for refs, end in known])
         except FloeError as error:
             log.warning("no proposal", action="no_proposal", error=str(error), **archive.chain.log_context())
             return None
@@ -652,12 +579,8 @@ class Inquiry:
             place = found(source_first)
         if place.lost and place.lost != self._lost:
             ranges = ", ".join(map(str, place.lost))
-            log.error(
-                "holes that the source lost",
-                action="holes_lost",
-                ranges=ranges,
-                **archive.chain.log_context(),
-            )
+            context = archive.chain.log_context()
+            log.error("holes that the source lost", action="holes_lost", ranges=ranges, **context)
         self._lost = place.lost
         return place
 
