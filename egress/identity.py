@@ -21,8 +21,10 @@ consequences.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -202,42 +204,47 @@ def _created(evidence: Evidence, source: SourceStream) -> str:
     return f"created was {evidence.created} and is {source.created}"
 
 
-FORMAT_VERSION = 1
+D = TypeVar("D")
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format_version: int
-    created: str
-    end: int
+class _Version(msgspec.Struct):
+    format_version: Literal[1]
 
 
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_DECODER = msgspec.json.Decoder(_Wire)
-_ENCODER = msgspec.json.Encoder(order="sorted")
+def versioned(kind: type[D]) -> Callable[[bytes], D]:
+    """Decodes documents of the type `kind`, whose tag is their version. Raises ValueError."""
+    check, decode = msgspec.json.Decoder(_Version).decode, msgspec.json.Decoder(kind).decode
+
+    def decoded(raw: bytes) -> D:
+        try:
+            check(raw)
+            return decode(raw)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+
+    return decoded
 
 
-@dataclass(frozen=True, slots=True)
-class Acceptance:
+class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
     """The stream created at `created` is taken for the one that was archived up to `end`, whatever differs
     up to there.
     """
 
     created: str
-    end: int
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 
     def to_json(self) -> bytes:
-        return _ENCODER.encode(_Wire(FORMAT_VERSION, self.created, self.end))
+        return _encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Acceptance:
         """What `to_json` wrote. Raises ValueError."""
-        try:
-            wire = _DECODER.decode(raw)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        if wire.format_version != FORMAT_VERSION or not 0 <= wire.end <= MAX_SEQUENCE:
-            raise ValueError(f"expected version {FORMAT_VERSION} and an end, found {wire!r:.80}")
-        return cls(wire.created, wire.end)
+        return _acceptance(raw)
+
+
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_acceptance = versioned(Acceptance)
+_encode = msgspec.json.Encoder().encode
 
 
 def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:

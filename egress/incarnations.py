@@ -9,9 +9,9 @@ next start completes. The marks come first because the source may let go of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,77 +26,45 @@ from common.service.logs import get_logger
 from egress.archive import HighWaterMarks
 from egress.deps import PartitionDeps
 from egress.hints import believe_listing, repartition, resolve
+from egress.identity import versioned
 from egress.partition import Partition, partitions_of
 
 log = get_logger("egress.incarnations")
 
-
-FORMAT_VERSION = 1
-
-
-class _EndWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    end: int
-    first: int
-    created: str
+First = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCE)]
 
 
-class _DecisionWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    created: str
-    first: dict[str, int]
-
-
-class _StreamWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    created: str
-    config: dict[str, Any]
-
-
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format_version: int
-    ends: dict[str, _EndWire]
-    decision: _DecisionWire | None
-    next: _StreamWire | None
-
-
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_DECODER = msgspec.json.Decoder(_Wire)
-_ENCODER = msgspec.json.Encoder(order="sorted")
-
-
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a partition ends (`end` 0: nothing is covered), and its `first` in the next incarnation, which
     is of the stream created at `created`.
     """
 
-    end: int
-    first: int
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+    first: First
     created: str
 
 
-@dataclass(frozen=True, slots=True)
-class EndDecision:
+class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An operator lets the incarnation end for the stream created at `created`.
 
     `first`: where the partitions that cannot go on by themselves begin; the others begin behind their ends.
     """
 
     created: str
-    first: Mapping[int, int]
+    first: dict[int, First]
 
 
-@dataclass(frozen=True, slots=True)
-class NextStream:
+class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The stream of the next incarnation, as STREAM.INFO had it."""
 
     created: str
-    config: Mapping[str, Any]
+    config: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
     """How far closing is. `next`: set once all partitions have their ends; nothing changes any more then."""
 
-    ends: Mapping[int, End] = field(default_factory=dict)
+    ends: dict[int, End] = {}
     decision: EndDecision | None = None
     next: NextStream | None = None
 
@@ -106,17 +74,19 @@ class Closing:
             return self
         ends = {**self.ends, partition: end}
         agree = all(number in ends and ends[number].created == stream.created for number in range(count))
-        return replace(self, ends=ends, next=stream if agree else None)
+        return msgspec.structs.replace(self, ends=ends, next=stream if agree else None)
 
     def withdrawn(self, partition: int) -> Closing:
         """Without the end of the partition: it reads on. Unchanged once the incarnation is closed."""
         if self.next is not None or partition not in self.ends:
             return self
-        return replace(self, ends={number: end for number, end in self.ends.items() if number != partition})
+        return msgspec.structs.replace(
+            self, ends={number: end for number, end in self.ends.items() if number != partition}
+        )
 
     def decided(self, decision: EndDecision) -> Closing:
         """With the operator's decision. Unchanged once the incarnation is closed."""
-        return self if self.next is not None else replace(self, decision=decision)
+        return self if self.next is not None else msgspec.structs.replace(self, decision=decision)
 
     def decision_for(self, created: str) -> EndDecision | None:
         """The decision, if it is about the stream created at `created`."""
@@ -127,50 +97,17 @@ class Closing:
         return [n for n in range(count) if n not in self.ends or self.ends[n].created != created]
 
     def to_json(self) -> bytes:
-        ends = {str(n): _EndWire(e.end, e.first, e.created) for n, e in self.ends.items()}
-        wire = _Wire(FORMAT_VERSION, ends, _decision_wire(self.decision), _stream_wire(self.next))
-        return _ENCODER.encode(wire)
+        return _encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Closing:
         """What `to_json` wrote. Raises ValueError."""
-        try:
-            wire = _DECODER.decode(raw)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        if wire.format_version != FORMAT_VERSION:
-            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {wire.format_version}")
-        ends = {int(number): _end(each) for number, each in wire.ends.items()}
-        stream = None if wire.next is None else NextStream(wire.next.created, wire.next.config)
-        return cls(ends, _decision(wire.decision), stream)
+        return _decode(raw)
 
 
-def _decision_wire(decision: EndDecision | None) -> _DecisionWire | None:
-    if decision is None:
-        return None
-    return _DecisionWire(decision.created, {str(number): first for number, first in decision.first.items()})
-
-
-def _decision(wire: _DecisionWire | None) -> EndDecision | None:
-    if wire is None:
-        return None
-    return EndDecision(
-        wire.created, {int(number): _bounded(first, 1) for number, first in wire.first.items()}
-    )
-
-
-def _stream_wire(stream: NextStream | None) -> _StreamWire | None:
-    return None if stream is None else _StreamWire(stream.created, dict(stream.config))
-
-
-def _end(wire: _EndWire) -> End:
-    return End(_bounded(wire.end, 0), _bounded(wire.first, 1), wire.created)
-
-
-def _bounded(value: int, least: int) -> int:
-    if not least <= value <= MAX_SEQUENCE:
-        raise ValueError(f"expected {least} to {MAX_SEQUENCE}, found {value}")
-    return value
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_decode = versioned(Closing)
+_encode = msgspec.json.Encoder().encode
 
 
 MINT_INTERVAL = 3600.0  # seconds between two incarnations without an operator
