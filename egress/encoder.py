@@ -22,7 +22,6 @@ from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.tasks import Stop
 from egress.acks import ReaderResetError
-from egress.batch import empty, extend
 from egress.builder import (
     MESSAGE_OVERHEAD,
     PIECE_BYTES,
@@ -80,7 +79,7 @@ class SegmentFile:
         self._ledger = Ledger()
         self._unread: SequenceRange | None = None
         self._last: Message | None = None
-        self._few = empty(sampled=sampling is not None)
+        self._few = Columns.empty(sampled=sampling is not None)
         self._few_bytes = 0
 
     @property
@@ -105,16 +104,16 @@ class SegmentFile:
         _let_go()
 
     def _add_rows(self, rows: Columns, size: int) -> None:
-        if self._few.sequences or (len(rows.sequences) < BATCH_ROWS and size < PIECE_BYTES):
-            extend(self._few, rows)
-            self._few_bytes += size + MESSAGE_OVERHEAD * len(rows.sequences)
+        if self._few.sequences or (len(rows) < BATCH_ROWS and size < PIECE_BYTES):
+            self._few.extend(rows)
+            self._few_bytes += size + MESSAGE_OVERHEAD * len(rows)
             rows = self._few
-        if len(rows.sequences) >= BATCH_ROWS or max(size, self._few_bytes) >= PIECE_BYTES:
+        if len(rows) >= BATCH_ROWS or max(size, self._few_bytes) >= PIECE_BYTES:
             self._append(rows)
 
     def _append(self, rows: Columns) -> None:
         """Append `rows`, the few among them."""
-        if rows.sequences:
+        if rows:
             self._file.append(
                 record_batch(
                     rows.sequences,
@@ -125,7 +124,7 @@ class SegmentFile:
                     rows.sample_keys,
                 )
             )
-        self._few, self._few_bytes = empty(sampled=self._sampling is not None), 0
+        self._few, self._few_bytes = Columns.empty(sampled=self._sampling is not None), 0
 
     def finish(self) -> SpooledSegment:
         """Close and hash the file. Raises ValueError if nothing was added."""

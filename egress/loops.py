@@ -26,7 +26,7 @@ from common.segments.columns import Columns, columns
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
 from common.service.logs import get_logger
-from egress.batch import LOOPED, chosen, raw_size
+from egress.batch import LOOPED
 from egress.builder import Piece
 from egress.deps import PartitionDeps
 
@@ -216,10 +216,10 @@ def _is_in(ref: SegmentRef, claim: Provenance) -> bool:
 
 
 def _without(piece: Piece, looped: set[int]) -> Piece:
-    keep = bytearray(b"\1") * len(piece.rows.sequences)
+    keep = bytearray(b"\1") * len(piece.rows)
     codes = bytearray(piece.codes) or bytearray(len(piece.examined))
     for place in looped:
         keep[place] = 0
         codes[bisect_left(piece.examined, piece.rows.sequences[place])] = LOOPED
-    rows = chosen(piece.rows, keep, piece.rows.sample_keys)
-    return replace(piece, rows=rows, size=raw_size(rows), codes=codes)
+    rows = piece.rows.chosen(keep, piece.rows.sample_keys)
+    return replace(piece, rows=rows, size=rows.raw_size, codes=codes)

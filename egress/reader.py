@@ -28,7 +28,6 @@ from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.tasks import end, told, watched
-from egress import batch as lists
 from egress.acks import Acknowledging, ReaderResetError
 from egress.consumers import INTEREST, Taken, WantedMessages, drop_strays, take
 from egress.deps import PartitionDeps
@@ -332,10 +331,10 @@ class Reader:
     ) -> None:
         columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
         if acks.contiguous < len(subjects):
-            columns = lists.part(columns, 0, acks.contiguous)
+            columns = columns.part(0, acks.contiguous)
         if columns.sequences[0] < self._first:
             columns = self._from_first(columns)
-        if columns.sequences:
+        if columns:
             self._target.messages(columns)
 
     def _received(self, acks: Acks, payloads: list[bytes]) -> None:
@@ -350,7 +349,7 @@ class Reader:
 
     def _from_first(self, columns: Columns) -> Columns:
         """Without what is delivered once more: it was archived, and its acknowledgement lost."""
-        return lists.part(columns, bisect_left(columns.sequences, self._first), len(columns.sequences))
+        return columns.part(bisect_left(columns.sequences, self._first), len(columns))
 
     def _on_status(self, headers: bytes | None) -> None:
         self._flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import pyarrow as pa
@@ -169,6 +170,62 @@ class Columns:
     headers: list[bytes | None]
     payloads: list[bytes]
     sample_keys: list[str | None] | None = None
+
+    @classmethod
+    def empty(cls, *, sampled: bool) -> Columns:
+        """No messages; with room for sample keys where `sampled`."""
+        return cls([], [], [], [], [], [] if sampled else None)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def raw_size(self) -> int:
+        """Bytes of subjects, header blocks and payloads."""
+        headers = sum(map(len, filter(None, self.headers)))
+        return sum(map(len, self.payloads)) + sum(map(len, self.subjects)) + headers
+
+    @property
+    def last(self) -> Message:
+        """The last of the messages, of which there is one at least."""
+        return Message(
+            self.sequences[-1], self.timestamps_ns[-1], self.subjects[-1], self.headers[-1], self.payloads[-1]
+        )
+
+    def part(self, first: int, last: int) -> Columns:
+        """The messages at the places `first` up to, not including, `last`."""
+        keys = self.sample_keys
+        return Columns(
+            self.sequences[first:last],
+            self.timestamps_ns[first:last],
+            self.subjects[first:last],
+            self.headers[first:last],
+            self.payloads[first:last],
+            None if keys is None else keys[first:last],
+        )
+
+    def chosen(
+        self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None
+    ) -> Columns:
+        """The messages at whose places `selected` is true, with those of `keys` as their sample keys."""
+        return Columns(
+            list(compress(self.sequences, selected)),
+            list(compress(self.timestamps_ns, selected)),
+            list(compress(self.subjects, selected)),
+            list(compress(self.headers, selected)),
+            list(compress(self.payloads, selected)),
+            None if keys is None else list(compress(keys, selected)),
+        )
+
+    def extend(self, more: Columns) -> None:
+        """Append `more`; its sample keys only where there are any here."""
+        self.sequences.extend(more.sequences)
+        self.timestamps_ns.extend(more.timestamps_ns)
+        self.subjects.extend(more.subjects)
+        self.headers.extend(more.headers)
+        self.payloads.extend(more.payloads)
+        if self.sample_keys is not None:
+            self.sample_keys.extend(more.sample_keys or [None] * len(more))
 
 
 def columns(batch: pa.RecordBatch) -> Columns:

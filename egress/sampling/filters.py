@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.columns import Columns
-from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch, chosen
+from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch
 
 if TYPE_CHECKING:
     from egress.loops import Claims
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from egress.advisories.advisory import Advisory
 from egress.advisories.senders import AdvisorySender
-from egress.batch import part
 from egress.builder import Builder
 from egress.sampling.sampler import SampledBatch, Sampler
 
@@ -67,8 +66,8 @@ class PreFilter:
         codes, self.choices = self._codes(columns), None
         if codes is None:
             return self._sampled(columns)
-        rest = chosen(columns, codes.translate(_IN_QUESTION))
-        if self._sampler is None or not rest.sequences:
+        rest = columns.chosen(codes.translate(_IN_QUESTION))
+        if self._sampler is None or not rest:
             return MessageBatch(columns, codes, rest)
         sampled = self._sampled(rest)
         return MessageBatch(columns, _merged(codes, sampled.codes), sampled.kept)
@@ -79,7 +78,7 @@ class PreFilter:
         looped = self._looped(columns)
         if not old and not looped:
             return None
-        codes = bytearray(len(columns.sequences))
+        codes = bytearray(len(columns))
         for places, code in ((old, TOO_OLD), (looped, LOOPED)):
             for place in places:
                 codes[place] = code
@@ -117,17 +116,17 @@ class PreFilter:
         claiming = [] if self._claims is None else self._claims.places(columns)
         self.choices = choices = _around(self._sampler, columns, claiming)
         codes = bytes(choices.kept).translate(_FROM_CHOICE)
-        return MessageBatch(columns, codes, chosen(columns, choices.kept, choices.keys))
+        return MessageBatch(columns, codes, columns.chosen(choices.kept, choices.keys))
 
 
 def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledBatch:
     """What the sampler chooses of all but those at the places `claiming`, which pass without a key."""
     if not claiming:
         return sampler.fold(columns)
-    shown = bytearray(b"\1") * len(columns.sequences)
+    shown = bytearray(b"\1") * len(columns)
     for place in claiming:
         shown[place] = 0
-    choices = sampler.fold(chosen(columns, shown))
+    choices = sampler.fold(columns.chosen(shown))
     kept, keys = iter(choices.kept), iter(choices.keys)
     return replace(
         choices,
@@ -263,9 +262,9 @@ class SamplingStage:
         """The next messages."""
         count = bisect_left(columns.sequences, self._stretch.write_from)
         if count:
-            self._fold(part(columns, 0, count))
-            columns = part(columns, count, len(columns.sequences))
-        if columns.sequences and not self._builder.is_done:
+            self._fold(columns.part(0, count))
+            columns = columns.part(count, len(columns))
+        if columns and not self._builder.is_done:
             self._write(columns)
 
     def passed(self, sequence: int) -> None:
@@ -286,8 +285,8 @@ class SamplingStage:
     def _write(self, columns: Columns) -> None:
         self._begin_writing()
         last = self._inside(columns.sequences[-1])
-        inside = part(columns, 0, bisect_right(columns.sequences, last))
-        if inside.sequences:
+        inside = columns.part(0, bisect_right(columns.sequences, last))
+        if inside:
             self._sift(inside)
         if last < columns.sequences[-1]:
             self._builder.passed(last)

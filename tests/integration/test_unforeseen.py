@@ -25,7 +25,6 @@ from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
 from common.tasks import to_its_end
-from egress import builder as builder_module
 from egress import feed as egress_controller
 from egress import report
 from egress.acks import Acknowledging
@@ -100,9 +99,9 @@ async def test_what_the_builder_could_not_take_is_read_again(
         extend(columns, more)
 
     if half:
-        throw = Throw(monkeypatch, builder_module, "extend", where=lambda _, more: more.sequences[-1] > 40)
-        extend = builder_module.extend
-        monkeypatch.setattr(builder_module, "extend", halfway)
+        throw = Throw(monkeypatch, Columns, "extend", where=lambda _, more: more.sequences[-1] > 40)
+        extend = Columns.extend
+        monkeypatch.setattr(Columns, "extend", halfway)
     else:
         throw = Throw(monkeypatch, Builder, "messages", where=lambda _, rows: rows.sequences[-1] > 40)
     async with bench.egress({"stream": stream}):

@@ -30,7 +30,6 @@ from common.segments.store import SegmentStore
 from common.sequences import cover
 from common.settings.egress import FeedSettings
 from egress.advisories.advisory import Advisory, event_id, parse
-from egress.batch import chosen
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from infra.local.nats import NatsServer
@@ -216,7 +215,7 @@ def fold_of(feed: dict[str, Any], log: Columns) -> tuple[Columns, list[Advisory]
     assert sampling is not None
     sampler = Sampler(sampling)
     choices = sampler.fold(log)
-    kept = chosen(log, choices.kept, choices.keys)
+    kept = log.chosen(choices.kept, choices.keys)
     return kept, [*choices.advisories, *sampler.advance(log.timestamps_ns[-1] + 10**12)]
 
 

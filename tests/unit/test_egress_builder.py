@@ -13,8 +13,7 @@ from common.clock import ManualClock
 from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
-from egress import builder as builder_module
-from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch, chosen
+from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch
 from egress.builder import (
     GAP_AGE,
     PIECE_MESSAGES,
@@ -44,7 +43,7 @@ def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT)
     examined = columns(sequences)
     selected = [s in kept for s in examined.sequences]
     codes = bytes(0 if each else code for each in selected)
-    return MessageBatch(examined, codes, chosen(examined, selected, [f"k{s}" for s in examined.sequences]))
+    return MessageBatch(examined, codes, examined.chosen(selected, [f"k{s}" for s in examined.sequences]))
 
 
 class Bench:
@@ -343,7 +342,7 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(
         rows.sequences.extend(more.sequences)
         raise MemoryError
 
-    monkeypatch.setattr(builder_module, "extend", fails_halfway)
+    monkeypatch.setattr(Columns, "extend", fails_halfway)
     with pytest.raises(MemoryError):
         bench.builder.messages(columns([3, 4]))
     monkeypatch.undo()
@@ -359,14 +358,14 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(
 
 def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(max_messages=3)
-    real = builder_module.extend
+    real = Columns.extend
 
     def fails_at_four(rows: Columns, more: Columns) -> None:
         if 4 in more.sequences:
             raise MemoryError
         real(rows, more)
 
-    monkeypatch.setattr(builder_module, "extend", fails_at_four)
+    monkeypatch.setattr(Columns, "extend", fails_at_four)
     with pytest.raises(MemoryError):
         bench.builder.messages(columns([1, 2, 3, 4, 5]))
     bench.builder.close(Close.DOUBT)
