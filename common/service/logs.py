@@ -13,11 +13,11 @@ import logging
 import os
 import queue
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
 
 import structlog
@@ -32,85 +32,70 @@ FLUSH_TIMEOUT = 1.0  # seconds
 dropped_lines = counter("log_lines_dropped", "Log lines dropped because nobody reads the log fast enough")
 
 
-class LineHandler(logging.Handler):
-    """Formats in the caller's thread, writes in its own. `dropped`: lines lost so far."""
+class LineHandler(QueueHandler):
+    """Formats in the caller's thread; a thread of its own writes. `dropped`: lines lost so far."""
 
     def __init__(self, stream: TextIO, capacity: int = CAPACITY) -> None:
-        super().__init__()
-        self._stream = stream
-        self._descriptor = _descriptor(stream)
-        self._lines: queue.Queue[str | threading.Event | None] = queue.Queue(capacity)
-        self._told = 0
+        self._lines: queue.Queue[Any] = queue.Queue(capacity)
+        super().__init__(self._lines)
         self.dropped = 0
-        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
-        self._thread.start()
+        self._writer = _Writer(stream, self)
+        self._writer.start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._drop()
-        except Exception:  # a value whose str() fails must not fail the service
-            self._drop()
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
 
-    def flush(self) -> None:
-        """Wait until the lines so far are written; FLUSH_TIMEOUT at most."""
-        written = threading.Event()
-        with suppress(queue.Full):
-            self._lines.put(written, timeout=FLUSH_TIMEOUT)
-            written.wait(FLUSH_TIMEOUT)
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+        """The queue is full, or a value's str() failed, which must not fail the service."""
+        self.drop()
 
-    def close(self) -> None:
-        """Write what waits (as `flush`) and end the thread."""
-        with suppress(queue.Full):
-            self._lines.put_nowait(None)
-            self._thread.join(FLUSH_TIMEOUT)
-        super().close()
-
-    def _drop(self) -> None:
+    def drop(self) -> None:
         self.dropped += 1
         dropped_lines.inc()
 
-    def _run(self) -> None:
-        while (item := self._lines.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-            else:
-                self._tell_dropped()
-                self._write(item)
+    def flush(self) -> None:
+        """Wait until the lines so far are written; FLUSH_TIMEOUT at most."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
 
-    def _tell_dropped(self) -> None:
-        if (dropped := self.dropped) == self._told:
-            return
-        lines = dropped - self._told
-        self._told = dropped
-        record = logging.LogRecord(
-            "common.logs", logging.WARNING, "", 0, "log lines dropped: %d", (lines,), None
-        )
-        self._write(self.format(record))
+    def close(self) -> None:
+        """Write what waits (as `flush`) and end the thread."""
+        self.flush()
+        with suppress(queue.Full):
+            self._writer.enqueue_sentinel()
+        super().close()
+
+
+class _Writer(QueueListener):
+    """Writes the lines of a handler, and tells how many it had to drop."""
+
+    def __init__(self, stream: TextIO, handler: LineHandler) -> None:
+        super().__init__(handler.queue)
+        self._stream, self._handler, self._told = stream, handler, 0
+        # Past Python's buffer: a thread stuck in its lock would keep the interpreter from ending.
+        self._descriptor: int | None = None
+        with suppress(OSError, ValueError, AttributeError):
+            self._descriptor = stream.fileno()
+
+    def handle(self, record: Any) -> None:
+        if lines := self._handler.dropped - self._told:
+            self._told += lines
+            text = f"log lines dropped: {lines}"
+            told = logging.LogRecord("common.logs", logging.WARNING, "", 0, text, None, None)
+            self._write(self._handler.format(told))
+        self._write(record)
 
     def _write(self, line: str) -> None:
         try:
             if self._descriptor is None:
                 self._stream.write(line + "\n")
                 self._stream.flush()
-            else:
-                _write_all(self._descriptor, line.encode("utf-8", "backslashreplace") + b"\n")
+                return
+            data = line.encode("utf-8", "backslashreplace") + b"\n"
+            while data:
+                data = data[os.write(self._descriptor, data) :]
         except (OSError, ValueError):
-            self._drop()
-
-
-def _descriptor(stream: TextIO) -> int | None:
-    # Past Python's buffer: a thread stuck in its lock would keep the interpreter from ending.
-    try:
-        return stream.fileno()
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+            self._handler.drop()
 
 
 def escaped(text: str) -> str:
