@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import DataError
-from common.service.cli import (
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    print_json,
-    run_command,
-    table,
-)
+from common.open import load_settings, open_chains, open_store
+from common.service.cli import config_option, json_option, print_json, run_command, table
 
 if TYPE_CHECKING:
     from common.segments.checks import Foreign

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from common.service.cli import config_option, load_settings, run_command
+from common.open import load_settings
+from common.service.cli import config_option, run_command
 from common.service.lean import slim
 from egress.init import init
 from egress.repartition_cli import repartition

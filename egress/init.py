@@ -13,7 +13,8 @@ from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo, consumer_names, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
-from common.service.cli import config_option, json_option, load_settings, print_json, run_command, table
+from common.open import load_settings
+from common.service.cli import config_option, json_option, print_json, run_command, table
 from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from common.errors import UsageError
-from common.service.cli import config_option, json_option, load_settings, print_json, run_command
+from common.open import load_settings
+from common.service.cli import config_option, json_option, print_json, run_command
 from common.service.logs import escaped
 
 if TYPE_CHECKING:

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import UsageError
-from common.service.cli import (
-    SequenceType,
-    config_option,
-    json_option,
-    load_settings,
-    print_json,
-    run_command,
-)
+from common.open import load_settings
+from common.service.cli import SequenceType, config_option, json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from common.settings.root import Settings

@@ -6,18 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from common.open import load_settings, open_chains, open_store
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.service.cli import (
-    SequenceType,
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    print_json,
-    run_command,
-    table,
-)
+from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
 
 if TYPE_CHECKING:
     from common.chain import Chain

@@ -13,6 +13,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -21,7 +22,6 @@ import click
 
 from common.chain import Chain
 from common.errors import UsageError
-from common.open import load_settings, open_chains, open_store
 from common.sequences import MAX_SEQUENCE
 from common.service.exits import end_with
 from common.service.logs import escaped
@@ -31,45 +31,31 @@ if TYPE_CHECKING:
     from common.settings.root import Settings
 
 
-class SequenceType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A stream sequence, 1 .. 2^63-1, as int."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """What `parse` makes of a text: a `kind`, or ValueError with what is wrong."""
 
-    name = "sequence"
+    def __init__(self, name: str, kind: type, parse: Callable[[str], Any]) -> None:
+        self.name, self._kind, self._parse = name, kind, parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        text = str(value)
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= MAX_SEQUENCE):
-            self.fail(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {text!r:.60}", param, ctx)
-        return int(text)
-
-
-class Duration(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A duration such as 1h30m, as float seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            return parse_duration(str(value))
+            return value if isinstance(value, self._kind) else self._parse(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A size such as 64K or 1G, as int bytes."""
+def _parse_sequence(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= MAX_SEQUENCE):
+        raise ValueError(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {text!r:.60}")
+    return int(text)
 
-    name = "size"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_size(str(value))
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
+#: A stream sequence, 1 .. 2^63-1, as int.
+SequenceType = functools.partial(Parsed, "sequence", int, _parse_sequence)
+#: A duration such as 1h30m, as float seconds.
+Duration = functools.partial(Parsed, "duration", float, parse_duration)
+#: A size such as 64K or 1G, as int bytes.
+Size = functools.partial(Parsed, "size", int, parse_size)
 
 OutputRow = Sequence[object] | Mapping[str, object]
 
@@ -116,21 +102,6 @@ def _is_numeric(values: list[object]) -> bool:
         value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
     )
 
-
-__all__ = [
-    "Duration",
-    "SequenceType",
-    "Size",
-    "config_option",
-    "json_option",
-    "load_settings",
-    "open_chains",
-    "open_store",
-    "print_json",
-    "run_async",
-    "run_command",
-    "table",
-]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -183,16 +154,13 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     """
     from common.tasks import to_its_end
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(to_its_end(main))
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with suppress(ImportError):
         import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(to_its_end(main))
 
 
 Command = Callable[..., Any]
@@ -214,18 +182,17 @@ def history_options(command: Command) -> Command:
     return incarnation(partition(command))
 
 
-def chain_options(command: Command) -> Command:
+def chain_options(command: Command, **given: Any) -> Command:
     """`--site --feed [--incarnation] [--partition]`: one chain."""
-    feed = click.option("--feed", required=True, help="The feed.")
-    site = click.option("--site", required=True, help="The site.")
+    given = given or {"required": True}
+    feed = click.option("--feed", help="The feed.", **given)
+    site = click.option("--site", help="The site.", **given)
     return site(feed(history_options(command)))
 
 
 def any_chain_options(command: Command) -> Command:
     """As `chain_options`, where a command can do without; site and feed are empty then."""
-    feed = click.option("--feed", default="", help="The feed.")
-    site = click.option("--site", default="", help="The site.")
-    return site(feed(history_options(command)))
+    return chain_options(command, default="")
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,6 @@ def _as_text(line: dict[str, Any]) -> str:
 
 
 def _as_word(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    is_word = text and text.isprintable() and not set(text) & set(' ="')
-    return text if is_word or not isinstance(value, str) else json.dumps(text, ensure_ascii=False)
+    if isinstance(value, str) and value and value.isprintable() and not set(value) & set(' ="'):
+        return value
+    return json.dumps(value, ensure_ascii=False)

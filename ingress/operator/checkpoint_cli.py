@@ -10,7 +10,7 @@ import click
 
 from common.clock import SystemClock
 from common.errors import DataError, UsageError
-from common.open import open_chains
+from common.open import load_settings, open_chains
 from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
 from common.service.cli import (
@@ -21,7 +21,6 @@ from common.service.cli import (
     dry_run_option,
     history_options,
     json_option,
-    load_settings,
     print_json,
     run_command,
     table,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import Stopped, UsageError
+from common.open import load_settings, open_chains, open_store
 from common.service.cli import (
     Named,
     SequenceType,
@@ -22,9 +23,6 @@ from common.service.cli import (
     confirm,
     dry_run_option,
     json_option,
-    load_settings,
-    open_chains,
-    open_store,
     print_json,
     run_command,
     table,

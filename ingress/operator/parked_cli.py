@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import DataError, UsageError
+from common.open import load_settings
 from common.service.cli import (
     Named,
     SequenceType,
@@ -17,7 +18,6 @@ from common.service.cli import (
     config_option,
     confirm,
     json_option,
-    load_settings,
     print_json,
     run_command,
     table,

@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from common.service.cli import (
-    Duration,
-    SequenceType,
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    print_json,
-    run_command,
-)
+from common.open import load_settings, open_chains, open_store
+from common.service.cli import Duration, SequenceType, config_option, json_option, print_json, run_command
 
 if TYPE_CHECKING:
     from ingress.replay.request import Request
