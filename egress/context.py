@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from common.clock import SystemClock
 from common.errors import UsageError
-from common.jetstream.api import most_replicas
+from common.jetstream.buckets import optional_leases, optional_state
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
 from common.objects.open import open_objects
 from common.open import open_chains, open_store
@@ -56,13 +55,10 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
     pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
     egress = settings.egress
     try:
-        replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
-        state = KeyValue.optional(client, egress.state_bucket, replicas=replicas)
-        bucket = KeyValue.optional(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
         deps = EgressDeps(
             client=client,
             connect=connected,
-            state=state,
+            state=optional_state(client, egress),
             objects=objects,
             store=store,
             chains=chains,
@@ -72,7 +68,7 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
             writer=f"floe {version()}",
             tuning=tuning,
         )
-        leases = Leases(bucket, new_owner(settings.instance), egress.lease_ttl, clock)
+        leases = optional_leases(client, egress, new_owner(settings.instance), clock)
         yield CommandContext(settings, deps, leases, pools)
     finally:
         pools.close()

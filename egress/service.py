@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.api import most_replicas
+from common.jetstream.buckets import open_leases, open_state
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
@@ -286,9 +286,5 @@ class EgressService:
         return await connect(settings.nats_for("egress"), name=title, clock=self._clock, rng=self._rng)
 
     async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:
-        egress = self._settings.egress
-        replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
-        state = await KeyValue.open(client, egress.state_bucket, replicas=replicas)
-        bucket = await KeyValue.open(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
-        owner = new_owner(self._settings.instance)
-        return state, Leases(bucket, owner, egress.lease_ttl, self._clock)
+        egress, owner = self._settings.egress, new_owner(self._settings.instance)
+        return await open_state(client, egress), await open_leases(client, egress, owner, self._clock)

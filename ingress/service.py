@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from common.clock import Clock
 from common.errors import FloeError
+from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases, new_owner
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
@@ -20,7 +20,6 @@ from common.service.process import Threads
 from common.settings.root import Settings
 from common.tasks import Stop, again, end, first_of, wait_for
 from ingress import metrics
-from ingress.buckets import kv_replicas
 from ingress.deps import IngressDeps, IngressTuning, share_targets
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import follow
@@ -137,10 +136,8 @@ class Controller:
     # The leases
 
     async def _leases(self, client: FloeClient) -> Leases:
-        settings = self._settings.ingress
-        replicas = await kv_replicas(client, settings)
-        bucket = await KeyValue.open(client, settings.lease_bucket, ttl=settings.lease_ttl, replicas=replicas)
-        return Leases(bucket, new_owner(self._settings.instance), settings.lease_ttl, self._clock)
+        owner = new_owner(self._settings.instance)
+        return await open_leases(client, self._settings.ingress, owner, self._clock)
 
     async def _patiently(self, step: Callable[[], Awaitable[T]], stop: Stop) -> T | None:
         """What `step` returns, once what it needs can be reached; None where `stop` is set first."""

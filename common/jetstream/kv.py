@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import unquote
 
 from common.clock import NS_PER_S
@@ -37,8 +37,14 @@ PARALLEL_READS = 64
 PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that reached nobody is sent again
 KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
 
+T = TypeVar("T")
+
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _FOREIGN = re.compile(rb"[^-_a-zA-Z0-9]")
+
+
+#: Replicas of a bucket that is made; a question is asked then only.
+Replicas = int | Callable[[], Awaitable[int]]
 
 
 class BucketGone(Unavailable):
@@ -63,7 +69,9 @@ class KeyValue:
     right.
     """
 
-    def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None, replicas: int) -> None:
+    def __init__(
+        self, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
+    ) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
         self._is_optional = False
@@ -72,7 +80,7 @@ class KeyValue:
 
     @classmethod
     async def open(
-        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: int = 1
+        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
     ) -> KeyValue:
         """The bucket of that name, created if it is missing.
 
@@ -85,7 +93,7 @@ class KeyValue:
 
     @classmethod
     def optional(
-        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: int = 1
+        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
     ) -> KeyValue:
         """The bucket of that name for a command that may only look: a missing one is empty, and is created by
         the first write.
@@ -97,15 +105,17 @@ class KeyValue:
     async def ensure(self) -> None:
         """Create the bucket unless it is there."""
         info = await stream_info(self._client, self._stream)
+        max_age = round((self.ttl or 0) * NS_PER_S)
         if info is None:
+            replicas = self._replicas if isinstance(self._replicas, int) else await self._replicas()
             try:
-                info = await create_stream(self._client, self._config())
+                info = await create_stream(self._client, self._config(max_age, replicas))
             except ApiError as error:  # somebody else created it just now
                 if error.err_code != NAME_IN_USE:
                     raise
                 info = await stream_info(self._client, self._stream)
         found = 0 if info is None else info.config.get("max_age", 0)
-        if found != self._config()["max_age"]:
+        if found != max_age:
             expected = f"expected a time to live of {self.ttl or 0:g} s"
             raise ConfigError(
                 f"bucket {self.bucket}: {expected}, found {found / NS_PER_S:g} s",
@@ -274,8 +284,7 @@ class KeyValue:
     def _missing(self) -> BucketGone:
         return BucketGone(f"bucket {self.bucket} does not exist any more")
 
-    def _config(self) -> dict[str, Any]:
-        max_age = round((self.ttl or 0) * NS_PER_S)
+    def _config(self, max_age: int, replicas: int) -> dict[str, Any]:
         window = 120 * NS_PER_S
         return {
             "name": self._stream,
@@ -285,11 +294,77 @@ class KeyValue:
             "duplicate_window": min(window, max_age or window),
             "discard": "new",
             "storage": "file",
-            "num_replicas": self._replicas,
+            "num_replicas": replicas,
             "allow_rollup_hdrs": True,
             "deny_delete": True,
             "allow_direct": True,
         }
+
+
+class Form(Protocol[T]):
+    """How values of one type are written and read, such as `common.documents.JsonForm`."""
+
+    def encode(self, value: T) -> bytes: ...
+    def decode(self, raw: bytes) -> T: ...
+
+
+class Bucket(Protocol):
+    """What a document needs of `KeyValue`."""
+
+    async def get(self, key: str) -> KvEntry | None: ...
+    async def create(self, key: str, value: bytes) -> int | None: ...
+    async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
+    async def put(self, key: str, value: bytes) -> int: ...
+
+
+class KvDocument(Generic[T]):
+    """One key whose value is a T. Methods raise what the bucket raises.
+
+    `unreadable` makes the error of a value that is none, from what is wrong with it: `get` and `change` raise
+    it.
+    """
+
+    def __init__(
+        self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]
+    ) -> None:
+        self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
+
+    async def get(self) -> tuple[T | None, int]:
+        """The value and its revision; None and 0 where there is none."""
+        entry = await self._bucket.get(self.key)
+        return (None, 0) if entry is None else (self._parsed(entry.value), entry.revision)
+
+    async def put(self, value: T) -> int:
+        """Have this value, whatever was there; its revision."""
+        return await self._bucket.put(self.key, self._form.encode(value))
+
+    async def create(self, value: T) -> int | None:
+        """As `KeyValue.create`."""
+        return await self._bucket.create(self.key, self._form.encode(value))
+
+    async def update(self, value: T, revision: int) -> int | None:
+        """As `KeyValue.update`; where `revision` is 0, as `create`."""
+        if revision == 0:
+            return await self.create(value)
+        return await self._bucket.update(self.key, self._form.encode(value), revision)
+
+    async def change(self, step: Callable[[T | None], T | None]) -> T | None:
+        """Have what `step` makes of the value (None: none is there), whoever else changes it too; what is
+        there then. Where `step` gives None, or the same again, the value stays. What `step` raises is raised.
+        """
+        while True:
+            found, revision = await self.get()
+            value = step(found)
+            if value is None or value == found:
+                return found
+            if await self.update(value, revision) is not None:
+                return value
+
+    def _parsed(self, raw: bytes) -> T:
+        try:
+            return self._form.decode(raw)
+        except ValueError as error:
+            raise self._unreadable(f"{error} (begins {raw[:40]!r})") from error
 
 
 def _is_marker(message: Message) -> bool:

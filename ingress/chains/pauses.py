@@ -17,10 +17,10 @@ import msgspec
 
 from common.chain import Chain
 from common.errors import Stopped
+from common.jetstream.buckets import state_of_ingress
 from common.jetstream.kv import KeyValue, state_key
 from common.service.exits import command, ways
 from common.settings.root import Settings
-from ingress.buckets import state_bucket
 from ingress.checkpoint_store import ROLE, StateStore
 from ingress.errors import check_targets
 
@@ -160,7 +160,7 @@ class PauseStore:
 async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore]]:
     """A store for each target, by its name. Raises what connecting raises."""
     check_targets(settings.ingress)
-    async with state_bucket(settings, "floe chain", makes=True) as (_, bucket):
+    async with state_of_ingress(settings, "floe chain") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
         yield {
             name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names

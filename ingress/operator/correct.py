@@ -12,13 +12,13 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import AnotherWriter, Stopped, Unavailable, UsageError
 from common.jetstream.api import stream_info
+from common.jetstream.buckets import state_of_ingress
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains
 from common.service.process import Threads
 from common.settings.ingress import TargetSettings
 from common.settings.root import Settings
-from ingress.buckets import state_bucket
 from ingress.checkpoint import ParkedAs, TargetState
 from ingress.checkpoint_store import ROLE, StateStore, from_json
 from ingress.operator import corrections
@@ -238,7 +238,7 @@ async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEdi
     if not found:
         named = ", ".join(each.stream for each in settings.ingress.targets) or "none"
         raise UsageError(f"--target: expected one of {named}, found {target}")
-    async with state_bucket(settings, "floe checkpoint", makes=True) as (client, bucket):
+    async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
         yield CheckpointEditor(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
 
 

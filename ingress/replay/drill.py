@@ -16,6 +16,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, Stopped, Unavailable
 from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream, stream_info
+from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.kv import BucketGone, KeyValue, state_key
@@ -35,7 +36,6 @@ from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.settings.types import format_duration
 from common.tasks import Stop, beside
-from ingress.buckets import open_bucket
 from ingress.errors import leading
 from ingress.replay.output import Teller, size_text
 from ingress.replay.plan import ChainRange, ReplayPlan
@@ -204,9 +204,7 @@ class Scratch:
                 raise
 
     async def _leases(self) -> Leases:
-        settings, ttl = self._settings, self._settings.lease_ttl
-        bucket = await open_bucket(self._client, settings, settings.lease_bucket, ttl=ttl)
-        return Leases(bucket, self._owner, ttl, self._clock)
+        return await open_leases(self._client, self._settings, self._owner, self._clock)
 
 
 def _key(stream: str) -> str:

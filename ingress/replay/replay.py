@@ -17,6 +17,7 @@ from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, LeaseLost, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
+from common.jetstream.buckets import open_leases, open_state
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner, owner_text
@@ -28,7 +29,6 @@ from common.service.process import Threads
 from common.settings.root import Settings
 from common.settings.service import ServiceSettings
 from common.tasks import Stop, beside, either, end, orphaned, wait_for, watched
-from ingress.buckets import open_bucket
 from ingress.checkpoint import Checkpoint, TargetState
 from ingress.checkpoint_store import ROLE as INGRESS
 from ingress.checkpoint_store import StateStore
@@ -236,8 +236,7 @@ class Replay:
         on, or `stop` is set first.
         """
         service, name = self.service, self.request.target
-        bucket = await open_bucket(client, service, service.lease_bucket, ttl=service.lease_ttl, target=name)
-        leases = Leases(bucket, self._owner, service.lease_ttl, self.clock)
+        leases = await open_leases(client, service, self._owner, self.clock, target=name)
         held: dict[Lease, asyncio.Task[None]] = {}
         try:
             for key in self._keys:
@@ -312,7 +311,7 @@ class Replay:
     async def keeper(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
         """Where the state of this replay is kept, and the envelope around it."""
         name = receipt.request.target
-        bucket = await open_bucket(client, self.service, self.service.state_bucket, target=name)
+        bucket = await open_state(client, self.service, target=name)
         envelope = ReceiptBucket(bucket, receipt)
         return StateStore(envelope, receipt_key(name), name), envelope
 
