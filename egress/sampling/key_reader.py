@@ -1,14 +1,15 @@
-"""Reads one or two fields of a JSON document without building the rest of it.
+"""Reads the key of a message: from a JSON field, a header or the subject; and its force field.
 
-The values are found by typed decoders of msgspec: it checks the document whole, and skips what is not asked
-for. Where that is not enough (a list on the way, two things under one name) the slow walk finds the same.
+Values of JSON are found by typed decoders of msgspec: they check the document whole, and skip what is not
+asked for. Where that is not enough (a list on the way, two things under one name) the slow walk finds the
+same.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -48,21 +49,21 @@ def scalar(raw: bytes) -> str | None:
     return None if raw[:1] in b"n{[" else raw.decode("ascii")
 
 
-class JsonWalk:
-    """Finds the value at one path, whatever the document looks like."""
+def _walk(path: Path) -> Callable[[bytes], bytes | None]:
+    """Finds the JSON of the value at `path`, whatever the document looks like; None if there is none.
 
-    def __init__(self, path: Path) -> None:
-        self._steps = [_step(name) for name in path]
+    The last of several members of one name counts, and what stands behind the value is checked too. Raises
+    one of `UNREADABLE`.
+    """
+    steps = list(map(_step, path))
 
-    def find(self, document: bytes) -> bytes | None:
-        """The JSON of the value; None if there is none. Raises one of `UNREADABLE`.
-
-        The last of several members of one name counts, and what stands behind the value is checked too.
-        """
+    def find(document: bytes) -> bytes | None:
         found: bytes | None = document
-        for step in self._steps:
+        for step in steps:
             found = None if found is None else step(found)
         return found
+
+    return find
 
 
 def _step(name: str) -> Callable[[bytes], bytes | None]:
@@ -76,15 +77,12 @@ def _step(name: str) -> Callable[[bytes], bytes | None]:
         if start == _OBJECT:
             return member(value)
         if start == _ARRAY and index is not None:
-            return _item(_items(value), index)
+            items = _items(value)
+            return bytes(items[index]) if index < len(items) else None
         _check(value)
         return None
 
     return step
-
-
-def _item(items: list[msgspec.Raw], index: int) -> bytes | None:
-    return bytes(items[index]) if index < len(items) else None
 
 
 def _member(name: str) -> Callable[[bytes], bytes | None]:
@@ -103,33 +101,8 @@ def _is_plain(name: str) -> bool:
     return not any(character in '"\\' or character < " " for character in name)
 
 
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """One decoder for several paths. `decode` raises one of `UNREADABLE`, or what it gives is read by `read`:
-    a function for each path, from the decoded document to the value there, None where it is absent or null.
-    """
-
-    decode: Callable[[bytes], Any]
-    read: tuple[Callable[[Any], Any], ...]
-
-
+Find = Callable[[Any], Any]
 Branch = dict[str, "Branch | int"]
-
-
-def tree(paths: Sequence[Path], kinds: Sequence[Any]) -> Tree | None:
-    """A decoder of these paths, each with the type of its value.
-
-    None where only a walk finds them: a name that could be an index, or one path that leads through another.
-    """
-    if not all(_is_plain(name) and not name.isdigit() for path in paths for name in path):
-        return None
-    root: Branch = {}
-    for place, path in enumerate(paths):
-        if not _grow(root, path, place):
-            return None
-    attributes = [""] * len(paths)
-    kind = _struct(root, kinds, "", attributes)
-    return Tree(msgspec.json.Decoder(kind).decode, tuple(map(attrgetter, attributes)))
 
 
 def _grow(branch: Branch, path: Path, place: int) -> bool:
@@ -224,100 +197,77 @@ class JsonReader:
 
 
 def _ways(key: Path | None, force: Path | None) -> list[Way]:
-    ways = [_tree(key, force, str | None), _tree(key, force, msgspec.Raw)]
-    return [way for way in ways if way is not None] + [_walk(key, force)]
+    by_walk = _way(bytes, _walk(key) if key else None, _walk(force) if force else None)
+    ways = [_tree(key, force, str | None), _tree(key, force, msgspec.Raw), by_walk]
+    return [way for way in ways if way is not None]
 
 
 def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
-    found = tree([path for path in (key, force) if path is not None], [kind, msgspec.Raw][key is None :])
-    if found is None:
+    """One decoder for both paths, with a value of the type `kind` as the key.
+
+    None where only a walk finds them: a name that could be an index, or one path that leads through another.
+    """
+    paths = [path for path in (key, force) if path is not None]
+    if not all(_is_plain(name) and not name.isdigit() for path in paths for name in path):
         return None
-    text = kind is not msgspec.Raw
-    return Way(
-        found.decode,
-        _nothing if key is None else found.read[0] if text else _scalar(found.read[0]),
-        _never if force is None else _true(found.read[-1]),
-    )
+    root: Branch = {}
+    if not all(_grow(root, path, place) for place, path in enumerate(paths)):
+        return None
+    attributes = [""] * len(paths)
+    document = _struct(root, [kind, msgspec.Raw][key is None :], "", attributes)
+    find = list(map(attrgetter, attributes))
+    decode = msgspec.json.Decoder(document).decode
+    way = _way(decode, find[0] if key else None, find[-1] if force else None)
+    return way if key is None or kind is msgspec.Raw else replace(way, key=find[0])
 
 
-def _walk(key: Path | None, force: Path | None) -> Way:
-    return Way(
-        _as_it_is,
-        _nothing if key is None else _scalar(JsonWalk(key).find),
-        _never if force is None else _true(JsonWalk(force).find),
-    )
+def _way(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> Way:
+    """`find_key`, `find_force`: give the JSON of a value, None where it is absent; None where nobody asks."""
 
-
-def _as_it_is(payload: bytes) -> bytes:
-    return payload
-
-
-def _nothing(_document: Any) -> None:
-    return None
-
-
-def _never(_document: Any) -> bool:
-    return False
-
-
-def _scalar(find: Callable[[Any], Any]) -> Callable[[Any], str | None]:
     def key(document: Any) -> str | None:
-        found = find(document)
+        found = find_key(document) if find_key else None
         return None if found is None else scalar(bytes(found))
 
-    return key
-
-
-def _true(find: Callable[[Any], Any]) -> Callable[[Any], bool]:
     def forced(document: Any) -> bool:
-        found = find(document)
+        found = find_force(document) if find_force else None
         return found is not None and bytes(found) == b"true"
 
-    return forced
+    return Way(decode, key, forced)
 
 
 Keys = list[str | None]
 Forces = list[bool] | None
-#: From a batch to the key of each message, and whether each is forced (None: no force field).
-Read = Callable[[Columns], tuple[Keys, Forces]]
 
 
 class KeyReader:
     """Reads the keys of messages as `sampling` says; made once per session, for one thread."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._read = _by_field(sampling) if sampling.field else _by_other(sampling)
+        self._read = _reader(sampling)
 
     def read(self, columns: Columns) -> tuple[Keys, Forces]:
         """The key of each message, None where it has none; and whether each is forced to pass, None where the
         settings name no force field.
         """
         keys, forced = self._read(columns)
-        return _without_long(keys), forced
+        # A character is four bytes at most: mostly this one comparison is all.
+        if max(map(len, filter(None, keys)), default=0) > MAX_KEY_BYTES // 4:
+            keys = [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
+        return keys, forced
 
 
-def _without_long(keys: Keys) -> Keys:
-    # A character is four bytes at most: mostly this one comparison is all.
-    if max(map(len, filter(None, keys)), default=0) <= MAX_KEY_BYTES // 4:
-        return keys
-    return [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
-
-
-def _by_field(sampling: Sampling) -> Read:
-    field = parse_path(sampling.field)
-    if not sampling.force_field:
-        reader = JsonReader(field, None)
-        return lambda columns: (reader.keys(columns.payloads), None)
-    both = JsonReader(field, parse_path(sampling.force_field))
-    return lambda columns: both.both(columns.payloads)
-
-
-def _by_other(sampling: Sampling) -> Read:
+def _reader(sampling: Sampling) -> Callable[[Columns], tuple[Keys, Forces]]:
+    force = parse_path(sampling.force_field) if sampling.force_field else None
+    if sampling.field:
+        json = JsonReader(parse_path(sampling.field), force)
+        if force is None:
+            return lambda columns: (json.keys(columns.payloads), None)
+        return lambda columns: json.both(columns.payloads)
     keys = _by_header(sampling.header) if sampling.header else _by_token(sampling.subject_token)
-    if not sampling.force_field:
+    if force is None:
         return lambda columns: (keys(columns), None)
-    force = JsonReader(None, parse_path(sampling.force_field))
-    return lambda columns: (keys(columns), force.both(columns.payloads)[1])
+    forces = JsonReader(None, force)
+    return lambda columns: (keys(columns), forces.both(columns.payloads)[1])
 
 
 def _by_header(name: str) -> Callable[[Columns], Keys]:
