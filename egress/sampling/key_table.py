@@ -113,6 +113,18 @@ def later(time_ns: int, by_ns: int) -> int:
     return min(NEVER, time_ns + by_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class DueLimits:
+    """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
+
+    Only what was not told yet is due to be told.
+    """
+
+    timeout: int
+    expire: int
+    forget: int
+
+
 class Table:
     """Keys and columns. A place is reused only after `forget`.
 
@@ -128,11 +140,7 @@ class Table:
         self._chunks = list(state.values)
         self._shared = bytearray(b"\1" * len(self._chunks))
         self._free: list[int] = []
-        for number, chunk in enumerate(self._chunks):
-            self._find(chunk, number * CHUNK)
-
-    def _find(self, chunk: list[str | None], first: int) -> None:
-        for place, key in enumerate(chunk, first):
+        for place, key in enumerate(chain.from_iterable(self._chunks)):
             if key is None:
                 self._free.append(place)
             else:
@@ -151,17 +159,25 @@ class Table:
     def add(self, key: str, seen: int, due: int, size: int) -> None:
         """A key that does not stand here yet."""
         if not self._free:
-            self._append(key, seen, due, size)
-            return
-        place = self._free.pop()
-        self._put(place, key)
+            place = len(self.seen)
+            if place % CHUNK == 0:
+                self._chunks.append([])
+                self._shared.append(0)
+            self._own(place).append(key)
+            self.seen.append(seen)
+            self.due.append(due)
+            self.sizes.append(size)
+            self.notices.append(Notice.NONE)
+        else:
+            place = self._free.pop()
+            self._own(place)[place % CHUNK] = key
+            self.seen[place], self.due[place], self.sizes[place] = seen, due, size
         self.places[key] = place
-        self.seen[place], self.due[place], self.sizes[place] = seen, due, size
 
     def forget(self, place: int) -> None:
         """Free a place that is not free."""
         del self.places[self.key(place)]
-        self._put(place, None)
+        self._own(place)[place % CHUNK] = None
         self.seen[place], self.due[place], self.sizes[place] = NEVER, 0, 0
         self.notices[place] = Notice.NONE
         self._free.append(place)
@@ -179,86 +195,52 @@ class Table:
             bytes(self.notices),
         )
 
-    def columns(self) -> tuple[pa.Array[Any], pa.Array[Any]]:
-        """`seen` and `notices`, not copied: no key can be added while the arrays exist."""
-        count = len(self.seen)
-        seen = pa.Array.from_buffers(pa.int64(), count, [None, pa.py_buffer(self.seen)])
-        notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
-        return seen, notices
-
-    def _append(self, key: str, seen: int, due: int, size: int) -> None:
-        place = len(self.seen)
-        if place % CHUNK == 0:
-            self._chunks.append([])
-            self._shared.append(0)
-        self._own(place // CHUNK).append(key)
-        self.places[key] = place
-        self.seen.append(seen)
-        self.due.append(due)
-        self.sizes.append(size)
-        self.notices.append(Notice.NONE)
-
-    def _put(self, place: int, key: str | None) -> None:
-        self._own(place // CHUNK)[place % CHUNK] = key
-
-    def _own(self, number: int) -> list[str | None]:
-        """The list of keys, copied if a frozen state holds it too."""
+    def _own(self, place: int) -> list[str | None]:
+        """The list of keys that `place` is in, copied if a frozen state holds it too."""
+        number = place // CHUNK
         if self._shared[number]:
             self._chunks[number] = list(self._chunks[number])
             self._shared[number] = 0
         return self._chunks[number]
 
+    # By Arrow: no key can be added while its arrays exist.
 
-@dataclass(frozen=True, slots=True)
-class DueLimits:
-    """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
+    def _columns(self) -> tuple[pa.Array[Any], pa.Array[Any]]:
+        """`seen` and `notices`, not copied."""
+        count = len(self.seen)
+        seen = pa.Array.from_buffers(pa.int64(), count, [None, pa.py_buffer(self.seen)])
+        notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
+        return seen, notices
 
-    Only what was not told yet is due to be told.
-    """
+    def due_places(self, limits: DueLimits, most: int) -> list[int]:
+        """The first places of keys that are due, so many at most."""
+        seen, notices = self._columns()
+        is_silent = pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
+        silent = cast("pa.Array[Any]", pc.call_function("indices_nonzero", [is_silent]))
+        if not len(silent):
+            return []
+        seen, notices = seen.take(silent), notices.take(silent)
+        forget = pc.less_equal(seen, _time(limits.forget))
+        expire = pc.and_(pc.less_equal(seen, _time(limits.expire)), pc.less(notices, _told(Notice.EXPIRE)))
+        timeout = pc.and_(pc.less(seen, _time(limits.timeout)), pc.equal(notices, _told(Notice.NONE)))
+        due = silent.filter(pc.or_(pc.or_(forget, expire), timeout))
+        return cast(list[int], due.slice(0, most).to_pylist())
 
-    timeout: int
-    expire: int
-    forget: int
+    def oldest(self) -> tuple[int, int, int]:
+        """The least `seen` of keys nothing was told about, of those with a timeout, and of all keys.
 
-
-def due_places(table: Table, limits: DueLimits, most: int) -> list[int]:
-    """The first places of keys that are due, so many at most."""
-    seen, notices = table.columns()
-    silent = _places(pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1))))
-    if not len(silent):
-        return []
-    due = _due(seen.take(silent), notices.take(silent), limits)
-    return cast(list[int], silent.filter(due).slice(0, most).to_pylist())
-
-
-def _places(mask: pa.BooleanArray) -> pa.Array[pa.UInt64Scalar]:
-    return cast("pa.Array[pa.UInt64Scalar]", pc.call_function("indices_nonzero", [mask]))
-
-
-def _due(seen: pa.Array[Any], notices: pa.Array[Any], limits: DueLimits) -> pa.BooleanArray:
-    forget = pc.less_equal(seen, _time(limits.forget))
-    expire = pc.and_(pc.less_equal(seen, _time(limits.expire)), pc.less(notices, _told(Notice.EXPIRE)))
-    timeout = pc.and_(pc.less(seen, _time(limits.timeout)), pc.equal(notices, _told(Notice.NONE)))
-    return pc.or_(pc.or_(forget, expire), timeout)
-
-
-def oldest(table: Table) -> tuple[int, int, int]:
-    """The least `seen` of keys nothing was told about, of those with a timeout, and of all keys.
-
-    `NEVER` where there is none.
-    """
-    seen, notices = table.columns()
-    least = _least(seen)
-    if not len(seen) or not pc.max(notices).as_py():
-        return least, NEVER, least
-    return _least_told(seen, notices, Notice.NONE), _least_told(seen, notices, Notice.TIMEOUT), least
-
-
-def _least_told(seen: pa.Array[Any], notices: pa.Array[Any], notice: Notice) -> int:
-    # The mask becomes the validity of the column, so that nothing is copied.
-    mask = pc.equal(notices, _told(notice))
-    validity, values = mask.buffers()[1], seen.buffers()[1]
-    return _least(pa.Array.from_buffers(pa.int64(), len(seen), [validity, values]))
+        `NEVER` where there is none.
+        """
+        seen, notices = self._columns()
+        least = _least(seen)
+        if not len(seen) or not pc.max(notices).as_py():
+            return least, NEVER, least
+        found = []
+        for notice in (Notice.NONE, Notice.TIMEOUT):
+            # The mask becomes the validity of the column, so that nothing is copied.
+            validity = pc.equal(notices, _told(notice)).buffers()[1]
+            found.append(_least(pa.Array.from_buffers(pa.int64(), len(seen), [validity, seen.buffers()[1]])))
+        return found[0], found[1], least
 
 
 def _time(time_ns: int) -> pa.Int64Scalar:

@@ -21,9 +21,7 @@ from egress.sampling.key_table import (
     Notice,
     SamplerState,
     Table,
-    due_places,
     later,
-    oldest,
     period_ns,
 )
 from egress.sampling.settings import Sampling
@@ -46,14 +44,8 @@ def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -
 
     `newest_ns`: the newest time before the batch.
     """
-    if not timestamps_ns:
-        return []
-    if timestamps_ns[0] >= newest_ns and sorted(timestamps_ns) == timestamps_ns:
+    if timestamps_ns and timestamps_ns[0] >= newest_ns and sorted(timestamps_ns) == timestamps_ns:
         return [MessageRun(0, timestamps_ns, False)]
-    return _uneven(timestamps_ns, newest_ns, tolerance_ns)
-
-
-def _uneven(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[MessageRun]:
     times: list[int] = []
     found = [MessageRun(0, times, False)]
     for place, timestamp_ns in enumerate(timestamps_ns):
@@ -239,34 +231,29 @@ class Sampler:
 
     def _silent(self, now_ns: int, most: int) -> list[Advisory]:
         """Handle what is due, of so many keys at most."""
-        limits = self._limits(now_ns)
-        found: list[Advisory] = []
-        for place in due_places(self._table, limits, min(most, len(self._table))):
-            self._tell(place, limits, found)
-        self._rest()
-        found.sort(key=lambda advisory: (advisory.moment_ns, advisory.value))
-        return found
-
-    def _tell(self, place: int, limits: DueLimits, found: list[Advisory]) -> None:
-        """What is due of a silent key."""
-        table = self._table
-        key, seen, notice = table.key(place), table.seen[place], table.notices[place]
-        if self._tracks and notice == Notice.NONE and seen < limits.timeout:
-            found.append(Advisory(Event.TIMEOUT, key, seen, later(seen, self._warn)))
-            table.notices[place] = Notice.TIMEOUT
-        if self._tracks and notice < Notice.EXPIRE and seen <= limits.expire:
-            found.append(Advisory(Event.EXPIRE, key, seen, later(seen, self._duration)))
-            table.notices[place] = Notice.EXPIRE
-        if seen <= limits.forget:
-            table.forget(place)
-
-    def _limits(self, now_ns: int) -> DueLimits:
-        forget = self._watermark - self._duration
+        table, found = self._table, list[Advisory]()
         # By the server's time keys are only told about: forgotten, they would be chosen anew by a clock that
         # is not the messages'.
-        if not self._tracks:
-            return DueLimits(timeout=forget, expire=forget, forget=forget)
-        return DueLimits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
+        forget = self._watermark - self._duration
+        limits = DueLimits(timeout=forget, expire=forget, forget=forget)
+        if self._tracks:
+            limits = DueLimits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
+        for place in table.due_places(limits, min(most, len(table))):
+            key, seen, notice = table.key(place), table.seen[place], table.notices[place]
+            if self._tracks and notice == Notice.NONE and seen < limits.timeout:
+                found.append(Advisory(Event.TIMEOUT, key, seen, later(seen, self._warn)))
+                table.notices[place] = Notice.TIMEOUT
+            if self._tracks and notice < Notice.EXPIRE and seen <= limits.expire:
+                found.append(Advisory(Event.EXPIRE, key, seen, later(seen, self._duration)))
+                table.notices[place] = Notice.EXPIRE
+            if seen <= limits.forget:
+                table.forget(place)
+        # Until when nothing is due, whatever messages of known keys come meanwhile.
+        untold, timed_out, least = table.oldest()
+        self._quiet_until = min(untold + self._warn + 1, timed_out + self._duration)
+        self._whole_until = least + self._duration
+        found.sort(key=lambda advisory: (advisory.moment_ns, advisory.value))
+        return found
 
     def _set_back(self, to_ns: int, found: list[Advisory]) -> None:
         """The clock was set back: what lies behind `to_ns` by now counts as of then.
@@ -286,12 +273,6 @@ class Sampler:
     def _look_again(self) -> None:
         """Nothing is known about when the next key is due."""
         self._quiet_until = self._whole_until = 0
-
-    def _rest(self) -> None:
-        """Find out until when nothing is due, whatever messages of known keys come meanwhile."""
-        untold, timed_out, least = oldest(self._table)
-        self._quiet_until = min(untold + self._warn + 1, timed_out + self._duration)
-        self._whole_until = least + self._duration
 
     def _wait(self, now: int) -> None:
         """A key is to be looked after from `now` on, when perhaps no other was."""
