@@ -6,24 +6,18 @@ Nor does one that claims to have come round (`egress.loops`): it passes, and is 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
 from common.segments.columns import Columns
-from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch
-
-if TYPE_CHECKING:
-    from egress.loops import Claims
-    from egress.sampling.sampler import SampledBatch, Sampler
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from egress.advisories.advisory import Advisory
 from egress.advisories.senders import AdvisorySender
+from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch
 from egress.builder import Builder
+from egress.loops import Claims
 from egress.sampling.sampler import SampledBatch, Sampler
 
 # From whether a message is kept (1 or 0) to its code, and from its code to whether it is still in question.
@@ -141,30 +135,21 @@ def _merged(codes: bytearray, rest: bytes | bytearray) -> bytearray:
     return bytearray(code or next(following) for code in codes)
 
 
-@dataclass(frozen=True, slots=True)
-class Again:
-    """What a former session may have found already.
+class Tracking:
+    """Tells what the sampler finds out about keys, and lets time pass for it.
 
-    `last`: up to this sequence messages may have been read before. `until_ns`: and this time may have been
-    let pass, if by then all messages up to `last` are folded in; 0 if not.
+    `advisories`: None where the feed has none; then time only lets the sampler forget. `again_last`: up to
+    this sequence a former session may have found the same already. `again_until_ns`: and it may have let this
+    time pass, if by then all messages up to `again_last` are folded in; 0 if not.
     """
 
-    last: int
-    until_ns: int = 0
-
-
-class Tracking:
-    """`advisories`: None where the feed has none; then time only lets the sampler forget."""
-
-    def __init__(self, sampler: Sampler, advisories: AdvisorySender | None, again: Again) -> None:
-        self._sampler, self._advisories, self._again = sampler, advisories, again
+    def __init__(
+        self, sampler: Sampler, advisories: AdvisorySender | None, again_last: int, again_until_ns: int = 0
+    ) -> None:
+        self._sampler, self._advisories = sampler, advisories
+        self._again_last, self._again_until_ns = again_last, again_until_ns
         self._advanced_ns = 0
         self.is_again = True
-
-    @property
-    def has_room(self) -> bool:
-        """False while advisories wait to be stored."""
-        return self._advisories is None or self._advisories.has_room
 
     def found(self, advisories: list[Advisory], *, again: bool = False) -> None:
         """Hand these over; `again`: they may have been sent, though nothing is read again any more."""
@@ -173,8 +158,8 @@ class Tracking:
 
     def reached(self, sequence: int) -> None:
         """All up to `sequence` is folded in."""
-        if self.is_again and sequence >= self._again.last:
-            self.advance(max(self._sampler.watermark_ns, self._again.until_ns))
+        if self.is_again and sequence >= self._again_last:
+            self.advance(max(self._sampler.watermark_ns, self._again_until_ns))
             self.is_again = False
             if self._advisories is not None:
                 self._advisories.settle()
@@ -184,14 +169,6 @@ class Tracking:
         if now_ns > self._advanced_ns:
             self._advanced_ns = now_ns
             self.found(self._sampler.advance(now_ns), again=again)
-
-    def tick(self) -> None:
-        """Let as much time pass as the messages did."""
-        self.advance(self._sampler.watermark_ns)
-
-    def pending(self) -> tuple[Advisory, ...]:
-        """What is not stored yet."""
-        return () if self._advisories is None else self._advisories.pending()
 
 
 class Sifting:
@@ -247,22 +224,18 @@ class SamplingStage:
         self._builder, self._sieve, self._tracking, self._stretch = builder, sieve, tracking, stretch
         self._on_writing, self._on_batch, self._on_choices = on_writing, on_batch, on_choices
         self._is_writing = False
-        self._end = stretch.read_from - 1
-
-    @property
-    def end(self) -> int:
-        """The last sequence folded in, or known to hold nothing to fold."""
-        return self._end
+        #: The last sequence folded in, or known to hold nothing to fold.
+        self.end = stretch.read_from - 1
 
     def begin(self) -> None:
         """To be called once, before the first message."""
-        self._reached(self._end)
+        self._reached(self.end)
 
     def messages(self, columns: Columns) -> None:
-        """The next messages."""
-        count = bisect_left(columns.sequences, self._stretch.write_from)
-        if count:
-            self._fold(columns.part(0, count))
+        """The next messages; what is archived of them is only folded."""
+        if count := bisect_left(columns.sequences, self._stretch.write_from):
+            self._sift(columns.part(0, count))
+            self._reached(columns.sequences[count - 1])
             columns = columns.part(count, len(columns))
         if columns and not self._builder.is_done:
             self._write(columns)
@@ -270,44 +243,39 @@ class SamplingStage:
     def passed(self, sequence: int) -> None:
         """The consumer delivers no more up to `sequence`."""
         self._builder.passed(sequence)
-        self._reached(max(self._end, self._inside(sequence)))
+        self._reached(max(self.end, self._inside(sequence)))
 
     def _inside(self, sequence: int) -> int:
         return sequence if self._stretch.until is None else min(sequence, self._stretch.until)
 
-    def _fold(self, columns: Columns) -> None:
-        """Take messages that are archived."""
-        self._sieve.sift(columns)
+    def _sift(self, columns: Columns) -> MessageBatch:
+        sifted = self._sieve.sift(columns)
         if self._sieve.choices is not None:
             self._tracking.found(self._sieve.choices.advisories)
-        self._reached(columns.sequences[-1])
+        return sifted
 
     def _write(self, columns: Columns) -> None:
         self._begin_writing()
         last = self._inside(columns.sequences[-1])
         inside = columns.part(0, bisect_right(columns.sequences, last))
         if inside:
-            self._sift(inside)
+            self._on_batch()
+            sifted = self._sift(inside)
+            if self._sieve.choices is not None:
+                self._on_choices(self._sieve.choices)
+            self._builder.sifted(sifted)
         if last < columns.sequences[-1]:
             self._builder.passed(last)
         self._reached(last)
 
-    def _sift(self, columns: Columns) -> None:
-        self._on_batch()
-        sifted, choices = self._sieve.sift(columns), self._sieve.choices
-        if choices is not None:
-            self._tracking.found(choices.advisories)
-            self._on_choices(choices)
-        self._builder.sifted(sifted)
-
     def _reached(self, sequence: int) -> None:
         if sequence >= self._stretch.write_from - 1:
             self._begin_writing()
-        self._end = sequence
+        self.end = sequence
         self._tracking.reached(sequence)
 
     def _begin_writing(self) -> None:
         if not self._is_writing:
             self._is_writing = True
-            self._end = self._stretch.write_from - 1
+            self.end = self._stretch.write_from - 1
             self._on_writing(self._sieve.saw(self._stretch.source_newest_ns))

@@ -25,7 +25,7 @@ from egress.identity import SourceStream
 from egress.loops import Claims
 from egress.partition import Position
 from egress.report import SamplingReport
-from egress.sampling.filters import Again, PreFilter, SampledStretch, SamplingStage, Tracking
+from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.resume import Resumed
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
@@ -99,10 +99,10 @@ class Sampled:
         # How far a former session may have come: one that ended before it put what it had read. Reliable
         # advisories are compared with what is stored, so the doubt may be generous; others that are in doubt
         # are dropped, so it goes no further than what is archived.
-        again = Again(position.first - 1)
+        again = position.first - 1, 0
         if feed.advisory.reliable:
-            again = Again(max(position.first - 1, source.last), source.asked_ns or 0)
-        self._tracking = Tracking(resumed.sampler, self._advisories, again)
+            again = max(position.first - 1, source.last), source.asked_ns or 0
+        self._tracking = Tracking(resumed.sampler, self._advisories, *again)
         # What fills a hole stands below snapshots that are there already.
         self._saving = None
         if not position.fills_hole:
@@ -127,14 +127,14 @@ class Sampled:
     @property
     def has_room(self) -> bool:
         """False while advisories wait to be stored: then no more is read (stop, don't skip)."""
-        return self._tracking.has_room
+        return self._advisories is None or self._advisories.has_room
 
     def tick(self) -> None:
         """To be called every now and then, between two batches."""
         self._freeze_if_due()
         if self._clock.monotonic() - self._advanced >= self._pace.advance:
             self._advanced = self._clock.monotonic()
-            self._tracking.tick()
+            self._tracking.advance(self._sampler.watermark_ns)
             self._report.tracks(self._sampler.values)
 
     # Snapshots
@@ -147,7 +147,7 @@ class Sampled:
             self._digest,
             self._sieve.newest_ns,
             self._sampler.freeze(),
-            self._tracking.pending(),
+            () if self._advisories is None else self._advisories.pending(),
         )
 
     def _freeze_if_due(self) -> None:
@@ -176,17 +176,14 @@ class Sampled:
         """After the last put of a clean end, while the loops run: send what waits, store a last snapshot."""
         if self._advisories is not None and not self._tracking.is_again:
             await self._advisories.drain(DRAIN_ADVISORIES)
-        if self._saving is not None:
+        if (saving := self._saving) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_SNAPSHOT):
-                    await self._save_last(self._saving)
-
-    async def _save_last(self, saving: Saving) -> None:
-        saving.covered(self.target.end)
-        await saving.free()
-        saving.hold(self._freeze(), self._builder.closed)
-        saving.covered(self.target.end)
-        await saving.free()
+                    saving.covered(self.target.end)
+                    await saving.free()
+                    saving.hold(self._freeze(), self._builder.closed)
+                    saving.covered(self.target.end)
+                    await saving.free()
 
     # Loops
 
@@ -207,20 +204,13 @@ class Sampled:
                 self._tracking.advance(until_ns, again=self._doubts_silence)
             if quiet.waits(self.target.end):
                 continue
-            found = await self._ask(ask)
-            if found is None:
+            asked_ns = round(self._clock.now() * NS_PER_S)
+            try:
+                info = await ask()
+            except FloeError:
+                info = None
+            source = None if info is None else source_of(info)
+            if source is None or source.created != self._source.created:
                 quiet.forget()
             else:
-                quiet.heard(*found)
-
-    async def _ask(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> tuple[int, int] | None:
-        """The last sequence, and the time (ns) of the answer; None where nobody can say."""
-        asked_ns = round(self._clock.now() * NS_PER_S)
-        try:
-            info = await ask()
-        except FloeError:
-            return None
-        source = None if info is None else source_of(info)
-        if source is None or source.created != self._source.created:
-            return None
-        return source.last, source.asked_ns or asked_ns
+                quiet.heard(source.last, source.asked_ns or asked_ns)

@@ -10,7 +10,7 @@ from common.sequences import SequenceRange
 from egress.advisories.advisory import Advisory, Event
 from egress.builder import Builder, Close, Emitted, Piece, SegmentLimits
 from egress.memory import MemoryBudget
-from egress.sampling.filters import Again, PreFilter, SampledStretch, SamplingStage, Tracking
+from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.sampler import SampledBatch
 
 SECOND = 1_000_000_000
@@ -63,7 +63,9 @@ class Taken:
 class Bench:
     """An intake and everything that it touches."""
 
-    def __init__(self, stretch: SampledStretch, again: Again | None = None, *, keep: int = 0) -> None:
+    def __init__(
+        self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0
+    ) -> None:
         self.emitted: list[Emitted] = []
         account = MemoryBudget(1 << 30).account(lambda: None)
         closing = SegmentLimits(1_000, 1 << 30, 60.0)
@@ -82,7 +84,7 @@ class Bench:
         tracking = Tracking(
             self.sampler,  # type: ignore[arg-type]
             self.taken,  # type: ignore[arg-type]
-            again or Again(stretch.write_from - 1),
+            *(again or (stretch.write_from - 1, 0)),
         )
         sieve = PreFilter("here", keep_ns=keep * SECOND, sampler=self.sampler)  # type: ignore[arg-type]
         self.intake = SamplingStage(
@@ -129,7 +131,7 @@ def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> N
 
 
 def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_and_time() -> None:
-    bench = Bench(SampledStretch(5, 8), Again(10, 30 * SECOND))
+    bench = Bench(SampledStretch(5, 8), (10, 30 * SECOND))
     bench.intake.messages(columns([6, 7, 8]))
     assert (bench.taken.settled, bench.rows()) == (0, [8])
     bench.intake.messages(columns([9, 10]))
@@ -146,7 +148,7 @@ def test_the_newest_message_of_the_source_counts_only_from_where_messages_are_wr
 
 
 def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
-    bench = Bench(SampledStretch(5, 8, 10), Again(50))
+    bench = Bench(SampledStretch(5, 8, 10), (50, 0))
     bench.intake.messages(columns([6, 8, 9, 12, 13]))
     bench.intake.messages(columns([14]))
     bench.intake.passed(40)
