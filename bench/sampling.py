@@ -74,7 +74,7 @@ def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
     frozen = (time.perf_counter() - began) * 1000
 
     def write() -> None:
-        snapshots.save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()), folder / "spool")
+        snapshots.save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()), lambda: folder / "spool")
         is_over.set()
 
     thread = threading.Thread(target=write)

@@ -58,10 +58,18 @@ class _DamagedError(Exception):
 
 
 class Past:
-    """The rows of one chain up to `last`, by the cover of `refs`. Blocking."""
+    """The rows of `chain` up to `last`, by the cover of `refs`, that `filter_subject` takes. Blocking."""
 
-    def __init__(self, store: SegmentStore, refs: Sequence[SegmentRef], last: int) -> None:
-        self._store, self._usable, self._last = store, list(refs), last
+    def __init__(
+        self,
+        store: SegmentStore,
+        chain: Chain,
+        refs: Sequence[SegmentRef],
+        last: int,
+        filter_subject: str = "",
+    ) -> None:
+        self.chain, self.refs, self.last, self.filter_subject = chain, refs, last, filter_subject
+        self._store, self._usable = store, list(refs)
         self._footers: dict[str, Footer] = {}
 
     def newest_ns(self) -> int:
@@ -75,7 +83,7 @@ class Past:
     def _around_damage(self, look: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
         while True:
             try:
-                return look(cover(self._usable, 1, self._last) if self._last >= 1 else [])
+                return look(cover(self._usable, 1, self.last) if self.last >= 1 else [])
             except _DamagedError as error:
                 self._usable.remove(error.ref)
 
@@ -191,17 +199,6 @@ class Rebuilt:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Rows that count: of one chain, up to `last`, those that `filter_subject` takes."""
-
-    chain: Chain
-    refs: Sequence[SegmentRef]
-    last: int
-    past: Past
-    filter_subject: str = ""
-
-
 class Rebuilding:
     """Builds the sampler of one chain. Blocking, for long; used once.
 
@@ -221,9 +218,8 @@ class Rebuilding:
         filter_subject: str = "",
         abandoned: threading.Event | None = None,
     ) -> None:
-        self._store, self._sampling = store, sampling
-        self._current = _Source(chain, refs, last, Past(store, refs, last))
-        self._filter = filter_subject
+        self._store, self._sampling, self._filter = store, sampling, filter_subject
+        self._current = Past(store, chain, refs, last)
         self._keys = KeyReader(sampling)
         self._abandoned = abandoned or threading.Event()
         self._rows = 0
@@ -233,57 +229,50 @@ class Rebuilding:
         sampler = Sampler(self._sampling, base.state if base else None, tracks=tracks)
         newest_ns, groups = self._plan(base)
         for group in groups:
-            for chunk in _chunks(self._ordered(group)):
-                self._learn(sampler, chunk)
+            rows = heapq.merge(*(self._read(past, within) for past, within in group))
+            while chunk := list(islice(rows, _CHUNK)):
+                _sequences, keys, timestamps_ns, sizes = zip(*chunk, strict=True)
+                sampler.learn(keys, timestamps_ns, sizes)
         return Rebuilt(sampler, newest_ns, self._rows)
 
-    # Which rows
-
-    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[_Source, SequenceRange]]]]:
+    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[Past, SequenceRange]]]]:
         """The newest message time, and what to read: incarnations in order, chains of one side by side."""
-        newest_ns, groups = base.newest_ns if base else 0, []
-        group = [self._current]
+        newest_ns, position = (base.newest_ns, base.position) if base else (0, 1)
+        groups, group = [], [self._current]
         while group:
-            newest_ns = max(newest_ns, *(source.past.newest_ns() for source in group))
-            horizon = newest_ns - self._sampling.duration_ns
-            reaches = [(source, source.past.since(horizon)) for source in group]
-            position = base.position if base else 1
-            groups.append([found for s, reach in reaches if (found := _from(s, reach.first, position))])
+            newest_ns = max(newest_ns, *(past.newest_ns() for past in group))
+            reaches = [(past, past.since(newest_ns - self._sampling.duration_ns)) for past in group]
+            groups.append(
+                [
+                    (past, SequenceRange(first, past.last))
+                    for past, reach in reaches
+                    if reach.first and (first := max(reach.first, position)) <= past.last
+                ]
+            )
             if base or all(reach.is_whole for _, reach in reaches):
                 break
-            group = self._before(group[0].chain)
+            # Not what the chain has yet to read: there it would count twice.
+            group = [
+                Past(
+                    self._store, former, self._store.list(former), min(end, self._current.last), self._filter
+                )
+                for former, end in continued(self._store, group[0].chain).items()
+            ]
         return newest_ns, groups[::-1]
 
-    def _before(self, chain: Chain) -> list[_Source]:
-        """All chains of the incarnation before `chain`'s, if that froze the same stream; else none."""
-        return [self._source(former, end) for former, end in continued(self._store, chain).items()]
-
-    def _source(self, chain: Chain, end: int) -> _Source:
-        # Not what the chain has yet to read: there it would count twice.
-        last = min(end, self._current.last)
-        refs = self._store.list(chain)
-        return _Source(chain, refs, last, Past(self._store, refs, last), self._filter)
-
-    # Reading them
-
-    def _ordered(self, group: Sequence[tuple[_Source, SequenceRange]]) -> Iterator[Row]:
-        """The rows of all chains of one incarnation, by sequence."""
-        streams = [self._read(source, within) for source, within in group]
-        return streams[0] if len(streams) == 1 else heapq.merge(*streams)
-
-    def _read(self, source: _Source, within: SequenceRange) -> Iterator[Row]:
+    def _read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
         """The rows that have a value, by the settings as they are now."""
-        for batch in read_cover(self._store, source.refs, within, self._report):
+        for batch in read_cover(self._store, past.refs, within, _tell_missing):
             if self._abandoned.is_set():
                 raise AbandonedError
             lists = columns(batch)
             keys, _forced = self._keys.read(lists)
-            self._count(len(keys), lists.sequences[-1], source.chain)
+            self._count(len(keys), lists.sequences[-1], past.chain)
             rows = zip(
                 lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True
             )
             for sequence, key, timestamp_ns, payload, subject in rows:
-                if key is not None and matches(source.filter_subject, subject):
+                if key is not None and matches(past.filter_subject, subject):
                     yield sequence, key, timestamp_ns, len(payload)
 
     def _count(self, rows: int, sequence: int, chain: Chain) -> None:
@@ -298,22 +287,6 @@ class Rebuilding:
                 **chain.log_context(),
             )
 
-    def _report(self, problem: str) -> None:
-        log.info("rows missing", action="rows_missing", problem=problem)
 
-    @staticmethod
-    def _learn(sampler: Sampler, rows: Sequence[Row]) -> None:
-        _sequences, keys, timestamps_ns, sizes = zip(*rows, strict=True)
-        sampler.learn(keys, timestamps_ns, sizes)
-
-
-def _from(source: _Source, first: int | None, position: int) -> tuple[_Source, SequenceRange] | None:
-    """What to read of a source, not before `position`; None where that is nothing."""
-    first = None if first is None else max(first, position)
-    return None if first is None or first > source.last else (source, SequenceRange(first, source.last))
-
-
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    iterator = iter(rows)
-    while chunk := list(islice(iterator, _CHUNK)):
-        yield chunk
+def _tell_missing(problem: str) -> None:
+    log.info("rows missing", action="rows_missing", problem=problem)

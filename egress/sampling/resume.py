@@ -39,8 +39,6 @@ from egress.sampling.snapshot_store import (
     to_follow,
 )
 
-__all__ = ["Resumed", "resume"]
-
 log = get_logger("egress.sampling")
 
 _WHY = {
@@ -142,11 +140,7 @@ class _Resuming:
         snapshot = Snapshot(
             self._chain, self._first, self._sampling.digest, newest_ns, sampler.freeze(), outbox
         )
-        spool = self._store.new_spool()
-        try:
-            self._snapshots.save(snapshot, spool)
-        finally:
-            spool.unlink(missing_ok=True)
+        self._snapshots.save(snapshot, self._store.new_spool)
 
     # Without one
 
@@ -171,16 +165,25 @@ class _Resuming:
             filter_subject=self._partition.filter_subject,
             abandoned=self.abandoned,
         ).run(base[1] if base else None, tracks=self._tracks)
-        rebuilt.sampler.settle(self._settled_at(rebuilt.newest_ns))
-        self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)
-        self._tell(why, rebuilt.rows, rebuilt.sampler.values)
-        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
-
-    def _settled_at(self, newest_ns: int) -> int:
-        """What no longer exists silenced nobody: the silence is counted from what is read next."""
+        settled_ns = rebuilt.newest_ns
         if self._source.first > self._first:
-            return max(newest_ns, self._source.first_timestamp_ns or 0)
-        return newest_ns
+            # What no longer exists silenced nobody: the silence is counted from what is read next.
+            settled_ns = max(settled_ns, self._source.first_timestamp_ns or 0)
+        rebuilt.sampler.settle(settled_ns)
+        self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)
+        chain = self._chain
+        metrics.sampler_rebuilt.labels(chain.site, chain.feed, chain.partition, why).inc()
+        log.warning(
+            f"sampler built again: {_WHY[why]}; values may be copied once more than the settings say, "
+            "and silence counts from now on",
+            action="sampler_rebuilt",
+            code="E-SAMPLER-REBUILT",
+            reason=why,
+            rows=rebuilt.rows,
+            values=rebuilt.sampler.values,
+            **chain.log_context(),
+        )
+        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
 
     def _reason(self, listed: Sequence[SnapshotRef]) -> str:
         ours = self._candidates.known(listed)
@@ -194,17 +197,3 @@ class _Resuming:
             return "" if newest is None else self._store.footer(newest).sampling_digest
         except DataError:
             return ""
-
-    def _tell(self, why: str, rows: int, values: int) -> None:
-        chain = self._chain
-        metrics.sampler_rebuilt.labels(chain.site, chain.feed, chain.partition, why).inc()
-        log.warning(
-            f"sampler built again: {_WHY[why]}; values may be copied once more than the settings say, "
-            "and silence counts from now on",
-            action="sampler_rebuilt",
-            code="E-SAMPLER-REBUILT",
-            reason=why,
-            rows=rows,
-            values=values,
-            **chain.log_context(),
-        )

@@ -86,25 +86,21 @@ class Snapshots:
         """The bytes that the name promises."""
         if ref.size > MAX_SNAPSHOT_BYTES:
             raise _spoiled(ref, f"expected at most {MAX_SNAPSHOT_BYTES} bytes, found {ref.size}")
-        for pause in READ_PAUSES:
-            raw = self._get(ref)
-            if _is_promised(ref, raw):
+        found = ""
+        for pause in (0.0, *READ_PAUSES):
+            if found:
+                # The line may have damaged what the store keeps well.
+                log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
+                self._clock.pause(pause)
+            raw = self._objects.get(ref.key, length=ref.size + 1)
+            if raw is None:
+                raise _spoiled(ref, "not in the store any more")
+            digest = hashlib.sha256(raw).hexdigest()
+            if len(raw) == ref.size and digest.startswith(ref.state.digest):
                 return raw
-            # The line may have damaged what the store keeps well.
-            log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
-            self._clock.pause(pause)
-        raw = self._get(ref)
-        if not _is_promised(ref, raw):
-            found = f"{len(raw)} with {hashlib.sha256(raw).hexdigest()[:DIGEST_LENGTH]}…"
-            expected = f"{ref.size} bytes with SHA-256 {ref.state.digest}…"
-            raise _spoiled(ref, f"expected {expected}, found {found}")
-        return raw
-
-    def _get(self, ref: SnapshotRef) -> bytes:
-        raw = self._objects.get(ref.key, length=ref.size + 1)
-        if raw is None:
-            raise _spoiled(ref, "not in the store any more")
-        return raw
+            found = f"{len(raw)} with {digest[:DIGEST_LENGTH]}…"
+        expected = f"{ref.size} bytes with SHA-256 {ref.state.digest}…"
+        raise _spoiled(ref, f"expected {expected}, found {found}")
 
     def write(self, position: int, body: Path | bytes, *, sampling_digest: str = "") -> SnapshotRef:
         """Put an encoded snapshot and read it back; returning means that the store holds these very bytes.
@@ -129,17 +125,21 @@ class Snapshots:
             code="E-READ-BACK",
         )
 
-    def save(self, snapshot: Snapshot, spool: Path) -> SnapshotRef:
-        """Encode `snapshot` into the file `spool`, step by step, and `write` it; the file stays.
+    def save(self, snapshot: Snapshot, new_spool: Callable[[], Path]) -> SnapshotRef:
+        """Encode `snapshot` into a new spool file, step by step, and `write` it.
 
-        Raises Unavailable, code E-SPOOL, where the disk under `spool` fails.
+        Raises Unavailable, code E-SPOOL, where the disk under the spool fails.
         """
+        spool = new_spool()
         try:
-            with spool.open("wb") as file:
-                file.writelines(encode(snapshot))
-        except OSError as error:
-            raise spool_error(spool.parent, error) from error
-        return self.write(snapshot.position, spool, sampling_digest=snapshot.sampling_digest)
+            try:
+                with spool.open("wb") as file:
+                    file.writelines(encode(snapshot))
+            except OSError as error:
+                raise spool_error(spool.parent, error) from error
+            return self.write(snapshot.position, spool, sampling_digest=snapshot.sampling_digest)
+        finally:
+            spool.unlink(missing_ok=True)
 
     def _put(
         self, ref: SnapshotRef, body: Path | bytes, sha256: str, sampling_digest: str, *, repair: bool
@@ -164,11 +164,6 @@ class Snapshots:
 
     def _probe_prefix(self) -> str:
         return f"{self._layout.documents_prefix(self.chain.site, self.chain.feed)}probe/"
-
-
-def _is_promised(ref: SnapshotRef, raw: bytes) -> bool:
-    """Whether `raw` is as long as it was listed and has the SHA-256 that the name begins."""
-    return len(raw) == ref.size and hashlib.sha256(raw).hexdigest().startswith(ref.state.digest)
 
 
 def _spoiled(ref: SnapshotRef, cause: str) -> DataError:
@@ -333,10 +328,6 @@ class Saving:
 
     def _write(self, snapshot: Snapshot) -> SnapshotRef:
         failpoint("egress.before_snapshot")
-        spool = self._new_spool()
-        try:
-            ref = self._snapshots.save(snapshot, spool)
-        finally:
-            spool.unlink(missing_ok=True)
+        ref = self._snapshots.save(snapshot, self._new_spool)
         failpoint("egress.after_snapshot")
         return ref

@@ -170,11 +170,17 @@ class SampledArchive:
     ) -> SnapshotRef:
         newest_ns = sampler.watermark_ns if newest_ns is None else newest_ns
         snapshot = Snapshot(chain, position, self.sampling.digest, newest_ns, sampler.freeze(), outbox)
-        spool = self.store.new_spool()
+        spooled: list[Path] = []
+
+        def new_spool() -> Path:
+            spooled.append(self.store.new_spool())
+            return spooled[-1]
+
         try:
-            return self.snapshots(chain).save(snapshot, spool)
+            return self.snapshots(chain).save(snapshot, new_spool)
         finally:
-            spool.unlink()
+            assert len(spooled) == 1
+            assert not spooled[0].exists()
 
     async def resume(
         self,
