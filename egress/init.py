@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
@@ -11,7 +10,7 @@ import click
 from common.clock import SystemClock
 from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo, consumer_names, stream_info
-from common.jetstream.client import FloeClient, connect
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.open import load_settings
 from common.service.cli import config_option, json_option, print_json, run_command, table
@@ -19,6 +18,7 @@ from common.settings.root import Settings
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import loop_of
 from egress.consumers import INTEREST, LIMITS, WantedMessages, create, ours
+from egress.context import connected
 from egress.partition import Partition, all_partitions, is_of_site
 
 MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
@@ -33,17 +33,6 @@ class Done:
     result: str
     stream: str = ""
     note: str = ""
-
-
-@asynccontextmanager
-async def connected(settings: Settings) -> AsyncIterator[FloeClient]:
-    """A connection of egress, closed at the end."""
-    name = f"floe egress {settings.site} init"
-    client = await connect(settings.nats_for("egress"), name=name, clock=SystemClock())
-    try:
-        yield client
-    finally:
-        await client.aclose()
 
 
 async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
@@ -145,8 +134,11 @@ async def init(config: str, as_json: bool) -> int:
 
     settings = load_settings(config, quiet=True)
     require_feeds(settings.egress.feeds)
-    async with connected(settings) as client:
+    client = await connected(settings, "init", SystemClock())
+    try:
         done, problems = await initialise(client, settings)
+    finally:
+        await client.aclose()
     if as_json:
         print_json(done)
     else:

@@ -5,36 +5,33 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.buckets import open_leases, open_state
-from common.jetstream.client import FloeClient, connect
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.leasing.balancer import LeaseGroup, LeaseScope
-from common.objects.open import open_objects
+from common.objects.open import layout_of, open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
-from common.open import open_chains, open_store
 from common.segments.alive import process_name
-from common.segments.documents import ChainStore
 from common.service.logs import flush, get_logger
-from common.service.metrics import begin, version
+from common.service.metrics import begin
 from common.service.monitor import Health, Monitor
 from common.service.process import Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings
 from common.tasks import Stop, end, orphaned, wait_for, watched
 from egress import metrics
+from egress.context import connected, make_deps
 from egress.deps import EgressDeps, Tuning
 from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
 from egress.heartbeats import Heartbeats, Reachability, SignOfLife
-from egress.memory import MemoryBudget
-from egress.partition import Partition, all_partitions, require_feeds
-from egress.report import FeedReport
+from egress.partition import all_partitions, require_feeds
 from egress.workers.process import WorkerPlace
 
 log = get_logger("egress.service")
@@ -105,18 +102,7 @@ async def serve(
     monitor.start()
     try:
         async with _stop(place, monitor.port) as stop:
-            siblings = place.count if place else 1
-            worker = place.index if place else None
-            service = EgressService(
-                settings,
-                tuning or Tuning(),
-                reexamine,
-                clock,
-                health,
-                stop,
-                siblings=siblings,
-                worker=worker,
-            )
+            service = EgressService(settings, tuning or Tuning(), reexamine, clock, health, stop, place=place)
             drained = await service.run()
     finally:
         monitor.close()
@@ -154,8 +140,7 @@ class _StopAskedError(Exception):
 class EgressService:
     """One egress process. What cannot be reached at the start is waited for, like later on.
 
-    `objects`, if given, is used instead of the configured store; `siblings`: processes started together;
-    `worker`: the number among them, None where it is alone.
+    `objects`, if given, is used instead of the configured store; `place`: among processes started together.
     """
 
     def __init__(
@@ -167,13 +152,12 @@ class EgressService:
         health: Health,
         stop: Stop,
         objects: ObjectStore | None = None,
-        siblings: int = 1,
-        worker: int | None = None,
+        place: WorkerPlace | None = None,
     ) -> None:
-        self._objects, self._siblings, self._worker = objects, siblings, worker
-        self._reach = Reachability(clock)
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
+        self._objects, self._place = objects, place
+        self._reach = Reachability(clock)
         self._rng = random.SystemRandom()
 
     async def run(self) -> bool:
@@ -188,62 +172,33 @@ class EgressService:
             )
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
-        settings = self._settings
+        settings, site, clock = self._settings, self._settings.site, self._clock
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
-        chains = open_chains(settings, objects)
-        await self._patiently("objects", lambda: self._look_into(objects, chains.layout.tails_prefix()))
+        await self._patiently("objects", lambda: self._look_into(objects))
         # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
-        store = open_store(settings, objects)
-        parts_of_feeds = all_partitions(settings.site, settings.egress.feeds)
-        stack.callback(store.close)
-        parts = EgressDeps(
-            client=data,
-            connect=lambda: self._connect("check"),
-            state=state,
-            objects=objects,
-            store=store,
-            chains=chains,
-            budget=MemoryBudget(settings.egress.memory_limit, len(parts_of_feeds)),
-            clock=self._clock,
-            rng=self._rng,
-            writer=f"floe {version()}",
-            tuning=self._tuning,
-        )
-        sharing = self._sharing(leases, control, parts_of_feeds)
-        feeds = [Feed(each, parts, sharing, self._health, self._reexamine) for each in parts_of_feeds]
-        alive = self._sign_of_life(leases.owner, [feed.report for feed in feeds], chains, control)
-        return [sharing, alive, *self._heartbeats(leases, control), *feeds], parts
+        partitions = all_partitions(site, settings.egress.feeds)
 
-    def _sign_of_life(
-        self, owner: str, reports: Sequence[FeedReport], chains: ChainStore, client: FloeClient
-    ) -> SignOfLife:
-        site, every = self._settings.site, self._tuning.pace.alive
-        process = process_name(socket.gethostname(), self._settings.instance, self._worker)
-        return SignOfLife(site, process, owner, reports, chains, client, self._clock, every)
+        def fresh() -> Awaitable[FloeClient]:
+            return connected(settings, "check", clock)
 
-    def _heartbeats(self, leases: Leases, client: FloeClient) -> list[Runs]:
-        """Those of this site; none where no subject is configured."""
-        settings, site = self._settings.egress.heartbeats, self._settings.site
-        if not settings.subjects:
-            return []
-        host = socket.gethostname()
-        return [Heartbeats(settings, leases, client, site, host, self._clock, self._rng, self._health)]
-
-    def _sharing(self, leases: Leases, client: FloeClient, chains: Sequence[Partition]) -> LeaseGroup:
-        return share_site(
-            leases,
-            client,
-            self._settings.site,
-            [lease_key(each.chain) for each in chains],
-            self._clock,
-            self._rng,
-            self._health,
-            self._siblings,
-        )
+        deps = make_deps(settings, self._tuning, objects, data, fresh, state, clock, len(partitions))
+        stack.callback(deps.store.close)
+        keys = [lease_key(each.chain) for each in partitions]
+        siblings = self._place.count if self._place else 1
+        sharing = share_site(leases, control, site, keys, clock, self._rng, self._health, siblings)
+        feeds = [Feed(each, deps, sharing, self._health, self._reexamine) for each in partitions]
+        host, worker = socket.gethostname(), self._place.index if self._place else None
+        process, every = process_name(host, settings.instance, worker), self._tuning.pace.alive
+        reports = [feed.report for feed in feeds]
+        runs: list[Runs] = [sharing, *feeds]
+        runs.append(SignOfLife(site, process, leases.owner, reports, deps.chains, control, clock, every))
+        if (beats := settings.egress.heartbeats).subjects:
+            runs.append(Heartbeats(beats, leases, control, site, host, clock, self._rng, self._health))
+        return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
         """What `step` returns, once what it needs can be reached."""
@@ -260,16 +215,17 @@ class EgressService:
                 return result
         raise _StopAskedError
 
-    async def _look_into(self, objects: ObjectStore, prefix: str) -> None:
+    async def _look_into(self, objects: ObjectStore) -> None:
         """A wrong bucket or credential ends the start, before anything is read."""
         threads = Threads("egress-start", 1)
         try:
+            prefix = layout_of(self._settings.store).tails_prefix()
             await threads.run(objects.list, prefix, limit=1)
         finally:
             threads.close()
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
-        client = await self._patiently("nats", lambda: self._connect(name))
+        client = await self._patiently("nats", lambda: connected(self._settings, name, self._clock))
         stack.push_async_callback(client.aclose)
 
         def tell(is_up: bool) -> None:
@@ -279,11 +235,6 @@ class EgressService:
         self._reach.nats(name, client.is_up)
         client.add_listener(tell)
         return client
-
-    async def _connect(self, name: str) -> FloeClient:
-        settings = self._settings
-        title = f"floe egress {settings.site} {name}"
-        return await connect(settings.nats_for("egress"), name=title, clock=self._clock, rng=self._rng)
 
     async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:
         egress, owner = self._settings.egress, new_owner(self._settings.instance)
