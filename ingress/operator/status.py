@@ -1,9 +1,9 @@
-"""What `floe status` shows: where each chain of each target stands, by state, target and archive."""
+"""What `floe status` and `checkpoint ls` show: where each chain stands, by state, target and archive."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
-from common.jetstream.client import FloeClient, connect
+from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains, open_store
 from common.segments.alive import STANDBY, Sighting, newest
@@ -28,10 +28,11 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
+from ingress.buckets import state_bucket
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.search import Inside, look_into
-from ingress.checkpoint import Gap, Intent, TargetState
+from ingress.checkpoint import Gap, TargetState
 from ingress.checkpoint_store import ROLE, StateStore
 from ingress.errors import check_targets
 from ingress.preflight import control_headers
@@ -73,58 +74,48 @@ class Sight:
 async def read_sights(settings: Settings) -> dict[str, Sight]:
     """What every target of the configuration looks like, by its name. Raises what connecting raises."""
     check_targets(settings.ingress)
-    client = await connect(settings.nats_for("ingress"), name="floe status")
-    try:
-        bucket = KeyValue.optional(client, settings.ingress.state_bucket)
+    async with state_bucket(settings, "floe status") as (client, bucket):
         return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
-    finally:
-        await client.aclose()
 
 
 async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> Sight:
     try:
-        state, why = await _judged(client, bucket, target)
-        name, against = await _publisher(client, target)
+        state, finding = await _judged(client, bucket, target)
         pauses = await PauseStore(bucket, target.stream).read()
     except Stopped as error:  # a stored value that nobody can read
         return Sight(stopped=f"{error.code}: {error.message}")
-    return Sight(state, name, why or against, frozenset(pauses.paused))
+    publisher = ""
+    why = "" if finding is Finding.STORED else f"target: {finding.value}"
+    info = await stream_info(client, target.stream)
+    if info is None:
+        why = why or ("" if target.create else "target: no such stream")
+    else:
+        headers = control_headers(target)
+        against = offered(client.server_version, info.config, headers, exclusive=target.exclusive)
+        try:
+            publisher = choose(target.stream, target.publisher, against)
+        except ConfigError as error:
+            why = why or error.message
+    return Sight(state, publisher, why, frozenset(pauses.paused))
 
 
 async def _judged(
     client: FloeClient, bucket: KeyValue, target: TargetSettings
-) -> tuple[TargetState | None, str]:
-    """The stored state, and what speaks against going on; the same state before and after the look."""
+) -> tuple[TargetState | None, Finding]:
+    """The stored state, and what the target says of it; the same state before and after the look."""
     keeper = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
     stored = await keeper.load()
     for _ in range(LOOKS):
         if stored.state is None:
-            return None, ""
+            break
         reading = await read(client, target.stream)
         verdict = (
             judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
         )
         before, stored = stored, await keeper.load()
         if stored.revision == before.revision:
-            return stored.state, "" if verdict.finding is Finding.STORED else _finding(verdict.finding)
-    return stored.state, ""
-
-
-def _finding(finding: Finding) -> str:
-    return f"target: {finding.value}"
-
-
-async def _publisher(client: FloeClient, target: TargetSettings) -> tuple[str, str]:
-    """The publisher, and why there is none."""
-    info = await stream_info(client, target.stream)
-    if info is None:
-        return "", "" if target.create else "target: no such stream"
-    headers = control_headers(target)
-    against = offered(client.server_version, info.config, headers, exclusive=target.exclusive)
-    try:
-        return choose(target.stream, target.publisher, against), ""
-    except ConfigError as error:
-        return "", error.message
+            return stored.state, verdict.finding
+    return stored.state, Finding.STORED
 
 
 # One chain
@@ -238,11 +229,6 @@ def by_newest_incarnation(
     return {replace(p, incarnation=k): sightings[p] for p, k in incarnations.items()}
 
 
-def _pairs(target: TargetSettings) -> dict[tuple[str, str], SourceSettings]:
-    """The entry of `sources` for each site and feed that may flow into the target."""
-    return {pair: source for source in target.sources for pair in source.pairs()}
-
-
 def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
     """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
     plan = found.plan
@@ -261,86 +247,73 @@ def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float)
 
 async def print_status(settings: Settings, as_json: bool) -> int:
     """Print where every chain of every target stands; the exit code, 3 where somebody ought to look."""
-    standings = await read_standings(settings, SystemClock())
-    rows = [standing.row() for standing in standings]
-    print_json(rows) if as_json else table(rows, STATUS_COLUMNS)
-    for line in (await read_foreign(settings)).lines():
-        click.echo(line, err=True)
-    return DataError.exit_code if any(standing.alarm for standing in standings) else 0
-
-
-async def read_standings(settings: Settings, clock: Clock) -> list[ChainStatus]:
-    """Where every chain of every target stands, by target and chain."""
     sights = await read_sights(settings)
-    survey = ArchiveSurvey(open_store(settings), open_chains(settings), clock, settings.ingress.silent_after)
+    survey = ArchiveSurvey(
+        open_store(settings), open_chains(settings), SystemClock(), settings.ingress.silent_after
+    )
     try:
-        return await survey.standings(settings.ingress.targets, sights)
+        standings = await survey.standings(settings.ingress.targets, sights)
+        rows = [standing.row() for standing in standings]
+        print_json(rows) if as_json else table(rows, STATUS_COLUMNS)
+        with suppress(FloeError):
+            for line in (await survey.foreign()).lines():
+                click.echo(line, err=True)
     finally:
         survey.close()
-
-
-async def read_foreign(settings: Settings) -> Foreign:
-    """The keys in the store that are none of Floe's, of the first 100,000; none where it cannot be asked."""
-    store, threads = open_store(settings), Threads("status", 1)
-    try:
-        return await threads.run(look_for_foreign, store.objects, store.layout, (), KEYS_LOOKED_AT)
-    except FloeError:
-        return Foreign([])
-    finally:
-        threads.close()
-        store.close()
+    return DataError.exit_code if any(standing.alarm for standing in standings) else 0
 
 
 class ArchiveSurvey:
     """Looks at the archive for `floe status`."""
 
-    def __init__(
-        self, store: SegmentStore, documents: ChainStore, clock: Clock, silent_after: float = float("inf")
-    ) -> None:
+    def __init__(self, store: SegmentStore, documents: ChainStore, clock: Clock, silent_after: float) -> None:
         self._store, self._documents, self._clock = store, documents, clock
         self._silent_after = silent_after
         self._threads = Threads("status", PARALLEL)
 
     async def standings(
-        self, targets: tuple[TargetSettings, ...], sights: Mapping[str, Sight]
+        self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]
     ) -> list[ChainStatus]:
         """One for each chain that has a tail or a position, or of which only egress says anything, by target
         and chain; and one for each feed of `sources` of which there is nothing.
         """
         tails = await self._threads.run(self._documents.listed_tails)
-        sightings = await self._sightings({pair for target in targets for pair in _pairs(target)})
+        sightings = await self._sightings({site for each in targets for site, _ in each.source_of})
         wanted: list[Coroutine[Any, Any, ChainStatus | None]] = []
         for target in targets:
-            sight = sights.get(target.stream, Sight())
-            sources = _pairs(target)
+            name, sight, sources = target.stream, sights[target.stream], target.source_of
             positions = sight.state.checkpoint.positions if sight.state else {}
             chains = {chain for chain in tails if (chain.site, chain.feed) in sources} | {*positions}
-            egress = by_newest_incarnation(
-                chains, {c: s for c, s in sightings.items() if (c.site, c.feed) in sources}
-            )
-            named = {(chain.site, chain.feed) for chain in chains | egress.keys()}
-            wanted += [
-                self._missing(target.stream, sight, pair, tails) for pair in sorted({*sources} - named)
-            ]
-            for chain in sorted(chains | egress.keys()):
-                source, tail = sources.get((chain.site, chain.feed)), tails.get(chain)
-                shown = egress.get(chain), None if tail is None else tail.modified
-                wanted.append(self._standing(target.stream, sight, chain, source, *shown))
+            said = {c: found for c, found in sightings.items() if (c.site, c.feed) in sources}
+            egress = by_newest_incarnation(chains, said)
+            chains |= egress.keys()
+            for pair in sorted(sources.keys() - {(chain.site, chain.feed) for chain in chains}):
+                missing = ChainStatus(name, sight.publisher, Chain(*pair), None, None, phase="missing")
+                wanted.append(self._threads.run(self._unless_begun, missing, tails))
+            for chain in sorted(chains):
+                found = ChainStatus(
+                    name,
+                    sight.publisher,
+                    chain,
+                    None,
+                    positions.get(chain),
+                    last_archived=tails[chain].modified if chain in tails else None,
+                    egress=egress.get(chain),
+                    silent_after=self._silent_after,
+                )
+                source = sources.get((chain.site, chain.feed))
+                wanted.append(self._threads.run(self._standing, found, sight, source))
         return [each for each in await asyncio.gather(*wanted) if each is not None]
 
-    async def _missing(
-        self, target: str, sight: Sight, pair: tuple[str, str], tails: Iterable[Chain]
-    ) -> ChainStatus | None:
-        """A feed of `sources` of which there is nothing; None where it has begun."""
-        if await self._threads.run(self._documents.chains, *pair):
-            return None
-        there = suggestion("/".join(pair), {f"{chain.site}/{chain.feed}" for chain in tails})
-        why = f"nothing archived of this feed; {there}"
-        return ChainStatus(target, sight.publisher, Chain(*pair), None, None, phase="missing", why=why)
+    async def foreign(self) -> Foreign:
+        """The keys in the store that are none of Floe's, of the first 100,000."""
+        return await self._threads.run(
+            look_for_foreign, self._store.objects, self._store.layout, (), KEYS_LOOKED_AT
+        )
 
-    async def _sightings(self, pairs: Collection[tuple[str, str]]) -> dict[Chain, Sighting]:
+    async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
         """What egress says of itself, by partition; nothing where that may not be read."""
-        sites, layout, now = {site for site, _ in pairs}, self._documents.layout, self._clock.now()
+        layout, now = self._documents.layout, self._clock.now()
         try:
             listed = await self._threads.run(self._documents.listed_alive)
             infos = [info for info in listed if (layout.parse_alive(info.key) or ("",))[0] in sites]
@@ -356,46 +329,31 @@ class ArchiveSurvey:
             for sign in alive.chains
         )
 
-    async def _standing(
-        self,
-        target: str,
-        sight: Sight,
-        chain: Chain,
-        source: SourceSettings | None,
-        egress: Sighting | None,
-        last_archived: float | None,
-    ) -> ChainStatus:
-        positions = sight.state.checkpoint.positions if sight.state else {}
-        archived = await self._threads.run(self._documents.read_tail, chain)
-        found = ChainStatus(
-            target,
-            sight.publisher,
-            chain,
-            archived,
-            positions.get(chain),
-            last_archived=last_archived,
-            egress=egress,
-            silent_after=self._silent_after,
-        )
-        if archived is not None and archived >= (found.position or 1):
+    # Blocking
+
+    def _unless_begun(self, missing: ChainStatus, tails: Iterable[Chain]) -> ChainStatus | None:
+        site, feed = missing.chain.site, missing.chain.feed
+        if self._documents.chains(site, feed):
+            return None
+        there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
+        return replace(missing, why=f"nothing archived of this feed; {there}")
+
+    def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None) -> ChainStatus:
+        documents, chain, position = self._documents, found.chain, found.position or 1
+        found = replace(found, archived=documents.read_tail(chain))
+        if found.archived is not None and found.archived >= position:
             patience = source.lost_segment_timeout if source else float("inf")
             with suppress(FloeError):  # the tail still tells how far it is
-                end = await self._threads.run(self._documents.read_end, chain)
-                inside = await self._threads.run(self._look_into, chain, found.position or 1, end)
+                end = documents.read_end(chain)
+                accepted = [gap.range for gap in documents.gaps(chain, position=position)]
+                inside = look_into(self._store, chain, position, end, accepted)
                 found = with_plan(replace(found, end=end), inside, patience, self._clock.now())
                 if inside.plan.beyond and not found.why:
-                    found = replace(found, why=await self._threads.run(self._behind, chain, end or 0))
+                    found = replace(found, why=self._behind(chain, end or 0))
         return _as_decided(found, sight, is_listed=source is not None)
 
-    def _look_into(self, chain: Chain, position: int, end: int | None) -> Inside:
-        accepted = [gap.range for gap in self._documents.gaps(chain, position=position)]
-        return look_into(self._store, chain, position, end, accepted)
-
     def _behind(self, chain: Chain, end: int) -> str:
-        """What was put behind the end of the incarnation, and how it is carried; empty where it is given up.
-
-        Blocking.
-        """
+        """What was put behind the end of the incarnation, and how it is carried; empty where given up."""
         coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
         accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
         found = behind(coverages, end, accepted)
@@ -424,35 +382,17 @@ def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> Chai
 
 
 CHECKPOINT_COLUMNS = (
-    "target",
-    "target_sequence",
-    "site",
-    "feed",
-    "incarnation",
-    "partition",
-    "position",
-    "intent",
-    "begins",
-)
+    "target", "target_sequence", "site", "feed", "incarnation", "partition", "position", "intent", "begins",
+)  # fmt: skip
 States = Mapping[str, TargetState | None]
 
 
 async def read_states(settings: Settings) -> States:
     """What is stored of each target, by its name; None where nothing is yet."""
     check_targets(settings.ingress)
-    client = await connect(settings.nats_for("ingress"), name="floe checkpoint")
-    try:
-        bucket = KeyValue.optional(client, settings.ingress.state_bucket)
-        states = {}
-        for target in settings.ingress.targets:
-            store = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
-            states[target.stream] = (await store.load()).state
-        return states
-    finally:
-        await client.aclose()
-
-
-# checkpoint ls
+    async with state_bucket(settings, "floe checkpoint") as (_, bucket):
+        names = [target.stream for target in settings.ingress.targets]
+        return {name: (await StateStore(bucket, state_key(ROLE, name), name).load()).state for name in names}
 
 
 async def print_checkpoints(settings: Settings, as_json: bool) -> None:
@@ -461,28 +401,15 @@ async def print_checkpoints(settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json([checkpoint_json(target, state) for target, state in states.items()])
     else:
-        table(_checkpoint_rows(states), CHECKPOINT_COLUMNS)
+        known = {target: state for target, state in states.items() if state is not None}
+        table([row for each in known.items() for row in _checkpoint_rows(*each)], CHECKPOINT_COLUMNS)
 
 
 def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
     """The checkpoint and the open intent of one target; null where nothing is stored."""
     if state is None:
         return {"target": target, "target_sequence": None, "positions": [], "intent": None}
-    checkpoint = state.checkpoint
-    positions = [
-        {**chain.log_context(), "position": at} for chain, at in sorted(checkpoint.positions.items())
-    ]
-    return {
-        "target": target,
-        "target_sequence": checkpoint.target_sequence,
-        "target_created": checkpoint.target_created,
-        "begins": checkpoint.begins,
-        "positions": positions,
-        "intent": state.intent and _intent_json(state.intent),
-    }
-
-
-def _intent_json(intent: Intent) -> dict[str, Any]:
+    checkpoint, intent = state.checkpoint, state.intent
     rows = [
         {
             **piece.chain.log_context(),
@@ -493,32 +420,32 @@ def _intent_json(intent: Intent) -> dict[str, Any]:
             "left_out": len(piece.left_out),
             "out_of_turn": piece.out_of_turn,
         }
-        for piece in intent.pieces
+        for piece in (intent.pieces if intent else ())
     ]
-    return {"base": intent.base, "count": intent.count, "rows": rows}
+    return {
+        "target": target,
+        "target_sequence": checkpoint.target_sequence,
+        "target_created": checkpoint.target_created,
+        "begins": checkpoint.begins,
+        "positions": [{**c.log_context(), "position": at} for c, at in sorted(checkpoint.positions.items())],
+        "intent": intent and {"base": intent.base, "count": intent.count, "rows": rows},
+    }
 
 
-def _checkpoint_rows(states: States) -> Iterator[dict[str, object]]:
-    for target, state in states.items():
-        if state is None:
-            continue
-        intent = _intent_texts(state.intent)
-        positions = state.checkpoint.positions
-        for chain in sorted({*positions, *intent}):
-            yield {
-                "target": target,
-                "target_sequence": state.checkpoint.target_sequence,
-                **chain.log_context(),
-                "position": positions.get(chain),
-                "intent": intent.get(chain),
-                "begins": state.checkpoint.begins or None,
-            }
-
-
-def _intent_texts(intent: Intent | None) -> dict[Chain, str]:
-    """What the open intent holds of each chain."""
-    found: dict[Chain, list[str]] = {}
-    for piece in intent.pieces if intent else ():
+def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]:
+    texts: dict[Chain, list[str]] = {}  # what the open intent holds of each chain
+    for piece in state.intent.pieces if state.intent else ():
         text = f"{piece.rows} given up" if isinstance(piece.segment, Gap) else str(piece.rows)
-        found.setdefault(piece.chain, []).append(f"{text} again" if piece.out_of_turn else text)
-    return {chain: " ".join(texts) for chain, texts in found.items()}
+        texts.setdefault(piece.chain, []).append(f"{text} again" if piece.out_of_turn else text)
+    checkpoint = state.checkpoint
+    return [
+        {
+            "target": target,
+            "target_sequence": checkpoint.target_sequence,
+            **chain.log_context(),
+            "position": checkpoint.positions.get(chain),
+            "intent": " ".join(texts[chain]) if chain in texts else None,
+            "begins": checkpoint.begins or None,
+        }
+        for chain in sorted({*checkpoint.positions, *texts})
+    ]
