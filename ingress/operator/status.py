@@ -14,6 +14,7 @@ from common.chain import Chain
 from common.clock import Clock, SystemClock, format_time
 from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
 from common.jetstream.api import stream_info
+from common.jetstream.buckets import state_of_ingress
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.open import open_chains, open_store
@@ -28,7 +29,6 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.ingress import SourceSettings, TargetSettings
 from common.settings.root import Settings
-from ingress.buckets import state_bucket
 from ingress.chains.pauses import PauseStore
 from ingress.chains.plan import Phase
 from ingress.chains.search import Inside, look_into
@@ -74,7 +74,7 @@ class Sight:
 async def read_sights(settings: Settings) -> dict[str, Sight]:
     """What every target of the configuration looks like, by its name. Raises what connecting raises."""
     check_targets(settings.ingress)
-    async with state_bucket(settings, "floe status") as (client, bucket):
+    async with state_of_ingress(settings, "floe status") as (client, bucket):
         return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
 
 
@@ -390,7 +390,7 @@ States = Mapping[str, TargetState | None]
 async def read_states(settings: Settings) -> States:
     """What is stored of each target, by its name; None where nothing is yet."""
     check_targets(settings.ingress)
-    async with state_bucket(settings, "floe checkpoint") as (_, bucket):
+    async with state_of_ingress(settings, "floe checkpoint") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
         return {name: (await StateStore(bucket, state_key(ROLE, name), name).load()).state for name in names}
 
