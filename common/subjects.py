@@ -25,6 +25,19 @@ def _agree(wanted: list[bytes], tokens: list[bytes]) -> bool:
     return all(filter_token in (b"*", token) for filter_token, token in zip(wanted, tokens, strict=True))
 
 
+def covers(wide: str, narrow: str) -> bool:
+    """Whether `wide` takes every subject that `narrow` takes; the empty filter takes all."""
+    if not wide or wide == ">":
+        return True
+    outside, inside = wide.split("."), (narrow or ">").split(".")
+    for its, mine in zip(outside, inside, strict=False):
+        if its == ">":
+            return True
+        if mine == ">" or its not in ("*", mine):
+            return False
+    return len(outside) == len(inside)
+
+
 def overlaps(one: str, other: str) -> bool:
     """Whether some subject matches both filters, by the rules of NATS; the empty filter takes all."""
     if not one or not other:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.chain import Chain
-from common.invariants import rows_balance
 from common.jetstream.api import stream_info
 from common.open import load_settings, open_store
 from common.segments.store import SegmentStore
@@ -26,6 +25,7 @@ from infra.oracle import (
 from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
 from tests.support.basics import PATIENCE
+from tests.support.invariants import rows_balance
 
 PREFIX = "fleet"
 

@@ -12,7 +12,6 @@ from collections import Counter
 from typing import Any
 
 from common.chain import Chain
-from common.invariants import rows_balance
 from common.jetstream.api import create_stream
 from common.open import load_settings, open_store
 from common.segments.segment import Message, Reason
@@ -34,6 +33,7 @@ from tests.scenarios.sampling import (
 )
 from tests.scenarios.sharing import PARTITIONS, SITE, archived_to, disturbed, feed_of, logs_of
 from tests.scenarios.world import World
+from tests.support.invariants import rows_balance
 
 ADVISORIES = "ADV"
 FEED = {**SAMPLED, "advisory": {"subject": f"{ADVISORIES}.%s.%v", "reliable": True}}

@@ -12,7 +12,6 @@ from typing import Any
 from common.chain import Chain
 from common.clock import Clock, SystemClock
 from common.errors import Unavailable
-from common.invariants import rows_balance, unread_is_named
 from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
@@ -33,6 +32,7 @@ from egress.incarnations import Closings
 from egress.service import EgressService
 from infra.oracle import Comparison, Trace, archived, compare, read_stream, source_trace
 from tests.support.basics import PATIENCE, SharedS3, soon, unique
+from tests.support.invariants import rows_balance, unread_is_named
 
 SITE = "site"
 QUICK = Tuning(

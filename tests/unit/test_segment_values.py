@@ -14,7 +14,6 @@ import pytest
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
-from common.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
 from common.segments.reader import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
 from common.segments.segment import (
     Footer,
@@ -28,6 +27,15 @@ from common.segments.segment import (
 )
 from common.segments.store import object_metadata
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
+from tests.support.invariants import (
+    Promise,
+    accounts_once,
+    continues,
+    in_order,
+    repeated,
+    rows_balance,
+    same_rows,
+)
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
 MIB = 2**20
