@@ -17,7 +17,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import DataError, FloeError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
-from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.documents import ChainStore
 from common.segments.keys import MAX_LEVEL
 from common.segments.parquet_guard import SegmentGone
@@ -71,8 +71,27 @@ class ListingView:
 NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
 
 
+class _MarkForm:
+    """How the bucket holds a mark."""
+
+    def encode(self, end: int) -> bytes:
+        return json.dumps({"end": end}).encode()
+
+    def decode(self, raw: bytes) -> int:
+        try:
+            end = json.loads(raw)["end"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            end = None
+        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
+            raise ValueError("expected an end, found none")
+        return end
+
+
 class HighWaterMarks:
-    """High-water marks: the last sequence of a chain that was put and read back. No service lowers one."""
+    """High-water marks: the last sequence of a chain that was put and read back. No service lowers one.
+
+    Methods raise DataError for a value that is none.
+    """
 
     def __init__(self, state: KeyValue) -> None:
         self._state = state
@@ -80,54 +99,31 @@ class HighWaterMarks:
     @staticmethod
     def key(chain: Chain) -> str:
         """Where the mark of a chain stands."""
-        deps = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
-        return state_key("egress", "mark", *deps)
+        parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
+        return state_key("egress", "mark", *parts)
 
-    @staticmethod
-    def value(end: int) -> str:
-        """What the key holds for a mark at `end`."""
-        return json.dumps({"end": end})
+    def _of(self, chain: Chain) -> KvDocument[int]:
+        def unreadable(why: str) -> DataError:
+            hint = f"to believe the listing instead: {believe_listing(chain)}"
+            return DataError(f"high-water mark of {chain}: {why}", hint=hint, code="E-STATE-KV")
 
-    @property
-    def bucket(self) -> str:
-        return self._state.bucket
+        return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable)
 
     async def get(self, chain: Chain) -> int | None:
-        """The mark; None if there is none. Raises DataError for a value that is none."""
-        entry = await self._state.get(self.key(chain))
-        return None if entry is None else self._parse(chain, entry.value)
+        """The mark; None if there is none."""
+        return (await self._of(chain).get())[0]
 
     async def begin(self, chain: Chain) -> int:
-        """Have a mark at 0 unless there is one; where it is then. Raises as `get`."""
-        if await self._state.create(self.key(chain), self.value(0).encode()) is not None:
-            return 0
-        return await self.get(chain) or 0
+        """Have a mark at 0 unless there is one; where it is then."""
+        return 0 if await self._of(chain).create(0) is not None else await self.get(chain) or 0
 
     async def set(self, chain: Chain, end: int) -> None:
         """Have the mark at `end`, whatever it was."""
-        await self._state.put(self.key(chain), self.value(end).encode())
+        await self._of(chain).put(end)
 
     async def raise_to(self, chain: Chain, end: int) -> None:
         """Have the mark at `end` or above."""
-
-        def raised(found: bytes | None) -> bytes | None:
-            is_there = found is not None and self._parse(chain, found) >= end
-            return None if is_there else self.value(end).encode()
-
-        await self._state.change(self.key(chain), raised)
-
-    def _parse(self, chain: Chain, value: bytes) -> int:
-        try:
-            end = json.loads(value)["end"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            end = None
-        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
-            raise DataError(
-                f"high-water mark of {chain}: expected an end, found {value!r:.60}",
-                hint=f"to believe the listing instead: {believe_listing(chain)}",
-                code="E-STATE-KV",
-            )
-        return end
+        await self._of(chain).change(lambda found: end if found is None else max(found, end))
 
 
 class Archive:

@@ -21,16 +21,16 @@ consequences.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from common.chain import Chain
+from common.documents import JsonForm
 from common.errors import DataError, Stopped
-from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.segment import Tip
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.exits import command
@@ -204,27 +204,6 @@ def _created(evidence: Evidence, source: SourceStream) -> str:
     return f"created was {evidence.created} and is {source.created}"
 
 
-D = TypeVar("D")
-
-
-class _Version(msgspec.Struct):
-    format_version: Literal[1]
-
-
-def versioned(kind: type[D]) -> Callable[[bytes], D]:
-    """Decodes documents of the type `kind`, whose tag is their version. Raises ValueError."""
-    check, decode = msgspec.json.Decoder(_Version).decode, msgspec.json.Decoder(kind).decode
-
-    def decoded(raw: bytes) -> D:
-        try:
-            check(raw)
-            return decode(raw)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-
-    return decoded
-
-
 class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
     """The stream created at `created` is taken for the one that was archived up to `end`, whatever differs
     up to there.
@@ -233,18 +212,24 @@ class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     created: str
     end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
 
-    def to_json(self) -> bytes:
-        return _encode(self)
 
-    @classmethod
-    def from_json(cls, raw: bytes) -> Acceptance:
-        """What `to_json` wrote. Raises ValueError."""
-        return _acceptance(raw)
+ACCEPTANCE = JsonForm(Acceptance)
 
 
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_acceptance = versioned(Acceptance)
-_encode = msgspec.json.Encoder().encode
+def acceptance_key(chain: Chain) -> str:
+    """Where the acceptance of a chain stands."""
+    number = f"{chain.incarnation:04d}"
+    return state_key("egress", "same", chain.site, chain.feed, number, str(chain.partition))
+
+
+def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
+    """What an operator accepted of a chain."""
+
+    def unreadable(why: str) -> DataError:
+        hint = f"without it the evidence counts: {believe_listing(chain)}"
+        return DataError(f"acceptance of {chain}: {why}", hint=hint, code="E-STATE-KV")
+
+    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, unreadable)
 
 
 def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
@@ -262,38 +247,6 @@ def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdi
     if not newer and evidence.end == acceptance.end:
         return SourceVerdict(VerdictKind.SAME, f"accepted by an operator up to {acceptance.end}")
     return judge(replace(evidence, created=acceptance.created, tips=newer, older=None))
-
-
-class Acceptances:
-    """The acceptances of an operator. Methods raise what the bucket raises."""
-
-    def __init__(self, state: KeyValue) -> None:
-        self._state = state
-
-    @staticmethod
-    def key(chain: Chain) -> str:
-        """Where the acceptance of a chain stands."""
-        return state_key(
-            "egress", "same", chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition)
-        )
-
-    async def get(self, chain: Chain) -> Acceptance | None:
-        """The acceptance; None if there is none. Raises DataError (E-STATE-KV) for a value that is none."""
-        entry = await self._state.get(self.key(chain))
-        if entry is None:
-            return None
-        try:
-            return Acceptance.from_json(entry.value)
-        except ValueError as error:
-            raise DataError(
-                f"acceptance of {chain}: {error} (begins {entry.value[:40]!r})",
-                hint=f"without it the evidence counts: {believe_listing(chain)}",
-                code="E-STATE-KV",
-            ) from error
-
-    async def put(self, chain: Chain, acceptance: Acceptance) -> None:
-        """Have this acceptance, whatever there was before."""
-        await self._state.put(self.key(chain), acceptance.to_json())
 
 
 CODES = {

@@ -16,17 +16,17 @@ from typing import Annotated, Any
 import msgspec
 
 from common.chain import MAX_INCARNATION, Chain
+from common.documents import JsonForm
 from common.errors import DataError, Stopped
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo
-from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
 from egress.archive import HighWaterMarks
 from egress.deps import PartitionDeps
 from egress.hints import believe_listing, repartition, resolve
-from egress.identity import versioned
 from egress.partition import Partition, partitions_of
 
 log = get_logger("egress.incarnations")
@@ -96,20 +96,8 @@ class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         """The partitions of `count` that have not ended for the stream created at `created`."""
         return [n for n in range(count) if n not in self.ends or self.ends[n].created != created]
 
-    def to_json(self) -> bytes:
-        return _encode(self)
 
-    @classmethod
-    def from_json(cls, raw: bytes) -> Closing:
-        """What `to_json` wrote. Raises ValueError."""
-        return _decode(raw)
-
-
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_decode = versioned(Closing)
-_encode = msgspec.json.Encoder().encode
-
-
+CLOSING = JsonForm(Closing)
 MINT_INTERVAL = 3600.0  # seconds between two incarnations without an operator
 FILTERS_SHOWN = 8
 
@@ -398,31 +386,24 @@ class Closings:
         """The key of the chain's incarnation; all its partitions share it."""
         return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
 
+    def _of(self, chain: Chain) -> KvDocument[Closing]:
+        def unreadable(why: str) -> DataError:
+            hint = "without it each partition notes its end again, and a decision is to be made again: "
+            return DataError(
+                f"closing of {chain}: {why}", hint=hint + believe_listing(chain), code="E-STATE-KV"
+            )
+
+        return KvDocument(self._state, self.key(chain), CLOSING, unreadable)
+
     async def get(self, chain: Chain) -> Closing:
         """How far closing is; an empty one where nobody has begun."""
-        entry = await self._state.get(self.key(chain))
-        return Closing() if entry is None else self._parse(chain, entry.value)
+        return (await self._of(chain).get())[0] or Closing()
 
     async def change(self, chain: Chain, step: Callable[[Closing], Closing]) -> Closing:
         """Make what `step` makes of it, whoever else changes it meanwhile; what is there then."""
-        result = Closing()
 
-        def changed(found: bytes | None) -> bytes | None:
-            nonlocal result
-            former = Closing() if found is None else self._parse(chain, found)
-            result = step(former)
-            return None if result == former else result.to_json()
+        def changed(found: Closing | None) -> Closing | None:
+            made = step(found or Closing())
+            return None if made == Closing() and found is None else made
 
-        await self._state.change(self.key(chain), changed)
-        return result
-
-    def _parse(self, chain: Chain, value: bytes) -> Closing:
-        try:
-            return Closing.from_json(value)
-        except ValueError as error:
-            raise DataError(
-                f"closing of {chain}: {error} (begins {value[:40]!r})",
-                hint="without it each partition notes its end again, and a decision is to be made again: "
-                + believe_listing(chain),
-                code="E-STATE-KV",
-            ) from error
+        return await self._of(chain).change(changed) or Closing()

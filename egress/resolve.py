@@ -19,12 +19,12 @@ from egress.evidence import Inquiry
 from egress.identity import (
     CODES,
     Acceptance,
-    Acceptances,
     Choice,
     Evidence,
     SourceVerdict,
     VerdictKind,
     Witness,
+    acceptance_of,
     bounds,
     can_be_same,
     choices,
@@ -180,7 +180,7 @@ async def _check_beginning(opened: CommandContext, partition: Partition) -> None
 async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:
     partition, inquiry = deps.partition, Inquiry(deps)
     try:
-        inquiry.acceptance = await Acceptances(deps.state).get(current.chain)
+        inquiry.acceptance, _ = await acceptance_of(deps.state, current.chain).get()
         await Closings(deps.state).get(current.chain)
     except DataError as spoiled:
         return Case(partition, current, archive.first, archive.end, error=spoiled)
@@ -262,7 +262,7 @@ def check_same(case: Case) -> Acceptance:
 
 async def same(opened: CommandContext, case: Case) -> None:
     """Accept the stream of this partition as the one that was archived."""
-    await Acceptances(opened.deps.state).put(case.chain, check_same(case))
+    await acceptance_of(opened.deps.state, case.chain).put(check_same(case))
     log.info("decided", action="decided", what="same stream", **case.chain.log_context())
 
 
@@ -273,13 +273,11 @@ async def believe_listing(opened: CommandContext, case: Case) -> int:
     deps, chain = opened.deps, case.chain
     end = max(case.end, case.first - 1)
     await HighWaterMarks(deps.state).set(chain, end)
-    try:
-        await Acceptances(deps.state).get(chain)
-    except DataError:
-        await deps.state.delete(Acceptances.key(chain))
-    try:
-        await Closings(deps.state).get(chain)
-    except DataError:
-        await deps.state.delete(Closings.key(chain))
+    acceptance, closings = acceptance_of(deps.state, chain), Closings(deps.state)
+    for read, key in ((acceptance.get(), acceptance.key), (closings.get(chain), closings.key(chain))):
+        try:
+            await read
+        except DataError:
+            await deps.state.delete(key)
     log.info("decided", action="decided", what="listing", end=end, **chain.log_context())
     return end

@@ -25,10 +25,10 @@ from egress.deps import PartitionDeps
 from egress.evidence import Inquiry
 from egress.handover import Handover
 from egress.identity import (
-    Acceptances,
     Evidence,
     SourceVerdict,
     VerdictKind,
+    acceptance_of,
     never_begun,
     stopped_error,
 )
@@ -73,7 +73,6 @@ class Worker:
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._deps, self._partition, self._report = deps, deps.partition, deps.report
-        self._acceptances = Acceptances(deps.state)
         self._history = History(deps)
         self.handover = Handover(deps, self._history)
         self.inquiry = Inquiry(deps)
@@ -152,7 +151,7 @@ class Worker:
 
     async def judge(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
         """What the stream is, by what is archived, was received and was accepted by an operator."""
-        self.inquiry.acceptance = await self._acceptances.get(current.chain)
+        self.inquiry.acceptance, _ = await acceptance_of(self._deps.state, current.chain).get()
         received = None if self._unflushed is None else self._unflushed.received
         return await self.inquiry.judge(current, archive, received)
 

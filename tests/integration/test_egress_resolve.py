@@ -14,7 +14,7 @@ from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.segments.segment import Message
-from egress.identity import Acceptances
+from egress.identity import acceptance_key
 from egress.incarnations import Closings
 from infra.local.nats import NatsServer
 from infra.oracle import Trace, compare, read_stream
@@ -352,7 +352,7 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
 # E-STATE-KV (E-LISTING, E-EMPTY-ARCHIVE and a spoiled mark: test_egress_histories.py)
 
 
-@pytest.mark.parametrize("what", [Closings.key, Acceptances.key])
+@pytest.mark.parametrize("what", [Closings.key, acceptance_key])
 async def test_decisions_that_cannot_be_read_are_forgotten(
     bench: Bench, what: Callable[[Chain], str]
 ) -> None:

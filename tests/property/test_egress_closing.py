@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.subjects import first_overlap, matches, overlaps
-from egress.incarnations import Closing, End, EndDecision, NextStream
+from egress.incarnations import CLOSING, Closing, End, EndDecision, NextStream
 from egress.repartition import PartitionReach, common_end
 
 LETTERS = ("a", "b")
@@ -81,7 +81,7 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
             assert {p: (e.created, e.end) for p, e in closing.ends.items()} == closed
             assert closing.next is not None
             assert {closing.next.created} == {each[0] for each in closed.values()}
-        assert Closing.from_json(closing.to_json()) == closing
+        assert CLOSING.decode(CLOSING.encode(closing)) == closing
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
 )
 def test_what_is_no_closing_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError):
-        Closing.from_json(raw)
+        CLOSING.decode(raw)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1))
