@@ -103,13 +103,8 @@ def scalar(value: Any) -> str:
     value = value if isinstance(value, Variable) else value.replace("${", "$${")
     if _BARE.fullmatch(value) and is_text:
         return str(value)
-    return '"' + "".join(map(_quoted, value)) + '"'
-
-
-def _quoted(char: str) -> str:
-    if char in '"\\':
-        return f"\\{char}"
-    return char if char.isprintable() else _escaped(char)
+    value = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{_printable(value)}"'
 
 
 def _escaped(char: str) -> str:
@@ -124,10 +119,9 @@ def origins(entries: Entries, path: str = "") -> dict[str, Mark]:
         where = f"{path}.{entry.key}" if path else entry.key
         if entry.mark is not None:
             found[where] = entry.mark
-        items = entry.value if isinstance(entry.value, list) else []
         if isinstance(entry.value, Entries):
             found |= origins(entry.value, where)
-        else:
-            for number, item in enumerate(items):
+        elif isinstance(entry.value, list):
+            for number, item in enumerate(entry.value):
                 found |= origins(item, f"{where}.{number}") if isinstance(item, Entries) else {}
     return found

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.migration.entries import Entries, Variable, YamlEntry
+from common.migration.entries import Entries, Variable, YamlEntry, render
 from common.migration.read import Connection, Given, Note, convert, read_url
-from common.settings.yaml import Problems
 from common.subjects import first_overlap
 
 
@@ -47,7 +46,7 @@ class Path:
     @property
     def wishes(self) -> str:
         """Equal for entries that ask the same of a feed, filters apart."""
-        return _text(self.feed)
+        return render(self.feed)
 
     @property
     def route(self) -> tuple[object, str, str, str]:
@@ -93,18 +92,10 @@ class Centre:
     targets: list[PlannedTarget] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class MigrationPlan:
-    """Everything that the paths become."""
-
-    sites: Sequence[Site]
-    centres: Sequence[Centre]
-
-
-def plan(name: str, paths: Sequence[Path]) -> MigrationPlan:
+def plan(name: str, paths: Sequence[Path]) -> tuple[list[Site], list[Centre]]:
     """The sites and centres that do what `paths` say; a first site is called `name`."""
     sites = list(_sites(name, paths))
-    return MigrationPlan(sites, _centres(sites))
+    return sites, _centres(sites)
 
 
 def _sites(name: str, paths: Sequence[Path]) -> Iterable[Site]:
@@ -184,13 +175,6 @@ def within(inner: str, outer: str) -> bool:
     return len(inside) == len(outside)
 
 
-def _text(entries: Sequence[YamlEntry]) -> str:
-    values = [
-        _text(entry.value) if isinstance(entry.value, Entries) else repr(entry.value) for entry in entries
-    ]
-    return repr([(entry.key, value) for entry, value in zip(entries, values, strict=True)])
-
-
 #: Keys of an entry without a counterpart, and why.
 LEFT_OUT = {
     "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",
@@ -203,122 +187,65 @@ _MODES = ("inspect_field", "inspect_header", "inspect_subject_token")
 _ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
-def feed_of(stream: Given, problems: Problems) -> tuple[Entries, list[Note]]:
+def feed_of(stream: Given) -> tuple[Entries, list[Note]]:
     """The keys of the feed but for its name and filter, and what differs; problems are noted."""
-    return _Feed(stream, problems).read()
-
-
-class _Feed:
-    def __init__(self, stream: Given, problems: Problems) -> None:
-        self._stream, self._problems = stream, problems
-        self._entries = Entries()
-        self._notes: list[Note] = []
-
-    def read(self) -> tuple[Entries, list[Note]]:
-        self._entries.append(YamlEntry("stream", self._stream.text("stream"), self._stream.at("stream")))
-        self._leave_out()
-        self._start()
-        self._duration("max_age")
-        if mode := self._mode():
-            self._sampling(mode)
-        else:
-            self._unsampled()
-        return self._entries, self._notes
-
-    def _note(self, key: str, text: str) -> None:
-        self._notes.append(Note(self._stream.place(key), self._stream.at(key), text))
-
-    def _problem(self, key: str, text: str) -> None:
-        self._problems.add(self._stream.at(key), (self._stream.place(key),), text)
-
-    def _put(self, key: str, value: object) -> None:
-        self._entries.append(YamlEntry(key, value, self._stream.at(key)))
-
-    def _duration(self, key: str) -> None:
-        text = self._stream.text(key)
-        try:
-            value = convert(text)
-        except ValueError as error:
-            self._problem(key, str(error))
-            return
-        if value != "0s":
-            self._put(key, value)
-
-    def _leave_out(self) -> None:
-        for key, why in LEFT_OUT.items():
-            if self._stream.has(key):
-                self._note(key, why)
-
-    # Where it begins
-
-    def _start(self) -> None:
-        found = [key for key in _STARTS if self._is_set(key)]
-        for key in found[1:]:
-            self._note(key, f"stream-replicator goes by {found[0]} where both are set, and so does this file")
-        if found and found[0] == "start_delta":
-            self._duration("start_delta")
-        elif found:
-            self._put(found[0], self._stream.get(found[0]))
-
-    def _is_set(self, key: str) -> bool:
-        return bool(self._stream.get(key)) and self._stream.get(key) != _ZERO_TIME
-
-    # Sampling
-
-    def _mode(self) -> str:
-        """The key to sample by; empty where nothing is sampled."""
-        found = [key for key in _MODES if self._stream.get(key)]
-        if len(found) > 1:
-            self._problem(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
-        if found and not self._has_period():
-            self._note(
-                found[0], "without inspect_duration stream-replicator copies every message; so does this feed"
-            )
-            return ""
-        return found[0] if found else ""
-
-    def _has_period(self) -> bool:
-        try:
-            return convert(self._stream.text("inspect_duration")) != "0s"
-        except ValueError:
-            return True  # the problem is noted where the key is read
-
-    def _sampling(self, mode: str) -> None:
-        if mode != "inspect_field":
-            self._note(
-                mode,
-                "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples",
-            )
-        self._put(mode, self._stream.get(mode))
-        self._force()
-        self._duration("inspect_duration")
-        self._duration("warn_duration")
-        if size := math.ceil(self._stream.get("size_trigger", 0)):
-            self._put("size_trigger", str(size))
-        self._advisory()
-
-    def _force(self) -> None:
-        if field := self._stream.text("inspect_force_field"):
-            why = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
-            self._note("inspect_force_field", why)
-            self._put("inspect_force_field", field)
-
-    def _advisory(self) -> None:
-        given: Given | None = self._stream.get("advisory")
-        if given is None or not given.text("subject"):
-            return
-        entries = Entries([YamlEntry("subject", given.text("subject"), given.at("subject"))])
-        if given.has("reliable"):
-            entries.append(YamlEntry("reliable", given.get("reliable"), given.at("reliable")))
-        self._put("advisory", entries)
-
-    def _unsampled(self) -> None:
+    entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.left_out(LEFT_OUT)
+    entries += [*_start(stream, notes), *stream.duration("max_age")]
+    if mode := _mode(stream, notes):
+        entries += _sampling(stream, mode, notes)
+    else:
         without = ("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger", "advisory")
-        for key in self._given(without):
-            self._note(key, "without sampling it has no effect, in stream-replicator as in Floe")
+        why = "without sampling it has no effect, in stream-replicator as in Floe"
+        notes += [stream.note(key, why) for key in without if stream.get(key)]
+    return entries, notes
 
-    def _given(self, keys: tuple[str, ...]) -> Iterator[str]:
-        return (key for key in keys if self._stream.get(key))
+
+def _start(stream: Given, notes: list[Note]) -> list[YamlEntry]:
+    found = [key for key in _STARTS if stream.get(key) and stream.get(key) != _ZERO_TIME]
+    for key in found[1:]:
+        why = f"stream-replicator goes by {found[0]} where both are set, and so does this file"
+        notes.append(stream.note(key, why))
+    if found[:1] == ["start_delta"]:
+        return stream.duration("start_delta")
+    return [stream.entry(key) for key in found[:1]]
+
+
+def _mode(stream: Given, notes: list[Note]) -> str:
+    """The key to sample by; empty where nothing is sampled."""
+    found = [key for key in _MODES if stream.get(key)]
+    if len(found) > 1:
+        stream.refuse(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
+    if not found or _has_period(stream):
+        return found[0] if found else ""
+    why = "without inspect_duration stream-replicator copies every message; so does this feed"
+    notes.append(stream.note(found[0], why))
+    return ""
+
+
+def _has_period(stream: Given) -> bool:
+    try:
+        return convert(stream.text("inspect_duration")) != "0s"
+    except ValueError:
+        return True  # the problem is noted where the key is read
+
+
+def _sampling(stream: Given, mode: str, notes: list[Note]) -> list[YamlEntry]:
+    if mode != "inspect_field":
+        why = "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples"
+        notes.append(stream.note(mode, why))
+    entries = [stream.entry(mode)]
+    if stream.text("inspect_force_field"):
+        why = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
+        notes.append(stream.note("inspect_force_field", why))
+        entries.append(stream.entry("inspect_force_field"))
+    entries += [*stream.duration("inspect_duration"), *stream.duration("warn_duration")]
+    if size := math.ceil(stream.get("size_trigger", 0)):
+        entries.append(stream.entry("size_trigger", str(size)))
+    advisory: Given | None = stream.get("advisory")
+    if advisory is not None and advisory.text("subject"):
+        keys = ("subject", "reliable") if advisory.has("reliable") else ("subject",)
+        entries.append(stream.entry("advisory", Entries(advisory.entry(key) for key in keys)))
+    return entries
 
 
 #: Who publishes them (None: no site does), the section `heartbeats`, and what differs.
@@ -332,46 +259,35 @@ _LEFT_OUT = {
 }
 
 
-def heartbeats(given: Given | None, sites: Sequence[Site], problems: Problems) -> Beats:
+def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
     """The heartbeats of the section `given`; nothing where there is none."""
     if given is None:
         return None, Entries(), []
-    notes = [Note(given.place(key), given.at(key), why) for key, why in _LEFT_OUT.items() if given.has(key)]
+    notes = given.left_out(_LEFT_OUT)
     subjects: tuple[Given, ...] = given.get("subjects", ())
     if not sites or not subjects:
         what = "subjects" if sites else "streams"
         return None, Entries(), [*notes, Note(given.path, given.mark, f"left out: there are no {what}")]
-    site = _site(given, sites, problems, notes)
-    entries = Entries(_interval(given, problems))
+    site = _site(given, sites, notes)
+    entries = Entries(given.duration("interval"))
     if headers := _headers(given, subjects, notes):
-        entries.append(YamlEntry("headers", headers, given.at("headers")))
-    items = [Entries([_subject(subject), *_interval(subject, problems)]) for subject in subjects]
-    entries.append(YamlEntry("subjects", items, given.at("subjects")))
+        entries.append(given.entry("headers", headers))
+    items = [
+        Entries([subject.entry("subject", subject.text("subject")), *subject.duration("interval")])
+        for subject in subjects
+    ]
+    entries.append(given.entry("subjects", items))
     return site, entries, notes
 
 
-def _site(given: Given, sites: Sequence[Site], problems: Problems, notes: list[Note]) -> Site:
-    place, mark = given.place("url"), given.at("url")
-    found = read_url(given.text("url"), {}, lambda text: problems.add(mark, (place,), text))
-    servers = set(found[0].servers) if found else set()
+def _site(given: Given, sites: Sequence[Site], notes: list[Note]) -> Site:
+    found, _ = read_url(given, "url", {})
+    servers = set(found.servers) if found else set()
     for site in sites:
         if servers & set(site.connection.servers):
             return site
-    notes.append(Note(place, mark, f"heartbeats go where egress reads, here {sites[0].connection.host}"))
+    notes.append(given.note("url", f"heartbeats go where egress reads, here {sites[0].connection.host}"))
     return sites[0]
-
-
-def _subject(given: Given) -> YamlEntry:
-    return YamlEntry("subject", given.text("subject"), given.at("subject"))
-
-
-def _interval(given: Given, problems: Problems) -> list[YamlEntry]:
-    try:
-        interval = convert(given.text("interval"))
-    except ValueError as error:
-        problems.add(given.at("interval"), (given.place("interval"),), str(error))
-        return []
-    return [] if interval == "0s" else [YamlEntry("interval", interval, given.at("interval"))]
 
 
 def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
@@ -382,7 +298,7 @@ def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> En
         common = wanted[0]
     else:
         why = "headers are the same for all subjects in Floe; those of this one are left out"
-        notes += [Note(s.place("headers"), s.at("headers"), why) for s in subjects if s.has("headers")]
+        notes += [subject.note("headers", why) for subject in subjects if subject.has("headers")]
     return Entries(YamlEntry(name, _hidden(name, text), given.at("headers")) for name, text in common.items())
 
 

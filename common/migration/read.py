@@ -6,92 +6,79 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
-from enum import StrEnum
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from pydantic import SecretStr
 
 from common.migration.entries import Entries, Variable, YamlEntry
 from common.settings.types import MAX_DURATION, format_duration
 from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar
 
+# What a key holds; the value is how a message calls it.
+TEXT = "text"
+WHOLE = "a whole number from 0"
+ANY_WHOLE = "a whole number"
+NUMBER = "a number from 0"
+FLAG = "true or false"
+HEADERS = "a mapping of text"
 
-class ValueKind(StrEnum):
-    """What a key holds; the value is how a message calls it."""
-
-    TEXT = "text"
-    WHOLE = "a whole number from 0"
-    ANY_WHOLE = "a whole number"
-    NUMBER = "a number from 0"
-    FLAG = "true or false"
-    HEADERS = "a mapping of text"
-
-
-@dataclass(frozen=True, slots=True)
-class Many:
-    """A list of sections."""
-
-    of: Shape
+Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with that of any number of sections
 
 
-Shape = Mapping[str, "ValueKind | Many | Shape"]
+def _all(kind: str | Shape, keys: str) -> dict[str, Any]:
+    return dict.fromkeys(keys.split(), kind)
 
-TLS: Shape = dict.fromkeys(("ca", "cert", "key"), ValueKind.TEXT)
-CHORIA: Shape = dict.fromkeys(("seed_file", "jwt_file", "collective"), ValueKind.TEXT)
-ADVISORY: Shape = {"subject": ValueKind.TEXT, "reliable": ValueKind.FLAG}
-HEARTBEAT_SUBJECT: Shape = {
-    "subject": ValueKind.TEXT,
-    "interval": ValueKind.TEXT,
-    "headers": ValueKind.HEADERS,
-}
+
+TLS: Shape = _all(TEXT, "ca cert key")
+CHORIA: Shape = _all(TEXT, "seed_file jwt_file collective")
+ADVISORY: Shape = {"subject": TEXT, "reliable": FLAG}
+HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": HEADERS}
 HEARTBEATS: Shape = {
-    "leader_election": ValueKind.FLAG,
-    "interval": ValueKind.TEXT,
-    "headers": ValueKind.HEADERS,
-    "subjects": Many(HEARTBEAT_SUBJECT),
-    "tls": TLS,
-    "choria": CHORIA,
-    "url": ValueKind.TEXT,
-}
-STREAM: Shape = {
-    **dict.fromkeys(("name", "stream", "filter_subject", "target_stream"), ValueKind.TEXT),
-    **dict.fromkeys(("target_subject_prefix", "target_subject_remove"), ValueKind.TEXT),
-    **dict.fromkeys(("source_url", "target_url"), ValueKind.TEXT),
-    **dict.fromkeys(("no_target_create", "ephemeral", "target_initiated"), ValueKind.FLAG),
-    "start_sequence": ValueKind.WHOLE,
-    **dict.fromkeys(("start_time", "start_delta"), ValueKind.TEXT),
-    "start_at_end": ValueKind.FLAG,
-    **dict.fromkeys(("tls", "source_tls", "target_tls"), TLS),
-    **dict.fromkeys(("choria", "source_choria", "target_choria"), CHORIA),
-    **dict.fromkeys(("max_age", "inspect_field", "inspect_force_field", "inspect_header"), ValueKind.TEXT),
-    "inspect_subject_token": ValueKind.ANY_WHOLE,
-    **dict.fromkeys(("inspect_duration", "warn_duration"), ValueKind.TEXT),
-    "size_trigger": ValueKind.NUMBER,
-    "leader_election_name": ValueKind.TEXT,
-    "advisory": ADVISORY,
-}
-FILE: Shape = {
-    "name": ValueKind.TEXT,
-    "streams": Many(STREAM),
-    "state_store": ValueKind.TEXT,
-    "tls": TLS,
-    "choria": CHORIA,
-    "monitor_port": ValueKind.WHOLE,
-    "profiling": ValueKind.FLAG,
-    "logfile": ValueKind.TEXT,
-    "loglevel": ValueKind.TEXT,
-    "heartbeats": HEARTBEATS,
-}
+    "leader_election": FLAG,
+    "interval": TEXT,
+    "headers": HEADERS,
+    "subjects": [HEARTBEAT_SUBJECT],
+} | {"tls": TLS, "choria": CHORIA, "url": TEXT}
+STREAM: Shape = (
+    _all(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
+    | _all(TEXT, "source_url target_url")
+    | _all(FLAG, "no_target_create ephemeral target_initiated")
+    | {"start_sequence": WHOLE, "start_time": TEXT, "start_delta": TEXT, "start_at_end": FLAG}
+    | _all(TLS, "tls source_tls target_tls")
+    | _all(CHORIA, "choria source_choria target_choria")
+    | _all(TEXT, "max_age inspect_field inspect_force_field inspect_header")
+    | {"inspect_subject_token": ANY_WHOLE, "inspect_duration": TEXT, "warn_duration": TEXT}
+    | {"size_trigger": NUMBER, "leader_election_name": TEXT, "advisory": ADVISORY}
+)
+FILE: Shape = (
+    {"name": TEXT, "streams": [STREAM], "state_store": TEXT, "tls": TLS, "choria": CHORIA}
+    | {"monitor_port": WHOLE, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
+    | {"heartbeats": HEARTBEATS}
+)
 
 
 def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
     """Every key by its path, such as `streams.advisory.subject`; sections too."""
     for key, kind in shape.items():
         yield prefix + key
-        below = kind.of if isinstance(kind, Many) else kind
-        if not isinstance(below, ValueKind):
-            yield from every_key(below, f"{prefix}{key}.")
+        for below in kind if isinstance(kind, list) else [kind]:
+            if not isinstance(below, str):
+                yield from every_key(below, f"{prefix}{key}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A key that has no counterpart, or one that works otherwise; `text` says why and what to do."""
+
+    path: str
+    mark: Mark
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (line {self.mark.line}): {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +86,10 @@ class Given:
     """A section of the file. A key that is null counts as not given, as it does for stream-replicator."""
 
     mark: Mark
-    path: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-    marks: Mapping[str, Mark] = field(default_factory=dict)
+    path: str
+    values: Mapping[str, Any]
+    marks: Mapping[str, Mark]
+    problems: Problems
 
     def has(self, key: str) -> bool:
         """Whether the file gives the key, be it an empty value."""
@@ -123,6 +111,30 @@ class Given:
         """Where its value stands; the section's place where it is not given."""
         return self.marks.get(key, self.mark)
 
+    def note(self, key: str, text: str) -> Note:
+        return Note(self.place(key), self.at(key), text)
+
+    def left_out(self, why: Mapping[str, str]) -> list[Note]:
+        """A note for each of the keys that the file gives."""
+        return [self.note(key, text) for key, text in why.items() if self.has(key)]
+
+    def refuse(self, key: str, problem: str) -> None:
+        """Note a problem of the key."""
+        self.problems.add(self.at(key), (self.place(key),), problem)
+
+    def entry(self, key: str, value: Any = None) -> YamlEntry:
+        """The key as Floe has it under the same name; without `value` as it is given."""
+        return YamlEntry(key, self.get(key) if value is None else value, self.at(key))
+
+    def duration(self, key: str) -> list[YamlEntry]:
+        """The key with its duration as Floe writes it; none where that is 0, or wrong, which is noted."""
+        try:
+            value = convert(self.text(key))
+        except ValueError as error:
+            self.refuse(key, str(error))
+            return []
+        return [] if value == "0s" else [self.entry(key, value)]
+
 
 def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") -> Given:
     """The section `node`; unknown keys and values of another kind are noted and left out."""
@@ -131,15 +143,10 @@ def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") ->
         where = f"{path}.{key}" if path else key
         if key not in shape:
             problems.add(node.marks[key], (where,), _unknown(key, shape))
-        elif not _is_null(below):
+        elif not isinstance(below, Scalar) or below.value() is not None:
             value = _value(below, shape[key], problems, where)
             given |= {} if value is None else {key: value}
-    marks = {key: node.entries[key].mark for key in given}
-    return Given(node.mark, path, given, marks)
-
-
-def _is_null(node: Node) -> bool:
-    return isinstance(node, Scalar) and node.value() is None
+    return Given(node.mark, path, given, {key: node.entries[key].mark for key in given}, problems)
 
 
 def _unknown(key: str, shape: Shape) -> str:
@@ -148,55 +155,40 @@ def _unknown(key: str, shape: Shape) -> str:
     return f"unknown key of stream-replicator; {hint}"
 
 
-def _value(node: Node, kind: ValueKind | Many | Shape, problems: Problems, path: str) -> Any:
-    if isinstance(kind, Many):
-        return _many(node, kind, problems, path)
-    if kind is ValueKind.HEADERS:
-        return _headers(node, problems, path)
-    if isinstance(kind, ValueKind):
-        return _scalar(node, kind, problems, path)
-    if not isinstance(node, Keys):
-        problems.add(node.mark, (path,), "expected a mapping, found something else")
-        return None
-    return read(node, problems, kind, path)
-
-
-def _many(node: Node, kind: Many, problems: Problems, path: str) -> tuple[Given, ...] | None:
-    if not isinstance(node, Items):
-        problems.add(node.mark, (path,), "expected a list, found something else")
-        return None
-    found = [_value(item, kind.of, problems, f"{path}.{n}") for n, item in enumerate(node.items)]
-    return tuple(each for each in found if each is not None)
-
-
-def _headers(node: Node, problems: Problems, path: str) -> dict[str, str] | None:
-    if not isinstance(node, Keys):
-        problems.add(node.mark, (path,), "expected a mapping of text, found something else")
-        return None
-    found = {
-        name: _scalar(item, ValueKind.TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
-    }
-    return {name: text for name, text in found.items() if text is not None}
-
-
-def _scalar(node: Node, kind: ValueKind, problems: Problems, path: str) -> Any:
-    value = node.value() if isinstance(node, Scalar) else None
-    if _fits(value, kind):
-        return value
-    quote = "; quote it" if kind is ValueKind.TEXT and isinstance(value, bool | int | float) else ""
+def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
+    """None, with a problem noted, where it is of another kind."""
+    if isinstance(kind, list):
+        if isinstance(node, Items):
+            found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
+            return tuple(each for each in found if each is not None)
+        expected = "a list"
+    elif isinstance(kind, Mapping):
+        if isinstance(node, Keys):
+            return read(node, problems, kind, path)
+        expected = "a mapping"
+    elif kind == HEADERS and isinstance(node, Keys):
+        headers = {
+            name: _value(item, TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
+        }
+        return {name: text for name, text in headers.items() if text is not None}
+    else:
+        value = node.value() if isinstance(node, Scalar) else None
+        if _fits(value, kind):
+            return value
+        expected = kind + ("; quote it" if kind == TEXT and isinstance(value, bool | int | float) else "")
     # Never what was found: a password may stand where none belongs.
-    problems.add(node.mark, (path,), f"expected {kind}{quote}, found something else")
+    problems.add(node.mark, (path,), f"expected {expected}, found something else")
     return None
 
 
-def _fits(value: Any, kind: ValueKind) -> bool:
-    if kind is ValueKind.FLAG or isinstance(value, bool):
-        return isinstance(value, bool) and kind is ValueKind.FLAG
-    if kind is ValueKind.TEXT:
+def _fits(value: Any, kind: str) -> bool:
+    if kind == FLAG or isinstance(value, bool):
+        return isinstance(value, bool) and kind == FLAG
+    if kind == TEXT:
         return isinstance(value, str)
-    if kind is ValueKind.NUMBER:
+    if kind == NUMBER:
         return isinstance(value, int | float) and value >= 0
-    return isinstance(value, int) and (kind is ValueKind.ANY_WHOLE or value >= 0)
+    return isinstance(value, int) and (kind == ANY_WHOLE or (kind == WHOLE and value >= 0))
 
 
 FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
@@ -205,16 +197,7 @@ _DAYS = {"w": 7, "W": 7, "d": 1, "D": 1, "M": 30, "Y": 365, "y": 365}
 _LONG = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})([wWdDMYy])")
 _GO_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|μs|ms|s|m|h)")
 _GO = re.compile(rf"(?:{_GO_PART.pattern})+")
-_SECONDS = {
-    "ns": Decimal("1e-9"),
-    "us": Decimal("1e-6"),
-    "µs": Decimal("1e-6"),
-    "μs": Decimal("1e-6"),
-    "ms": Decimal("1e-3"),
-    "s": Decimal(1),
-    "m": Decimal(60),
-    "h": Decimal(3600),
-}
+_SECONDS = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "μs": "1e-6", "ms": "1e-3", "s": 1, "m": 60, "h": 3600}
 
 
 def convert(text: str) -> str:
@@ -239,19 +222,8 @@ def _seconds(text: str) -> Decimal:
         return Decimal(math.floor(hours)) * 3600
     if not _GO.fullmatch(text):
         raise ValueError(f"expected {FORM}, found {text!r:.60}")
-    return sum((Decimal(number) * _SECONDS[unit] for number, unit in _GO_PART.findall(text)), Decimal(0))
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A key that has no counterpart, or one that works otherwise; `text` says why and what to do."""
-
-    path: str
-    mark: Mark
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path} (line {self.mark.line}): {self.text}"
+    parts = _GO_PART.findall(text)
+    return sum((Decimal(number) * Decimal(_SECONDS[unit]) for number, unit in parts), Decimal(0))
 
 
 Side = Literal["source", "target"]
@@ -263,27 +235,6 @@ _TRUE = ("1", "t", "T", "TRUE", "true", "True")
 _FALSE = ("0", "f", "F", "FALSE", "false", "False", "")
 
 
-class Hidden:
-    """A secret that is only compared."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hidden) and other._text == self._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __repr__(self) -> str:
-        return "***"
-
-    def __bool__(self) -> bool:
-        return bool(self._text)
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """The servers of one side. Equal ones are one place; the secret takes part, and is never shown.
@@ -292,11 +243,11 @@ class Connection:
     """
 
     servers: tuple[str, ...]
-    login: tuple[tuple[str, str], ...] = ()
-    secret_key: str = ""
-    secret: Hidden = field(default_factory=lambda: Hidden(""))
-    tls: tuple[tuple[str, str | bool], ...] = ()
-    connect_timeout: str = ""
+    login: tuple[tuple[str, str], ...]
+    secret_key: str
+    secret: SecretStr
+    tls: tuple[tuple[str, str | bool], ...]
+    connect_timeout: str
 
     @property
     def identity(self) -> object:
@@ -308,97 +259,63 @@ class Connection:
         """The first server without scheme and port, for comments."""
         return self.servers[0].partition("://")[2].rpartition(":")[0] if self.servers else ""
 
-    def entries(self, side: Side, mark: Mark) -> Entries:
-        """The section `nats`; a secret is a variable, `variable(side)`."""
+    def entry(self, side: Side, given: Given) -> YamlEntry:
+        """The section `nats`, from a URL of `given`; a secret is a variable."""
+        mark = given.at(f"{side}_url")
         url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
-        found = Entries([YamlEntry("url", url, mark)])
-        found += [YamlEntry(key, value, mark) for key, value in self.login]
+        found = Entries(YamlEntry(key, value, mark) for key, value in (("url", url), *self.login))
         if self.secret:
-            note = f"set {self.variable(side)} in the environment, or use {self.secret_key}_file"
-            found.append(YamlEntry(self.secret_key, Variable(f"${{{self.variable(side)}}}"), mark, [note]))
+            variable = f"FLOE_{side.upper()}_{self.secret_key.upper()}"
+            note = f"set {variable} in the environment, or use {self.secret_key}_file"
+            found.append(YamlEntry(self.secret_key, Variable(f"${{{variable}}}"), mark, [note]))
         if self.tls:
-            found.append(
-                YamlEntry("tls", Entries([YamlEntry(key, value, mark) for key, value in self.tls]), mark)
-            )
+            tls = Entries(YamlEntry(key, value, mark) for key, value in self.tls)
+            found.append(YamlEntry("tls", tls, mark))
         if self.connect_timeout:
             found.append(YamlEntry("connect_timeout", self.connect_timeout, mark))
-        return found
-
-    def variable(self, side: Side) -> str:
-        """The environment variable that the secret is expected in; empty where there is none."""
-        return f"FLOE_{side.upper()}_{self.secret_key.upper()}" if self.secret else ""
+        return YamlEntry("nats", found, mark)
 
 
-def connection(
-    stream: Given, top: Given, side: Side, problems: Problems
-) -> tuple[Connection | None, list[Note]]:
+def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None, list[Note]]:
     """The connection of one side of a stream, and what of it is left out; None, with problems noted, where
     it cannot be.
     """
-    key = f"{side}_url"
+    key, notes, tls = f"{side}_url", [], {}
     if not stream.text(key):
-        problems.add(stream.at(key), (stream.place(key),), "expected a URL (required), found nothing")
+        stream.refuse(key, "expected a URL (required), found nothing")
         return None, []
-    notes = _choria(stream, top, side)
-    tls, tls_notes = _tls(stream, top, side)
-    found = read_url(
-        stream.text(key), tls, lambda text: problems.add(stream.at(key), (stream.place(key),), text)
-    )
-    extra = [] if found is None else [Note(stream.place(key), stream.at(key), text) for text in found[1]]
-    return found and found[0], [*notes, *tls_notes, *extra]
+    for place, name in _inherited(stream, top, side, "choria"):
+        why = "Choria's login is not carried over: issue a NATS credential for Floe and set credentials_file"
+        notes.append(place.note(name, why))
+    for place, name in _inherited(stream, top, side, "tls"):
+        section: Given = place.get(name)
+        tls = {each: section.text(each) for each in TLS if section.text(each)}
+        if ("cert" in tls) != ("key" in tls):
+            notes.append(
+                place.note(name, "cert and key work only together, and stream-replicator used neither")
+            )
+            tls = {each: text for each, text in tls.items() if each == "ca"}
+    found, remarks = read_url(stream, key, tls)
+    return found, [*notes, *(stream.note(key, text) for text in remarks)]
 
 
-def _inherited(stream: Given, top: Given, side: Side, key: str) -> tuple[Given, str] | None:
-    """The most specific section of that kind, which replaces the others as a whole."""
-    for place, name in ((stream, f"{side}_{key}"), (stream, key), (top, key)):
-        if place.has(name):
-            return place, name
-    return None
+def _inherited(stream: Given, top: Given, side: Side, key: str) -> list[tuple[Given, str]]:
+    """The most specific section of that kind, if any; it replaces the others as a whole."""
+    places = ((stream, f"{side}_{key}"), (stream, key), (top, key))
+    return [(place, name) for place, name in places if place.has(name)][:1]
 
 
-def _choria(stream: Given, top: Given, side: Side) -> list[Note]:
-    found = _inherited(stream, top, side, "choria")
-    if found is None:
-        return []
-    place, name = found
-    why = "Choria's login is not carried over: issue a NATS credential for Floe and set credentials_file"
-    return [Note(place.place(name), place.at(name), why)]
+def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection | None, list[str]]:
+    """The connection that a URL and the TLS keys ask for, and remarks; None with the problem noted.
 
-
-def _tls(stream: Given, top: Given, side: Side) -> tuple[dict[str, str | bool], list[Note]]:
-    found = _inherited(stream, top, side, "tls")
-    if found is None:
-        return {}, []
-    place, name = found
-    section: Given = place.get(name)
-    keys: dict[str, str | bool] = {
-        key: section.text(key) for key in ("ca", "cert", "key") if section.text(key)
-    }
-    if ("cert" in keys) == ("key" in keys):
-        return keys, []
-    why = "cert and key work only together, and stream-replicator used neither"
-    notes = [Note(place.place(name), place.at(name), why)]
-    return {key: value for key, value in keys.items() if key == "ca"}, notes
-
-
-def read_url(text: str, tls: Mapping[str, str | bool], problem: Any) -> tuple[Connection, list[str]] | None:
-    """The connection that `text` and the TLS keys ask for, and remarks; None after calling `problem`.
-
-    No message ever holds a part of `text` before the host was found to be one.
+    No message ever holds a part of the URL before the host was found to be one.
     """
     try:
-        parts = [urlsplit(_with_scheme(each.strip())) for each in text.split(",")]
-        servers = [_server(part) for part in parts]
-        users = {(unquote(part.username or ""), part.password) for part in parts if "@" in part.netloc}
-        options = _options(parts)
-        return _connection(servers, users, options, dict(tls))
+        texts = [each.strip() for each in given.text(key).split(",")]
+        return _connection([urlsplit(text if "://" in text else f"nats://{text}") for text in texts], tls)
     except ValueError as error:
-        problem(str(error))
-        return None
-
-
-def _with_scheme(text: str) -> str:
-    return text if "://" in text else f"nats://{text}"
+        given.refuse(key, str(error))
+        return None, []
 
 
 def _server(part: SplitResult) -> str:
@@ -430,52 +347,44 @@ def _options(parts: list[SplitResult]) -> dict[str, str]:
     return found
 
 
-def _connection(
-    servers: list[str],
-    users: set[tuple[str, str | None]],
-    options: dict[str, str],
-    tls: dict[str, str | bool],
-) -> tuple[Connection, list[str]]:
+def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Connection, list[str]]:
+    servers = [_server(part) for part in parts]
+    users = {(unquote(part.username or ""), part.password) for part in parts if "@" in part.netloc}
+    options = _options(parts)
     if any(server.startswith("tls:") for server in servers):
         servers = [f"tls:{server.partition(':')[2]}" for server in servers]
     if len(users) > 1:
         raise ValueError("expected one user for all servers, found several")
-    for name in ("handshake_first", "insecure"):
-        option = f"tls_{name}" if name == "handshake_first" else name
-        tls |= {name: True} if _flag(option, options.get(option, "")) else {}
-    timeout = _timeout(options.get("connect_timeout", ""))
-    login, remarks = _files(options), []
-    secret_key, secret = "", Hidden("")
-    if users and login:
-        remarks.append("the user of the URL is left out: the credential takes its place")
-    elif users:
-        login, secret_key, secret = _user(*users.pop())
-    unique = tuple(dict.fromkeys(servers))
-    return Connection(unique, login, secret_key, secret, tuple(tls.items()), timeout), remarks
-
-
-def _flag(name: str, text: str) -> bool:
-    if text in _TRUE:
-        return True
-    if text not in _FALSE:
-        raise ValueError(f"expected true or false for the parameter {name}, found something else")
-    return False
-
-
-def _timeout(text: str) -> str:
+    keys: dict[str, str | bool] = {**tls, **_flags(options)}
     try:
-        return convert(text) if text else ""
+        timeout = convert(options["connect_timeout"]) if options.get("connect_timeout") else ""
     except ValueError as error:
         raise ValueError(f"the parameter connect_timeout: {error}") from None
-
-
-def _files(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    login: tuple[tuple[str, str], ...] = ()
+    remarks, secret_key, secret = [], "", ""
     if options.get("jwt"):
-        return ("jwt_file", options["jwt"]), ("nkey_seed_file", options["nkey"])
-    return (("credentials_file", options["credentials"]),) if options.get("credentials") else ()
+        login = ("jwt_file", options["jwt"]), ("nkey_seed_file", options["nkey"])
+    elif options.get("credentials"):
+        login = (("credentials_file", options["credentials"]),)
+    if users and login:
+        remarks.append("the user of the URL is left out: the credential takes its place")
+    for user, password in users if not login else ():
+        if password is None:  # a user alone is a token
+            secret_key, secret = "token", user
+        else:
+            login, secret_key, secret = (("user", user),), "password", unquote(password)
+    unique = tuple(dict.fromkeys(servers))
+    found = Connection(unique, login, secret_key, SecretStr(secret), tuple(keys.items()), timeout)
+    return found, remarks
 
 
-def _user(user: str, password: str | None) -> tuple[tuple[tuple[str, str], ...], str, Hidden]:
-    if password is None:  # a user alone is a token
-        return (), "token", Hidden(user)
-    return (("user", user),), "password", Hidden(unquote(password))
+def _flags(options: Mapping[str, str]) -> dict[str, bool]:
+    """The TLS keys that parameters switch on."""
+    found = {}
+    for name in ("tls_handshake_first", "insecure"):
+        text = options.get(name, "")
+        if text not in (*_TRUE, *_FALSE):
+            raise ValueError(f"expected true or false for the parameter {name}, found something else")
+        if text in _TRUE:
+            found[name.removeprefix("tls_")] = True
+    return found

@@ -10,7 +10,6 @@ from common.migration.entries import Entries, Variable, YamlEntry, comment, orig
 from common.migration.plan import (
     Beats,
     Centre,
-    MigrationPlan,
     Path,
     PlannedFeed,
     PlannedTarget,
@@ -22,7 +21,7 @@ from common.migration.plan import (
 )
 from common.migration.read import Given, Note, connection, read
 from common.settings.loader import parse_documents
-from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, read_text, refuse
+from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, refuse
 from common.subjects import first_overlap, overlaps
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -55,30 +54,28 @@ class File:
         return tuple(dict.fromkeys(_VARIABLE.findall(self.text)))
 
 
-def files(top: Given, found: MigrationPlan, beats: Beats, came_from: str) -> list[File]:
+def files(
+    top: Given, sites: Sequence[Site], centres: Sequence[Centre], beats: Beats, came_from: str
+) -> list[File]:
     """The files, in the order of the plan; `came_from`: the imported file, for the first line of each."""
-    sites = [_SiteFile(top, site, beats, len(found.sites) > 1).file(came_from) for site in found.sites]
-    centres = [_centre_file(top, c, number, came_from) for number, c in enumerate(found.centres, 1)]
-    return [*sites, *centres]
+    made = [_site_file(top, site, beats, len(sites) > 1, came_from) for site in sites]
+    return made + [_centre_file(top, centre, number, came_from) for number, centre in enumerate(centres, 1)]
 
 
 def bare_site(top: Given, name: str, came_from: str, notes: list[Note]) -> File:
     """The file of a site without streams."""
     entries = Entries([YamlEntry("site", name, top.at("name")), _store(), *_log(top, notes)])
-    return _file("site.yaml", name, entries, [*_left_out(top), *notes], came_from, _SITE_HEAD)
+    return _file("site.yaml", name, entries, [*top.left_out(LEFT_OUT), *notes], came_from)
 
 
-def _file(name: str, site: str, entries: Entries, notes: Sequence[Note], came_from: str, head: str) -> File:
-    general = [note for note in notes if not note.path.startswith("streams.")]
-    lines = [f"{name}, made from {came_from} by floe config import-stream-replicator", head.format(name=name)]
-    if general:
-        lines += ["", "not carried over, or otherwise than there:", *(f" {note}" for note in general)]
+def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], came_from: str) -> File:
+    unique = tuple(dict.fromkeys(notes))
+    head = (_SITE_HEAD if site else _CENTRE_HEAD).format(name=name)
+    lines = [f"{name}, made from {came_from} by floe config import-stream-replicator", head]
+    if general := [f" {note}" for note in unique if not note.path.startswith("streams.")]:
+        lines += ["", "not carried over, or otherwise than there:", *general]
     text = "".join(f"{line}\n" for line in comment(lines)) + render(entries)
-    return File(name, site, text, tuple(notes), origins(entries))
-
-
-def _left_out(top: Given) -> list[Note]:
-    return [Note(key, top.at(key), why) for key, why in LEFT_OUT.items() if top.has(key)]
+    return File(name, site, text, unique, origins(entries))
 
 
 def _store() -> YamlEntry:
@@ -98,131 +95,109 @@ def _log(top: Given, notes: list[Note]) -> list[YamlEntry]:
     if not level:
         return []
     if level not in _LEVELS:
-        why = (
-            f"expected debug, info or warn; stream-replicator takes {level!r:.40} for info, and so does this"
-        )
-        notes.append(Note("loglevel", top.at("loglevel"), why))
-    return [YamlEntry("log", Entries([YamlEntry("level", _LEVELS.get(level, "info"))]), top.at("loglevel"))]
+        found = f"stream-replicator takes {level!r:.40} for info, and so does this"
+        notes.append(top.note("loglevel", f"expected debug, info or warn; {found}"))
+    return [top.entry("log", Entries([YamlEntry("level", _LEVELS.get(level, "info"))]))]
 
 
 def _lines(notes: Iterable[Note]) -> list[str]:
-    return [str(note) for note in notes if note.path.startswith("streams.")]
+    return [str(note) for note in dict.fromkeys(notes) if note.path.startswith("streams.")]
 
 
-class _SiteFile:
-    def __init__(self, top: Given, site: Site, beats: Beats, is_one_of_many: bool) -> None:
-        self._top, self._site, self._several = top, site, is_one_of_many
-        self._beats = beats[1] if beats[0] is site else Entries()
-        self._notes = _left_out(top) + (beats[2] if beats[0] in (site, None) else [])
-
-    def file(self, came_from: str) -> File:
-        log = _log(self._top, self._notes)
-        egress = Entries(
-            [*self._monitor(), YamlEntry("feeds", [self._feed(feed) for feed in self._site.feeds])]
-        )
-        if self._beats:
-            egress.append(YamlEntry("heartbeats", self._beats))
-        mark = self._site.feeds[0].paths[0].given.at("source_url")
-        nats = YamlEntry("nats", self._site.connection.entries("source", mark), mark)
-        entries = Entries([self._name(), nats, _store(), *log, YamlEntry("egress", egress)])
-        name = f"site-{self._site.name}.yaml" if self._several else "site.yaml"
-        return _file(name, self._site.name, entries, _unique(self._notes), came_from, _SITE_HEAD)
-
-    def _name(self) -> YamlEntry:
-        notes = []
-        if self._several:
-            notes.append(f"the site of {self._site.connection.host}; unique over all sites of the bucket")
-        if self._site.name != self._top.text("name"):
-            notes.append("other than there: choose a name, and the same in the centre's sources")
-        return YamlEntry("site", self._site.name, self._top.at("name"), notes)
-
-    def _monitor(self) -> list[YamlEntry]:
-        if not self._top.has("monitor_port"):
-            return []
-        port, mark = self._top.get("monitor_port"), self._top.at("monitor_port")
-        listen = YamlEntry("listen", f":{port}" if port else "", mark)
-        notes = ["ingress has a port of its own: ingress.monitor.listen, 127.0.0.1:9465 unless set"]
-        return [YamlEntry("monitor", Entries([listen]), mark, notes)]
-
-    def _feed(self, feed: PlannedFeed) -> Entries:
-        first = feed.paths[0]
-        notes = _unique(note for path in feed.paths for note in path.notes)
-        self._notes += notes
-        own = [] if feed.name == first.stream else [YamlEntry("name", feed.name, first.given.at("name"))]
-        mark = first.given.at("filter_subject")
-        if len(feed.filters) > 1:
-            own_filter = [YamlEntry("partitions", list(feed.filters), mark)]
-        else:
-            own_filter = [YamlEntry("filter_subject", each, mark) for each in feed.filters if each]
-        return Entries([*own, *first.feed, *own_filter], _lines(notes))
+def _site_file(top: Given, site: Site, beats: Beats, is_one_of_many: bool, came_from: str) -> File:
+    notes = top.left_out(LEFT_OUT) + (beats[2] if beats[0] in (site, None) else [])
+    log = _log(top, notes)
+    egress = Entries([*_monitor(top), YamlEntry("feeds", [_feed(feed, notes) for feed in site.feeds])])
+    if beats[0] is site and beats[1]:
+        egress.append(YamlEntry("heartbeats", beats[1]))
+    remarks = []
+    if is_one_of_many:
+        remarks.append(f"the site of {site.connection.host}; unique over all sites of the bucket")
+    if site.name != top.text("name"):
+        remarks.append("other than there: choose a name, and the same in the centre's sources")
+    own = YamlEntry("site", site.name, top.at("name"), remarks)
+    nats = site.connection.entry("source", site.feeds[0].paths[0].given)
+    name = f"site-{site.name}.yaml" if is_one_of_many else "site.yaml"
+    entries = Entries([own, nats, _store(), *log, YamlEntry("egress", egress)])
+    return _file(name, site.name, entries, notes, came_from)
 
 
-def _unique(notes: Iterable[Note]) -> list[Note]:
-    return list(dict.fromkeys(notes))
+def _monitor(top: Given) -> list[YamlEntry]:
+    if not top.has("monitor_port"):
+        return []
+    port, mark = top.get("monitor_port"), top.at("monitor_port")
+    listen = YamlEntry("listen", f":{port}" if port else "", mark)
+    notes = ["ingress has a port of its own: ingress.monitor.listen, 127.0.0.1:9465 unless set"]
+    return [YamlEntry("monitor", Entries([listen]), mark, notes)]
+
+
+def _feed(feed: PlannedFeed, notes: list[Note]) -> Entries:
+    first = feed.paths[0]
+    found = [note for path in feed.paths for note in path.notes]
+    notes += found
+    own = [] if feed.name == first.stream else [first.given.entry("name", feed.name)]
+    mark = first.given.at("filter_subject")
+    if len(feed.filters) > 1:
+        filters = [YamlEntry("partitions", list(feed.filters), mark)]
+    else:
+        filters = [YamlEntry("filter_subject", each, mark) for each in feed.filters if each]
+    return Entries([*own, *first.feed, *filters], _lines(found))
 
 
 def _centre_file(top: Given, centre: Centre, number: int, came_from: str) -> File:
     notes: list[Note] = []
     created = _created(centre)
     targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
-    path = centre.targets[0].sources[0][2]
-    mark = path.given.at("target_url")
-    nats = YamlEntry("nats", centre.connection.entries("target", mark), mark)
+    nats = centre.connection.entry("target", centre.targets[0].sources[0][2].given)
     new = "new and empty streams that only Floe writes to; docs/migration.md says how to change over"
     ingress = Entries([YamlEntry("targets", targets, notes=[new])])
     entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
-    name = "central.yaml" if number == 1 else f"central-{number}.yaml"
-    return _file(name, "", entries, _unique(notes), came_from, _CENTRE_HEAD)
+    return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, came_from)
 
 
 def _created(centre: Centre) -> dict[str, list[str]]:
     """The subjects of the targets that are to be created, by stream: none takes those of another."""
-    found = {target.stream: _subjects(target) for target in centre.targets if _is_created(target)}
+    found = {
+        target.stream: _subjects(target)
+        for target in centre.targets
+        if not any(path.given.get("no_target_create") for _, _, path in target.sources)
+    }
     return {
         stream: subjects
         for stream, subjects in found.items()
         if not any(
             overlaps(one, other)
-            for others in (found[each] for each in found if each != stream)
+            for name, others in found.items()
+            if name != stream
             for one in subjects
             for other in others
         )
     }
 
 
-def _is_created(target: PlannedTarget) -> bool:
-    return not any(path.given.get("no_target_create") for _, _, path in target.sources)
-
-
-def _target(target: PlannedTarget, created: list[str], notes: list[Note]) -> Entries:
-    path = target.sources[0][2]
-    key = "target_stream" if path.given.has("target_stream") else "stream"
-    entries = Entries([YamlEntry("stream", target.stream, path.given.at(key))])
-    entries += _create(created)
+def _target(target: PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
+    """A target; without `create` where its subjects are not known, or it is not to be created."""
+    given = target.sources[0][2].given
+    mark = given.at("target_stream" if given.has("target_stream") else "stream")
+    entries = Entries([YamlEntry("stream", target.stream, mark)])
+    if subjects:
+        keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
+        why = "stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"
+        entries.append(YamlEntry("create", Entries(keys), notes=[why]))
     sources = [_source(*source, notes) for source in target.sources]
-    entries.append(YamlEntry("sources", sources, notes=() if len(entries) > 1 else [_NO_CREATE]))
+    entries.append(YamlEntry("sources", sources, notes=() if subjects else [_NO_CREATE]))
     return entries
 
 
 def _source(site: Site, feed: PlannedFeed, path: Path, notes: list[Note]) -> Entries:
-    own = _unique(note for each in feed.paths if each.route == path.route for note in each.target_notes)
+    own = [note for each in feed.paths if each.route == path.route for note in each.target_notes]
     notes += own
-    entries = Entries(
-        [YamlEntry("site", site.name), YamlEntry("feed", feed.name, path.given.at("name"))], _lines(own)
-    )
+    feed_entry = YamlEntry("feed", feed.name, path.given.at("name"))
+    entries = Entries([YamlEntry("site", site.name), feed_entry], _lines(own))
     for key in ("subject_prefix", "subject_remove"):
         if text := path.given.text(f"target_{key}"):
             entries.append(YamlEntry(key, text, path.given.at(f"target_{key}")))
     return entries
-
-
-def _create(subjects: list[str]) -> list[YamlEntry]:
-    """The key `create`; none where the subjects of the target are not known, or it is not to be created."""
-    if not subjects:
-        return []
-    keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
-    notes = ["stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"]
-    return [YamlEntry("create", Entries(keys), notes=notes)]
 
 
 def _subjects(target: PlannedTarget) -> list[str]:
@@ -271,14 +246,14 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     that the file names is opened, and no variable of the environment is read.
     """
     top = _read(data, name)
-    problems = Problems(name)
-    paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top, problems)) is not None]
+    paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
+    own = site_name(top.text("name"))
     if not top.text("name"):
-        problems.add(top.at("name"), ("name",), "expected a value (required), found nothing")
-    found = plan(site_name(top.text("name")), paths)
-    beats = heartbeats(top.get("heartbeats"), found.sites, problems)
-    refuse(problems)
-    made = files(top, found, beats, name) or [bare_site(top, site_name(top.text("name")), name, beats[2])]
+        top.refuse("name", "expected a value (required), found nothing")
+    sites, centres = plan(own, paths)
+    beats = heartbeats(top.get("heartbeats"), sites)
+    refuse(top.problems)
+    made = files(top, sites, centres, beats, name) or [bare_site(top, own, name, beats[2])]
     _check(made, top, name)
     return Imported(tuple(made))
 
@@ -290,9 +265,7 @@ def site_name(text: str) -> str:
 
 def _read(data: bytes, name: str) -> Given:
     problems = Problems(name)
-    text = read_text(data, problems)
-    refuse(problems)
-    roots = parse_yaml(text, problems)
+    roots = parse_yaml(data, problems)
     refuse(problems)
     if len(roots) != 1:
         problems.add(roots[1].mark, (), f"expected one document, found {len(roots)}")
@@ -302,19 +275,17 @@ def _read(data: bytes, name: str) -> Given:
     return top
 
 
-def _path(stream: Given, top: Given, problems: Problems) -> Path | None:
+def _path(stream: Given, top: Given) -> Path | None:
     if not stream.text("stream"):
-        problems.add(
-            stream.at("stream"), (stream.place("stream"),), "expected a value (required), found nothing"
-        )
-    feed, notes = feed_of(stream, problems)
-    source, source_notes = connection(stream, top, "source", problems)
-    target, target_notes = connection(stream, top, "target", problems)
+        stream.refuse("stream", "expected a value (required), found nothing")
+    feed, notes = feed_of(stream)
+    source, source_notes = connection(stream, top, "source")
+    target, target_notes = connection(stream, top, "target")
     if source is None or target is None:
         return None
     if stream.get("no_target_create"):
         why = "the target is not created: without `create` Floe stops with the `nats stream add` to paste"
-        target_notes.append(Note(stream.place("no_target_create"), stream.at("no_target_create"), why))
+        target_notes.append(stream.note("no_target_create", why))
     return Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
 
 

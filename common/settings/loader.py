@@ -308,9 +308,7 @@ def parse_documents(
 ) -> list[ConfigDocument]:
     """As `parse`, with the places of all values. `environment`: for `${VAR}`."""
     problems = yaml.Problems(name)
-    text = yaml.read_text(data, problems)
-    yaml.refuse(problems)
-    roots = yaml.parse_yaml(text, problems)
+    roots = yaml.parse_yaml(data, problems)
     found = [_document(root, _Values(problems, environment), problems) for root in roots]
     yaml.refuse(problems)
     return [document for document in found if document is not None]

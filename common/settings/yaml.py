@@ -129,25 +129,11 @@ def refuse(problems: Problems) -> None:
         raise ConfigFileError(problems)
 
 
-def read_text(data: bytes, problems: Problems) -> str:
-    """`data` as text without a byte order mark; empty, with a problem noted, where it is not UTF-8 text."""
-    start = Mark(0, 0)
-    if len(data) > MAX_BYTES:
-        problems.add(start, (), f"expected at most {MAX_BYTES} bytes, found more")
-    elif data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        problems.add(start, (), "expected UTF-8 text, found UTF-16")
-    else:
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            problems.add(start, (), f"expected UTF-8 text, found other bytes at offset {error.start}")
-        else:
-            return text
-    return ""
-
-
-def parse_yaml(text: str, problems: Problems) -> list[Keys]:
-    """The documents of `text`; what is wrong is noted, and a document that is no mapping left out."""
+def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
+    """The documents of a file; what is wrong is noted, and a document that is no mapping left out."""
+    text = _text(data, problems)
+    if text is None:
+        return []
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.reader.ReaderError as error:
@@ -161,6 +147,21 @@ def parse_yaml(text: str, problems: Problems) -> list[Keys]:
         return []
     documents = _Builder(events, problems).documents()
     return [node for node in documents if isinstance(node, Keys)]
+
+
+def _text(data: bytes, problems: Problems) -> str | None:
+    """`data` without a byte order mark; None, with a problem noted, where it is not UTF-8 text."""
+    if len(data) > MAX_BYTES:
+        problem = f"expected at most {MAX_BYTES} bytes, found more"
+    elif data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        problem = "expected UTF-8 text, found UTF-16"
+    else:
+        try:
+            return data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            problem = f"expected UTF-8 text, found other bytes at offset {error.start}"
+    problems.add(Mark(0, 0), (), problem)
+    return None
 
 
 def _mark(mark: Any) -> Mark:

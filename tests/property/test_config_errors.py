@@ -51,7 +51,7 @@ def _plain(node: Node) -> Any:
 
 
 def _reference() -> dict[str, Any]:
-    [root] = parse_yaml((ROOT / "floe.reference.yaml").read_text(), Problems(""))
+    [root] = parse_yaml((ROOT / "floe.reference.yaml").read_bytes(), Problems(""))
     document = _plain(root)
     document["egress"]["feeds"].append({"stream": "OTHER", "segment": {"max_age": "1m"}})
     document["ingress"]["targets"].append({"stream": "FLEET", "sources": [{"site": ["a", "b"], "feed": "f"}]})

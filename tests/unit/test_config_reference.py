@@ -37,7 +37,7 @@ LEVELS = ("compaction", "levels")  # both entries together are the default, judg
 
 def tree(text: str) -> Keys:
     problems = Problems("floe.reference.yaml")
-    [root] = parse_yaml(text, problems)
+    [root] = parse_yaml(text.encode(), problems)
     refuse(problems)
     return root
 

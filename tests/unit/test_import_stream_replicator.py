@@ -593,7 +593,7 @@ def test_the_example_of_the_page_is_what_the_command_prints(tmp_path: Path) -> N
 def test_text_comes_back_from_yaml_as_it_was(text: str) -> None:
     from common.settings.yaml import Keys, Problems, parse_yaml
 
-    [root] = parse_yaml(f"k: {entries.scalar(text)}\n", Problems("x"))
+    [root] = parse_yaml(f"k: {entries.scalar(text)}\n".encode(), Problems("x"))
 
     assert isinstance(root, Keys)
     assert root.entries["k"].value() == text  # type: ignore[union-attr]
