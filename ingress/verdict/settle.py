@@ -304,8 +304,7 @@ def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
     """The piece that the message belongs to, and how many messages stand before that piece."""
     before = 0
     for piece in intent.pieces:
-        is_part = piece.chain == origin.chain and origin.sequence in piece.rows
-        if piece.count and is_part and origin.sequence not in piece.left_out:
+        if piece.count and origin.is_of(piece) and origin.sequence not in piece.left_out:
             return before, piece
         before += piece.count
     return None

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
 from common.chain import Chain
+from common.clock import NS_PER_S, format_time
 from common.errors import AnotherWriter, FloeError, Stopped
 from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, stream_info
 from common.jetstream.client import FloeClient
@@ -23,7 +23,7 @@ from common.jetstream.headers import restore
 from common.jetstream.requests import ApiError
 from common.segments.segment import Message, decode_subject
 from common.service.exits import ways
-from ingress.checkpoint import Intent, TargetState
+from ingress.checkpoint import Checkpoint, Ending, Intent, IntentPiece, TargetState
 from ingress.hints import set_command
 
 
@@ -33,6 +33,10 @@ class Origin:
 
     chain: Chain
     sequence: int
+
+    def is_of(self, part: IntentPiece | Ending) -> bool:
+        """Whether that is among the rows of `part`."""
+        return self.chain == part.chain and self.sequence in part.rows
 
 
 class Unread(Enum):
@@ -162,29 +166,46 @@ def judge(
     """
     if reading is None:
         return _GONE
-    checkpoint = state.checkpoint
-    agrees = _agrees(state, reading, expected)
+    checkpoint, last = state.checkpoint, reading.last_sequence
+    is_explained = checkpoint.target_sequence <= last <= state.expected_sequence and counts(state)
+    against = _against(state, reading, expected) if is_explained else ""
     # Some servers report another creation time after a restart; a message of ours in its place tells so.
-    vouches = agrees and isinstance(reading.tail, Origin) and reading.last_sequence > checkpoint.begins
-    if reading.created != checkpoint.target_created and not vouches:
-        return IntentVerdict(
-            Finding.RECREATED,
-            detail=f"created: expected {checkpoint.target_created}, found {reading.created}",
-        )
-    if reading.last_sequence < checkpoint.target_sequence:
-        detail = (
-            f"last sequence: expected at least {checkpoint.target_sequence}, found {reading.last_sequence}"
-        )
-        return IntentVerdict(Finding.BEHIND, detail=detail)
+    vouches = is_explained and not against and isinstance(reading.tail, Origin) and last > checkpoint.begins
+    is_same = reading.created == checkpoint.target_created or vouches
+    if (replaced := _replaced(checkpoint, reading, is_same)) is not None:
+        return replaced
     if not counts(state):
         return IntentVerdict(Finding.MIXED, detail=NOT_COUNTED)
-    if reading.last_sequence > state.expected_sequence:
+    if last > state.expected_sequence:
         return _ahead(state, reading, state.expected_sequence, sent)
-    if not agrees:
-        detail = _disagreement(state, reading, expected)
-        return IntentVerdict(Finding.FOREIGN, detail=detail, at=reading.last_sequence)
-    stored = reading.last_sequence - checkpoint.target_sequence
+    if against:
+        return IntentVerdict(Finding.FOREIGN, detail=against, at=last)
+    stored = last - checkpoint.target_sequence
     return _unread(state, reading, stored, sent or Sent(0)) or IntentVerdict(Finding.STORED, stored)
+
+
+def judge_shared(
+    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
+) -> IntentVerdict:
+    """STORED (with 0: how much is read elsewhere), or what speaks against going on.
+
+    `drifted`: creation times that are known to be those of the same stream.
+    """
+    if reading is None:
+        return _GONE
+    is_same = reading.created in (state.checkpoint.target_created, *drifted)
+    return _replaced(state.checkpoint, reading, is_same) or IntentVerdict(Finding.STORED)
+
+
+def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> IntentVerdict | None:
+    """What speaks against the stream as a whole; None: nothing."""
+    last, least = reading.last_sequence, checkpoint.target_sequence
+    if not is_same:
+        detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
+        return IntentVerdict(Finding.RECREATED, detail=detail)
+    if last < least:
+        return IntentVerdict(Finding.BEHIND, detail=f"last sequence: expected at least {least}, found {last}")
+    return None
 
 
 def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | None) -> IntentVerdict:
@@ -221,11 +242,13 @@ def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent)
 def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
     """How many rows of the intent are stored at least, by what was `read` of the target, by its sequences."""
     for at in sorted(read, reverse=True):
-        origin, index = read[at], at - intent.base - 1
-        if isinstance(origin, Origin) and 0 <= index < intent.count:
-            piece = intent.piece_at(index)[1]
-            if origin.chain == piece.chain and origin.sequence in piece.rows:
-                return index + 1
+        origin, row = read[at], at - intent.base
+        if (
+            1 <= row <= intent.count
+            and isinstance(origin, Origin)
+            and origin.is_of(intent.piece_at(row - 1)[1])
+        ):
+            return row
     return 0
 
 
@@ -248,67 +271,31 @@ def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> Intent
         expected = f"expected {piece.chain} {piece.rows}"
         if origin is Unread.FOREIGN:
             return IntentVerdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}", at=at)
-        if isinstance(origin, Origin) and (origin.chain != piece.chain or origin.sequence not in piece.rows):
+        if isinstance(origin, Origin) and not origin.is_of(piece):
             found = f"message {at} is {origin.chain} {origin.sequence}"
             return IntentVerdict(Finding.FOREIGN, detail=f"{found}, {expected}", at=at)
     return None
 
 
-def _agrees(state: TargetState, reading: TargetReading, expected: int | None) -> bool:
-    if not state.checkpoint.target_sequence <= reading.last_sequence <= state.expected_sequence:
-        return False
-    if not counts(state):
-        return False
-    if reading.tail is Unread.GONE or reading.last_sequence <= state.checkpoint.begins:
-        return True
-    return isinstance(reading.tail, Origin) and _stands_there(
-        state, reading.last_sequence, reading.tail, expected
-    )
-
-
-def _stands_there(state: TargetState, last_sequence: int, tail: Origin, expected: int | None) -> bool:
-    checkpoint, ending = state.checkpoint, state.checkpoint.ending
-    stored = last_sequence - checkpoint.target_sequence
-    if state.intent is None or stored == 0:
-        if ending is not None:
-            return tail.chain == ending.chain and tail.sequence in ending.rows
-        return tail.sequence < checkpoint.positions.get(tail.chain, 0)
-    piece = state.intent.piece_at(stored - 1)[1]
-    return tail.chain == piece.chain and tail.sequence in piece.rows and expected in (None, tail.sequence)
-
-
-def _disagreement(state: TargetState, reading: TargetReading, expected: int | None) -> str:
-    if not isinstance(reading.tail, Origin):
-        return f"message {reading.last_sequence} {Unread.FOREIGN.value}"
-    found = f"message {reading.last_sequence} is {reading.tail.chain} {reading.tail.sequence}"
-    stored = reading.last_sequence - state.checkpoint.target_sequence
-    if state.intent is None or stored == 0:
-        ending = state.checkpoint.ending
-        wanted = "one below the positions" if ending is None else f"{ending.chain} {ending.rows}"
-        return f"{found}, expected {wanted}"
-    piece = state.intent.piece_at(stored - 1)[1]
-    return f"{found}, expected {piece.chain} {piece.rows if expected is None else expected}"
-
-
-def judge_shared(
-    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
-) -> IntentVerdict:
-    """STORED (with 0: how much is read elsewhere), or what speaks against going on.
-
-    `drifted`: creation times that are known to be those of the same stream.
-    """
-    if reading is None:
-        return _GONE
-    checkpoint = state.checkpoint
-    if reading.created not in (checkpoint.target_created, *drifted):
-        detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
-        return IntentVerdict(Finding.RECREATED, detail=detail)
-    if reading.last_sequence < checkpoint.target_sequence:
-        expected = f"expected at least {checkpoint.target_sequence}"
-        return IntentVerdict(
-            Finding.BEHIND, detail=f"last sequence: {expected}, found {reading.last_sequence}"
-        )
-    return IntentVerdict(Finding.STORED)
+def _against(state: TargetState, reading: TargetReading, expected: int | None) -> str:
+    """What the last message says against standing where it does; empty: nothing."""
+    checkpoint, last, tail = state.checkpoint, reading.last_sequence, reading.tail
+    if tail is Unread.GONE or last <= checkpoint.begins:
+        return ""
+    if not isinstance(tail, Origin):
+        return f"message {last} {tail.value}"
+    stored = last - checkpoint.target_sequence
+    if state.intent is not None and stored > 0:
+        piece = state.intent.piece_at(stored - 1)[1]
+        is_ours = tail.is_of(piece) and expected in (None, tail.sequence)
+        wanted = f"{piece.chain} {piece.rows if expected is None else expected}"
+    elif checkpoint.ending is not None:
+        is_ours = tail.is_of(checkpoint.ending)
+        wanted = f"{checkpoint.ending.chain} {checkpoint.ending.rows}"
+    else:
+        is_ours = tail.sequence < checkpoint.positions.get(tail.chain, 0)
+        wanted = "one below the positions"
+    return "" if is_ours else f"message {last} is {tail.chain} {tail.sequence}, expected {wanted}"
 
 
 class TargetErrors:
@@ -316,10 +303,8 @@ class TargetErrors:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._accept, self._from_target = (
-            set_command(target, "--accept"),
-            set_command(target, "--from-target"),
-        )
+        self._accept = set_command(target, "--accept")
+        self._from_target = set_command(target, "--from-target")
         self._forget = set_command(target, "--forget")
 
     def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
@@ -329,12 +314,7 @@ class TargetErrors:
         return Stopped(
             f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
             f"{reading.last_sequence} and no checkpoint",
-            hint=ways(
-                (
-                    "restore the state bucket; or go on behind what the target holds",
-                    self._from_target,
-                )
-            ),
+            hint=ways(("restore the state bucket; or go on behind what the target holds", self._from_target)),
             code="E-TARGET-NOT-EMPTY",
         )
 
@@ -432,7 +412,7 @@ class TargetStream:
         if message is None:
             return ""
         provenance, _ = restore(message.headers)
-        at = datetime.fromtimestamp(message.timestamp_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        at = format_time(message.timestamp_ns // NS_PER_S * NS_PER_S)
         header = "without" if provenance is None else "with"
         subject = decode_subject(message.subject)
         return f"message {place} has subject {subject!r}, was stored at {at}, {header} a Floe-Source"
