@@ -45,11 +45,6 @@ class Output:
         """Stored bytes of the inputs."""
         return sum(s.size for s in self.inputs)
 
-    @property
-    def is_disjoint(self) -> bool:
-        """Whether no two inputs overlap."""
-        return len(self.coverage) == sum(len(s.coverage) for s in self.inputs)
-
     def log_context(self) -> dict[str, object]:
         return {
             **self.chain.log_context(),

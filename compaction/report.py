@@ -110,7 +110,7 @@ def verify_row(report: ChainReport) -> list[object]:
 def verify_json(report: ChainReport) -> dict[str, Any]:
     coverage = report.coverage
     return {
-        **_chain_json(report.chain),
+        **report.chain.log_context(),
         "first": coverage and coverage.first,
         "last": coverage and coverage.last,
         "segments": {str(level): count for level, count in report.segments.items()},
@@ -158,7 +158,7 @@ def _pruned_rows(snapshots: Iterable[SnapshotRef]) -> list[list[object]]:
 
 def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str, Any]:
     return {
-        **_chain_json(made.chain),
+        **made.chain.log_context(),
         "level": made.level,
         "first": made.coverage.first,
         "last": made.coverage.last,
@@ -169,10 +169,6 @@ def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str
 
 def _segment_json(segment: SegmentRef | SnapshotRef) -> dict[str, Any]:
     return {"key": segment.key, "size": segment.size}
-
-
-def _chain_json(chain: Chain) -> dict[str, Any]:
-    return dict(chain.log_context())
 
 
 CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")

@@ -408,7 +408,7 @@ class Compaction:
                 except FloeError as error:
                     failures.append(Failure.of(f"delete of {segment.key}", error))
         for key in index.done():
-            self._tombstones.delete(key)
+            self._store.objects.delete(key)
         if deleted:
             log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
         return deleted, failures

@@ -222,13 +222,10 @@ class _FilteringReader(_Reader):
         for condition in filters:
             low, high = _bounds(condition)
             first, last = max(first, low), min(last, high)
-        self._options = replace(self._options, rows=_range_or_nothing(first, last))
+        if first > last:  # an empty range has no value of its own, and no segment reaches the very last one
+            first = last = MAX_SEQUENCE
+        self._options = replace(self._options, rows=SequenceRange(first, last))
         return filters
-
-
-def _range_or_nothing(first: int, last: int) -> SequenceRange:
-    # No segment reaches the very last sequence of all, and an empty range has no value of its own.
-    return SequenceRange(first, last) if first <= last else SequenceRange(MAX_SEQUENCE, MAX_SEQUENCE)
 
 
 def _bounds(condition: Filter) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -38,25 +38,21 @@ def segment_columns(schema: pa.Schema) -> list[str]:
 
 def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
     """`batch`, a segment's rows, as `schema` wants them; `segment` is what its column `segment` says."""
-    rows = batch.num_rows
-    added: dict[str, Callable[[], Values]] = {
-        "site": lambda: pa.repeat(pa.scalar(chain.site, pa.string()), rows),
-        "feed": lambda: pa.repeat(pa.scalar(chain.feed, pa.string()), rows),
-        "incarnation": lambda: pa.repeat(pa.scalar(chain.incarnation, pa.int32()), rows),
-        "partition": lambda: pa.repeat(pa.scalar(chain.partition, pa.int32()), rows),
-        "segment": lambda: pa.repeat(pa.scalar(segment, pa.int32()), rows),
-        "headers_parsed": lambda: _parsed(batch.column("headers")),
-    }
-    arrays = [added[name]() if name in added else batch.column(name) for name in schema.names]
+    parts = {**chain.log_context(), "segment": segment}
+
+    def column(name: str) -> Values:
+        if name == HEADERS_PARSED.name:
+            return pa.array(map(_pairs, batch.column("headers").to_pylist()), HEADERS_PARSED.type)
+        if name in parts:
+            return pa.repeat(pa.scalar(parts[name], schema.field(name).type), batch.num_rows)
+        return batch.column(name)
+
+    arrays = [column(name) for name in schema.names]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _parsed(blocks: Values) -> Values:
-    """Names and values in order with repeats, as text; null where a message has no header block."""
-    return pa.array([_pairs(block) for block in blocks.to_pylist()], HEADERS_PARSED.type)
-
-
 def _pairs(block: bytes | None) -> list[dict[str, str]] | None:
+    """Names and values in order with repeats, as text; null where a message has no header block."""
     if block is None:
         return None
     return [{"name": _text(name), "value": _text(value)} for name, value in parse_block(block)]

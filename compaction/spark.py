@@ -244,10 +244,7 @@ def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             numbers: list[Any] = batch.column(0).to_pylist()
             for number in numbers:
-                yield _answer(number, work(store, items[number]))
+                answer = {"id": [number], "result": [pickle.dumps(work(store, items[number]))]}
+                yield pa.RecordBatch.from_pydict(answer, schema=_RESULT)
     finally:
         store.close()
-
-
-def _answer(number: int, result: Any) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict({"id": [number], "result": [pickle.dumps(result)]}, schema=_RESULT)

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from common.chain import Chain
 from common.errors import DataError
@@ -40,6 +41,11 @@ class Supersession:
     def superseding(self) -> tuple[SegmentRef, ...]:
         """The segments of `stretches`, each once."""
         return tuple({s.segment.key: s.segment for s in self.stretches}.values())
+
+    @property
+    def is_disjoint(self) -> bool:
+        """Whether no two superseded segments overlap."""
+        return all(not b.coverage.overlaps(a.coverage) for a, b in pairwise(self.superseded))
 
     def parts(self, limit: int) -> list[Supersession]:
         """The same cut into several of at most `limit` superseded segments; then none of them is `exact`."""

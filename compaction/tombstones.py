@@ -15,7 +15,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.chain import Chain
@@ -47,10 +47,7 @@ class Tombstone:
 
     @classmethod
     def of(cls, supersession: Supersession) -> Tombstone:
-        return cls(
-            tuple(sorted(map(_timeless, supersession.superseded), key=_order)),
-            tuple(sorted(map(_timeless, supersession.superseding), key=_order)),
-        )
+        return cls(_timeless(supersession.superseded), _timeless(supersession.superseding))
 
     @property
     def chain(self) -> Chain:
@@ -213,7 +210,7 @@ class Tombstones:
         a sound tombstone.
         """
         try:
-            tombstone = self._read(chain, info.key, info.size)
+            tombstone = self._parsed(chain, info)
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"tombstone {info.key}: {error}",
@@ -237,10 +234,6 @@ class Tombstones:
                 raise OutcomeUnknown(f"tombstone {key}: what was read back is not what was written")
         return key
 
-    def delete(self, key: str) -> None:
-        """Remove one whose work is done."""
-        self._objects.delete(key)
-
     def now(self) -> float:
         """Seconds since 1970 UTC by the store's clock, taken from an object written for it."""
         key = self._layout.clock()
@@ -250,14 +243,14 @@ class Tombstones:
             raise OutcomeUnknown(f"object {key}: written and not found")
         return info.modified
 
-    def _read(self, chain: Chain, key: str, size: int) -> Tombstone | None:
+    def _parsed(self, chain: Chain, info: ObjectInfo) -> Tombstone | None:
         """None if it was deleted meanwhile; raises ValueError for one that is not sound."""
-        match = _NAME.fullmatch(key.rpartition("/")[2])
+        match = _NAME.fullmatch(info.key.rpartition("/")[2])
         if not match:
             raise ValueError("foreign name")
-        if size > MAX_BYTES:
-            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {size}")
-        raw = self._objects.get(key, length=MAX_BYTES + 1)
+        if info.size > MAX_BYTES:
+            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
+        raw = self._objects.get(info.key, length=MAX_BYTES + 1)
         if raw is None:
             return None
         if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
@@ -265,12 +258,10 @@ class Tombstones:
         return Tombstone.from_json(raw, self._layout, chain)
 
 
-def _timeless(segment: SegmentRef) -> SegmentRef:
-    return SegmentRef(segment.segment, segment.key, segment.size, 0.0)
-
-
-def _order(segment: SegmentRef) -> tuple[int, str]:
-    return segment.level, segment.name
+def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
+    """By level and name, without times."""
+    found = sorted(segments, key=lambda segment: (segment.level, segment.name))
+    return tuple(replace(segment, modified=0.0) for segment in found)
 
 
 def _entry(segment: SegmentRef) -> dict[str, Any]:
