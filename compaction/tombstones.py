@@ -20,7 +20,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
-from common.objects.port import ObjectInfo, ObjectStore
+from common.objects.port import ObjectInfo, ObjectStore, store_now
 from common.segments.documents import SnapshotRef, newest_first
 from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
@@ -235,13 +235,7 @@ class Tombstones:
         return key
 
     def now(self) -> float:
-        """Seconds since 1970 UTC by the store's clock, taken from an object written for it."""
-        key = self._layout.clock()
-        self._objects.put(key, b"")
-        info = self._objects.head(key)
-        if info is None:
-            raise OutcomeUnknown(f"object {key}: written and not found")
-        return info.modified
+        return store_now(self._objects, self._layout.clock())
 
     def _parsed(self, chain: Chain, info: ObjectInfo) -> Tombstone | None:
         """None if it was deleted meanwhile; raises ValueError for one that is not sound."""

@@ -92,6 +92,14 @@ class ObjectStore(Protocol):
         ...
 
 
+def store_now(objects: ObjectStore, key: str) -> float:
+    """Seconds since 1970 UTC by the store's clock, taken from the object `key`, which is written for it."""
+    objects.put(key, b"")
+    if (info := objects.head(key)) is None:
+        raise Unavailable(f"object {key}: written and not found", code="E-READ-BACK")
+    return info.modified
+
+
 @dataclass(frozen=True, slots=True)
 class HiddenObject:
     """An object behind a delete marker. `version`: the newest that is kept, stored at `modified`; `marker`:

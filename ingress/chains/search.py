@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import FloeError, OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
-from common.objects.port import ObjectStore
+from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
+from common.objects.port import ObjectStore, store_now
 from common.segments.keys import MAX_LEVEL
 from common.segments.parquet_guard import Forked, SegmentGone
 from common.segments.segment import SegmentRef
@@ -280,18 +280,11 @@ class StoreClock:
 
     def _ask(self) -> float | None:
         try:
-            self._objects.put(self._key, b"")
+            return store_now(self._objects, self._key)
         except Refused as error:
-            self._note(error)
+            if not self._refused:
+                self._refused = True
+                log.warning("the store's clock cannot be read", action="store_clock", error=str(error))
             return None
         except OutcomeUnknown as error:
             raise Unavailable(error.message, code=error.code) from error
-        info = self._objects.head(self._key)
-        if info is None:
-            raise Unavailable(f"object {self._key}: written and not found", code="E-READ-BACK")
-        return info.modified
-
-    def _note(self, error: FloeError) -> None:
-        if not self._refused:
-            self._refused = True
-            log.warning("the store's clock cannot be read", action="store_clock", error=str(error))

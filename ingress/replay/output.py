@@ -57,11 +57,9 @@ def standing(
 def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) -> str:
     """One line; `begun`: where this run began, `seconds` ago."""
     moved = now.sequences - begun.sequences
-    left = (
-        format_duration(round((now.of - now.sequences) * seconds / moved))
-        if moved > 0 and seconds > 0
-        else "-"
-    )
+    left = "-"
+    if moved > 0 and seconds > 0:
+        left = format_duration(round((now.of - now.sequences) * seconds / moved))
     rate = (now.rows - begun.rows) / seconds if seconds > 0 else 0
     where = f", {now.chain} at {now.sequence:,}" if now.chain else ""
     return (
@@ -87,11 +85,6 @@ class Teller:
         self._told = float("-inf")
         self._open = False
 
-    @property
-    def spacing(self) -> float:
-        """Seconds between two progress lines that are worth making."""
-        return 0.5 if self._terminal else EVERY
-
     def say(self, text: str) -> None:
         """A line that stays."""
         self.end_line()
@@ -99,7 +92,7 @@ class Teller:
 
     def progress(self, text: str, at: float) -> None:
         """A line that is out of date soon; `at`: monotonic seconds."""
-        if at < self._told + self.spacing:
+        if at < self._told + (0.5 if self._terminal else EVERY):
             return
         self._told = at
         if self._terminal:
@@ -139,9 +132,8 @@ def plan_lines(view: Outlook, request: Request) -> Iterator[str]:
     plan = view.found.plan
     most = "" if plan.is_exact else "at most "
     yield f"{request.site}/{request.feed} into {request.target}: {most}{plan.rows:,} messages"
-    yield f"{most}{size_text(plan.raw_bytes)}; to read: {most}{size_text(plan.bytes_to_read)} of " + (
-        f"{len(plan.parts):,} segments"
-    )
+    to_read = f"to read: {most}{size_text(plan.bytes_to_read)} of {len(plan.parts):,} segments"
+    yield f"{most}{size_text(plan.raw_bytes)}; {to_read}"
     if plan.times:
         yield f"from {time_text(plan.times[0])} to {time_text(plan.times[1])} in these segments"
     for chain in plan.chains[:SHOWN]:
@@ -167,12 +159,8 @@ def _what_is_missing(plan: ReplayPlan) -> Iterator[str]:
 
 def _target_lines(view: Outlook, request: Request) -> Iterator[str]:
     if view.info is not None:
-        held = f"{view.info.messages:,} messages up to sequence {view.info.last_sequence:,}"
-        yield (
-            f"target {request.target} holds {held}"
-            if view.info.messages
-            else f"target {request.target} is empty"
-        )
+        held = f"holds {view.info.messages:,} messages up to sequence {view.info.last_sequence:,}"
+        yield f"target {request.target} {held if view.info.messages else 'is empty'}"
     elif view.recipe is None:
         yield f"target {request.target} is missing, and there is no stream.json to make it by"
     else:

@@ -32,24 +32,36 @@ class Pace(Protocol):
         ...
 
 
-class MessageRate:
+@dataclass
+class _Bucket:
+    """A token bucket that may go below zero by one message, so that a huge one goes at all."""
+
+    rate: float
+    tokens: float = 0.0
+    at: float | None = None
+
+    def take(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
+        first, before = self.at is None, now if self.at is None else self.at
+        self.tokens, self.at = min(self.rate * BURST, self.tokens + self.rate * (now - before)), now
+        if self.tokens <= 0 and not first:
+            return 0, min(LONGEST_WAIT, max(0.001, (min(1, self.rate * BURST) - self.tokens) / self.rate))
+        count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
+        self.tokens -= sum(costs[:count])
+        return count, 0.0
+
+
+class MessageRate(_Bucket):
     """At most `rate` messages a second."""
 
-    def __init__(self, rate: float) -> None:
-        self._bucket = _Bucket(rate)
-
     def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
-        return self._bucket.take(now, [1] * min(len(times_ns), self._bucket.most))
+        return self.take(now, [1] * min(len(times_ns), int(self.rate * BURST) + 1))
 
 
-class ByteRate:
+class ByteRate(_Bucket):
     """At most `rate` bytes a second, of payloads and header blocks."""
 
-    def __init__(self, rate: float) -> None:
-        self._bucket = _Bucket(rate)
-
     def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
-        return self._bucket.take(now, sizes)
+        return self.take(now, sizes)
 
 
 class Speed:
@@ -69,30 +81,6 @@ class Speed:
         if count := bisect_right(newest, reached):
             return count, 0.0
         return 0, min(LONGEST_WAIT, (newest[0] - reached) / 1e9 / self._factor + 0.001)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A token bucket that may go below zero by one message, so that a huge one goes at all."""
-
-    rate: float
-    tokens: float = 0.0
-    at: float | None = None
-
-    @property
-    def most(self) -> int:
-        return max(1, int(self.rate * BURST) + 1)
-
-    def take(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
-        self.tokens = min(
-            self.rate * BURST, self.tokens + self.rate * (now - (now if self.at is None else self.at))
-        )
-        first, self.at = self.at is None, now
-        if self.tokens <= 0 and not first:
-            return 0, min(LONGEST_WAIT, max(0.001, (min(1, self.rate * BURST) - self.tokens) / self.rate))
-        count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
-        self.tokens -= sum(costs[:count])
-        return count, 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,11 +117,11 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """What is not a default."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        numbers = ("incarnation", "partition")  # of which 0 says something
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
-            if value not in (None, "", 0.0, (), False)
-            or (name in ("incarnation", "partition") and value == 0)
+            if value or (name in numbers and value is not None)
         }
 
     @classmethod
@@ -228,6 +228,10 @@ class Advice:
     request: Request
     options: ReplayOptions = field(default_factory=ReplayOptions)
 
+    def _of(self, **changes: Any) -> Advice:
+        """Those of another request."""
+        return replace(self, request=replace(self.request, **changes))
+
     def same(self, *more: str) -> str:
         """The command that was given, with the options `more`."""
         words = [self.request.words(), *dict.fromkeys([*self.options.words(), *more])]
@@ -241,10 +245,9 @@ class Advice:
         """The server does not make the target; `is_taken`: another stream has its subjects."""
         if not is_taken:
             return ways(("mend what the server names, and give the same command again", self.same()))
-        request = self.request
-        apart = f"{request.target}_ALL"
-        apart += "_2" if request.prefix == apart else ""
-        below = replace(self, request=replace(request, prefix=apart, into_source=False))
+        apart = f"{self.request.target}_ALL"
+        apart += "_2" if self.request.prefix == apart else ""
+        below = self._of(prefix=apart, into_source=False)
         taken = "another stream takes these subjects, and no second one can; replay below a prefix of its own"
         return ways((taken, below.same()))
 
@@ -255,12 +258,11 @@ class Advice:
 
     def source(self, name: str) -> str:
         """The stream that the feed was frozen from is `name` (empty: nobody knows), not the target."""
-        without = replace(self, request=replace(self.request, into_source=False))
+        without = self._of(into_source=False)
         left = (f"replay into {self.request.target}, which is another stream", without.same())
         if not name:
             return ways(left)
-        named = replace(self, request=replace(self.request, target=name))
-        return ways(("replay into the source", named.same()), (f"or {left[0]}", left[1]))
+        return ways(("replay into the source", self._of(target=name).same()), (f"or {left[0]}", left[1]))
 
     def holes(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
         """Sequences that no segment covers."""
@@ -275,11 +277,9 @@ class Advice:
         if code == "E-SUBJECT":
             edit = f"nats stream edit {name} --subjects SUBJECTS"
             other = f"{self.request.target}_ALL"
-            wide = replace(self, request=replace(self.request, target=other, prefix=other, into_source=False))
+            wide = self._of(target=other, prefix=other, into_source=False).same("--create")
             everything = "or replay into a stream that takes everything below a prefix"
-            return ways(
-                ("let the target take it, and go on", edit, again), (everything, wide.same("--create"))
-            )
+            return ways(("let the target take it, and go on", edit, again), (everything, wide))
         edit = f"nats stream edit {name} --max-msg-size=-1 --force"
         raised = "raise the target's limit, or max_payload of its server, and go on"
         return ways((raised, edit, again))

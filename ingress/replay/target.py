@@ -150,14 +150,10 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
     except BucketGone:
         return
     if entry is not None:
+        elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(
             f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
-            hint=ways(
-                (
-                    "replay into another stream; or empty it and have ingress fill it again",
-                    set_command(target, "--forget"),
-                )
-            ),
+            hint=ways((elsewhere, set_command(target, "--forget"))),
             code="E-REPLAY-INGRESS",
         )
 
@@ -166,11 +162,8 @@ def notes(config: Mapping[str, Any], plan: ReplayPlan, request: Request) -> Iter
     """What of the target an operator should know before."""
     name = request.target
     if config.get("retention") in ("interest", "workqueue"):
-        what = (
-            "drops what no consumer wants"
-            if config["retention"] == "interest"
-            else "keeps until it is consumed"
-        )
+        drops = config["retention"] == "interest"
+        what = "drops what no consumer wants" if drops else "keeps until it is consumed"
         yield f"target {name}: retention {config['retention']} {what}: make its consumers first"
     for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
         found = int(config.get(limit, -1) or -1)
