@@ -120,8 +120,8 @@ class NatsServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name, self.port, self.monitor_port = name, free_port(), free_port()
         self.store, self.log = self.folder / "store", self.folder / "log"
-        self._max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
-        self._extra, self._cluster = extra, cluster
+        self.max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
+        self.extra, self._cluster = extra, cluster
         self._binary = binary or nats_server_binary()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -253,8 +253,8 @@ class NatsServer:
             f"log_file: {_quote(self.log)}",
             f"jetstream {{ store_dir: {_quote(self.store)} }}",
         ]
-        if self._max_payload is not None:
-            lines.append(f"max_payload: {self._max_payload}")
+        if self.max_payload is not None:
+            lines.append(f"max_payload: {self.max_payload}")
         if self._users:
             users = ", ".join(f"{{user: {_quote(u)}, password: {_quote(p)}}}" for u, p in self._users.items())
             lines.append(f"authorization {{ users: [{users}] }}")
@@ -262,7 +262,7 @@ class NatsServer:
             lines.append(self._tls.config())
         if self._cluster is not None:
             lines.append(self._cluster.config())
-        return "\n".join([*lines, self._extra, ""])
+        return "\n".join([*lines, self.extra, ""])
 
 
 class NatsCluster:

@@ -186,7 +186,7 @@ class ReplaySurvey:
         try:
             return await self._range(chain, request, moments, notes)
         except SegmentGone as error:
-            raise _vanishing(chain) from error
+            raise vanishing_error(chain) from error
 
     async def _range(
         self, chain: Chain, request: Request, moments: Moments, notes: list[str]
@@ -238,7 +238,7 @@ class ReplaySurvey:
             lost |= gone | damaged
             all_damaged |= damaged
             notes += [f"damaged or gone, left out: {key}" for key in sorted(gone | damaged)]
-        raise _vanishing(each.chain) if gone else _damaged(each.chain, all_damaged)
+        raise vanishing_error(each.chain) if gone else damaged_error(each.chain, all_damaged)
 
     async def _footers(
         self, stretches: list[Stretch[SegmentRef]], refs: Sequence[SegmentRef]
@@ -273,7 +273,7 @@ def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[Segm
         return ReplayPart(stretch, footer, reader.still_missing(stretch.rows))
 
 
-def _vanishing(chain: Chain) -> Unavailable:
+def vanishing_error(chain: Chain) -> Unavailable:
     then = "give the same command again when compaction is done; if it stays so, look at the store"
     return Unavailable(
         f"chain {chain}: segments vanish while they are read, in {LISTINGS} listings",
@@ -282,7 +282,7 @@ def _vanishing(chain: Chain) -> Unavailable:
     )
 
 
-def _damaged(chain: Chain, keys: Collection[str]) -> DataError:
+def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
         f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",

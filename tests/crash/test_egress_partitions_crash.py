@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +16,9 @@ import pytest
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
 from tests.support.commands import ROOT, configuration
-from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import Bench, Partitioned, feed_of, publish_over
 
 SUBJECTS = ["0.a", "1.a", "2.a"]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 @contextmanager

@@ -106,8 +106,7 @@ async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_h
 
 def stopped(service: Service) -> bool:
     """Whether the process is stopped by a signal."""
-    pid = service._process.pid if service._process else 0
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 async def test_kills_at_random_moments_lose_and_repeat_nothing(

@@ -6,7 +6,7 @@ import asyncio
 import random
 import tracemalloc
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,13 +24,6 @@ from tests.support.basics import soon
 from tests.support.proxies import TcpProxy
 
 HOUR = 3600 * SECOND
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connected(nats_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

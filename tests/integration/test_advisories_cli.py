@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,11 @@ from common.jetstream.client import FloeClient, frame
 from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
 from egress.advisories.cli import line_of
 from infra.local.process import spawn
-from tests.support.advisories import SECOND, World, connected, new, now_ns, running
+from tests.support.advisories import SECOND, World, new, now_ns, running
 from tests.support.basics import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 MINUTE = 60 * SECOND
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connected(nats_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

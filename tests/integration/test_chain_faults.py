@@ -26,7 +26,7 @@ from ingress.chains.search import survey
 from ingress.chains.starts import Starts
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
-from tests.support.basics import PATIENCE, soon
+from tests.support.basics import PATIENCE, counted, soon
 from tests.support.ingress import CHAIN, PREFIX, Archive, rows_of
 from tests.support.stores import FaultyStore, raising
 
@@ -333,14 +333,14 @@ async def test_a_gap_is_counted_and_told_once_however_often_the_chain_is_made_an
     archive.put(rows_of(111, 120))
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     counter = metrics.lost_sequences.labels("FLEET", "us-east", "NODES", "0")
-    before, centre = counter._value.get(), Centre(archive)
+    before, centre = counted(counter), Centre(archive)
     centre.stored = {CHAIN: 101}
     async with centre.running():
         await centre.reaches({CHAIN: 121})
         centre.stored = {CHAIN: 101}
         centre.supply.reset(centre.stored)  # the position was not stored, though the gap was written down
         await centre.reaches({CHAIN: 121})
-    assert counter._value.get() - before == 10
+    assert counted(counter) - before == 10
     assert caplog.text.count("gap passed") == 1
 
 

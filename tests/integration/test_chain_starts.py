@@ -58,7 +58,7 @@ async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
     tmp_path: Path, archive: Archive, nats_url: str, keys: dict[str, Any], first: int
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url)
-    centre._settings["sources"][0] |= keys
+    centre.target_settings["sources"][0] |= keys
     async with client_of(nats_url) as client:
         async with centre.running():
             keeper = await centre.state(client)

@@ -22,7 +22,7 @@ from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import metrics
 from tests.support import ingress as ingress_world
-from tests.support.basics import soon
+from tests.support.basics import counted, soon
 from tests.support.commands import floe
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.support.segments import message
@@ -43,7 +43,7 @@ def archive(tmp_path: Path) -> Archive:
 def centre_of(folder: Path, archive: Archive, url: str, target: dict[str, Any] | None = None, **source: Any):
     """A centre with keys of its one source, and of its target."""
     made = Centre(folder, archive, url, **(target or {}))
-    made._settings["sources"][0] |= source
+    made.target_settings["sources"][0] |= source
     return made
 
 
@@ -162,7 +162,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
         check_exact(await centre.carried(client, 30 + 28), archive, centre.prefix)
         await soon(lambda: all("stopped" not in lane(health, centre, chain) for chain in (CHAIN, OTHER)))
         labels = (centre.target, CHAIN.site, CHAIN.feed, "0")
-        assert metrics.lost_sequences.labels(*labels)._value.get() == 2
+        assert counted(metrics.lost_sequences.labels(*labels)) == 2
     verdict = await floe(
         "gap",
         "accept",
@@ -224,7 +224,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
 
         late = archive.put(rows_of(15, 18), tail=False)
         del archive.rows[CHAIN][-4:]
-        await soon(lambda: metrics.behind_gaps.labels("us-east", "NODES")._value.get() >= 1, 15)
+        await soon(lambda: counted(metrics.behind_gaps.labels("us-east", "NODES")) >= 1, 15)
         check_exact(await centre.carried(client, 25), archive, centre.prefix)
         assert archive.store.is_intact(late)
     [passed] = archive.documents.passed_gaps(centre.target, CHAIN)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,11 +28,6 @@ LATER = CHAIN.next_incarnation()
 PARTS = [CHAIN, Chain("us-east", "NODES", 0, 1)]
 BIG = Chain("big", "NODES")
 SMALL = [Chain(f"s{n}", "NODES") for n in range(9)]
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 class Centre:

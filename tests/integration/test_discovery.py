@@ -269,7 +269,7 @@ async def test_a_store_that_has_worked_and_refuses_is_asked_again_and_told_once(
         await soon(lambda: place.objects.calls["list"] >= 5)
         assert caplog.text.count("store not readable") == 1
         place.documents.write_tail(place.chain(1), 30)
-        place.objects._faults.clear()
+        place.objects.heal()
         await soon(lambda: (place.chain(1), 30) in place.target.found_)
         await soon(lambda: not place.health.problems())
 

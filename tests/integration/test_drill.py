@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
-from infra.local.nats import NatsServer
 from ingress.replay.drill import Trail, compare
 from tests.scenarios.processes import Service, run_floe
 from tests.support.basics import PATIENCE, eventually, unique
-from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 from tests.support.segments import message
 
 FEED = ("--site", "us-east", "--feed", "NODES")
@@ -47,12 +45,6 @@ class World:
     async def scratch(self) -> list[str]:
         found = await self.client.api("STREAM.NAMES", {"subject": "_floe_drill.>"})
         return list(found["streams"] or [])
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
 
 
 @pytest.mark.servers

@@ -6,7 +6,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +16,8 @@ from common.jetstream.kv import KeyValue
 from egress.archive import HighWaterMarks
 from tests.support.basics import soon, unique
 from tests.support.commands import paste
-from tests.support.egress import Bench, connected, feed_of
+from tests.support.egress import Bench, feed_of
 from tests.support.egress_process import Process, processes
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
-
 
 LIMITS: dict[str, dict[str, Any]] = {
     "max_msgs": {"max_msgs": 100},

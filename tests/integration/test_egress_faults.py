@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.support.basics import soon, unique
 from tests.support.egress import Bench, connected
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def consumers(bench: Bench, stream: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,10 @@ from egress import consumers, metrics
 from egress.archive import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
-from tests.support.basics import soon, unique
+from tests.support.basics import counted, soon, unique
 from tests.support.commands import paste
 from tests.support.egress import QUICK, SITE, Bench, connected
 from tests.support.servers import restore_disk, save_disk
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def recreate(bench: Bench, stream: str, count: int) -> None:
@@ -463,7 +455,7 @@ async def test_what_the_source_lacks_of_a_hole_is_not_called_deleted(bench: Benc
     async with bench.egress(*feeds):
         await soon(lambda: all(any(15 in ref.coverage for ref in bench.refs(name)) for name in names))
     for name in names:
-        assert metrics.left_out.labels(SITE, name, "0", "gone_from_hole")._value.get() == 2
+        assert counted(metrics.left_out.labels(SITE, name, "0", "gone_from_hole")) == 2
     assert bench.ledger(names[0]) == {"gone_from_hole": 2}
     assert bench.ledger(names[1])["gone_from_hole"] == 2
     for name in names:

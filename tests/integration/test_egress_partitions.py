@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from egress.incarnations import Closing, End
 from tests.support.basics import soon, unique
-from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 
 
 async def recreate(bench: Bench, stream: str, subjects: list[str], count: int, text: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -22,13 +21,6 @@ from tests.support.commands import Done, configuration, floe, paste
 from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
 from tests.support.ingress import Archive, Centre, arrived, count_in
 from tests.support.servers import restore_disk, save_disk
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failpoints: str = "") -> Done:

@@ -25,13 +25,6 @@ from tests.support.servers import restore_disk, save_disk
 
 
 @pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
-
-
-@pytest.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[tuple[Bench, NatsServer]]:
     """A bench whose server may be set back."""
     with NatsServer() as server:

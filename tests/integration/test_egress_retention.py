@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,11 @@ from egress.partition import Partition, partitions_of
 from infra.local.nats import NatsServer
 from tests.scenarios.processes import run_floe
 from tests.support.basics import soon, unique
-from tests.support.egress import SITE, Bench, connected
+from tests.support.egress import SITE, Bench
 from tests.support.proxies import TcpProxy
 from tests.support.stores import FaultyStore, raising
 
 KINDS = ["workqueue", "interest"]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def make(bench: Bench, retention: str, **config: Any) -> str:

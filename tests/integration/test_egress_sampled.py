@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,9 @@ from egress import metrics
 from egress.advisories.advisory import parse
 from egress.init import initialise
 from infra.oracle import read_stream
-from tests.support.basics import PATIENCE, soon, unique
-from tests.support.egress import SITE, Bench, connected
+from tests.support.basics import PATIENCE, counted, soon, unique
+from tests.support.egress import SITE, Bench
 from tests.support.stores import FaultyStore
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def make(bench: Bench, **more: Any) -> dict[str, Any]:
@@ -91,7 +84,7 @@ def states(bench: Bench) -> list[Path]:
 
 
 def rebuilt(feed: dict[str, Any], reason: str) -> float:
-    return metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, reason)._value.get()
+    return counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, reason))
 
 
 async def test_a_stretch_of_which_nothing_is_kept_becomes_an_empty_segment(bench: Bench) -> None:

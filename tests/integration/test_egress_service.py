@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ from tests.support.basics import SharedS3, eventually, soon, unique
 from tests.support.egress import Bench, connected
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def test_without_feeds_there_is_nothing_to_run(bench: Bench) -> None:

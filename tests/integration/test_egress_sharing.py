@@ -354,13 +354,6 @@ async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsSer
 # Whole egress
 
 
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
-
-
 def states(running: Running, names: Sequence[str]) -> list[str]:
     return [running.state(name) for name in names]
 

@@ -6,9 +6,7 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +18,8 @@ from infra.local.process import free_port
 from tests.integration.test_egress_workers import parent
 from tests.support.basics import soon, unique
 from tests.support.commands import command_of, configuration, floe, paste
-from tests.support.egress import QUICK, SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.stores import FaultyStore
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def begun(bench: Bench, **feed: Any) -> str:

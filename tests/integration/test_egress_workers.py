@@ -12,27 +12,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from common.jetstream.kv import KeyValue, state_key
 from infra.local.process import free_port, spawn
 from tests.support.basics import PATIENCE, soon, unique
-from tests.support.egress import SITE, Bench, connected
+from tests.support.egress import SITE, Bench
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 class Parent:

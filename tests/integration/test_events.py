@@ -21,7 +21,7 @@ from infra.local.nats import NatsServer
 from ingress.discovery import notifications
 from ingress.discovery import notifications as nats_events
 from ingress.discovery.notifications import follow_queue, follow_subject
-from tests.support.basics import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, counted, soon, unique
 from tests.support.ingress import client_of
 from tests.support.servers import SqsServer
 from tests.unit.test_notices import TEST_EVENT, amazon, sns
@@ -124,7 +124,7 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
 ) -> None:
     """Called on the event loop for a thread: neither ends, and it is not deleted untaken."""
     monkeypatch.setattr(notifications, "FIRST_PAUSE", 0.1)
-    name, heard, count = sqs.new_queue(), Heard(), unexpected.labels("events")._value.get()
+    name, heard, count = sqs.new_queue(), Heard(), counted(unexpected.labels("events"))
     fails = ["once"]
 
     def take(raw: bytes) -> None:
@@ -138,7 +138,7 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
         await soon(lambda: heard.failures == ["no room once"])
         await asyncio.to_thread(sqs.send, name, "b")
         await soon(lambda: b"b" in heard.taken)
-    assert unexpected.labels("events")._value.get() == count + 1
+    assert counted(unexpected.labels("events")) == count + 1
 
 
 async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_not_the_connection(

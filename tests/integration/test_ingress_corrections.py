@@ -62,11 +62,6 @@ def numbers(*ranges: tuple[int, int]) -> list[int]:
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
-@pytest.fixture
 def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
     return Centre(tmp_path, archive, nats_url, create=None)
 

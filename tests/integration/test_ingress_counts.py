@@ -30,11 +30,6 @@ def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
     return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
 def centre_of(folder: Path, archive: Archive, url: str, **target: Any) -> Centre:
     return Centre(folder, archive, url, create=None, **target)
 

@@ -50,11 +50,6 @@ ACTING = [
 MARK = b"KV-Operation: PURGE"  # read by clients only
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
 def block(*lines: bytes) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 

@@ -34,18 +34,13 @@ LARGE = message(15, f"{CHAIN}|15|".encode().ljust(20_000, b"L"), subject=b"nodes
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
-@pytest.fixture
 def server(tmp_path: Path) -> NatsServer:
     return NatsServer(tmp_path / "nats")
 
 
 async def started_with(server: NatsServer, max_payload: int | None) -> None:
     """The same server with another limit, as a node that is connected to next."""
-    server._max_payload = max_payload
+    server.max_payload = max_payload
     await asyncio.to_thread(server.restart)
 
 
@@ -98,7 +93,7 @@ async def test_a_row_of_an_open_intent_that_the_server_takes_no_more_stops_its_o
 
 
 async def test_what_the_server_does_not_take_is_not_asked_and_cuts_no_connection(server: NatsServer) -> None:
-    server._max_payload = SMALLER
+    server.max_payload = SMALLER
     with server:
         async with client_of(server.url) as client:
             with pytest.raises(Unavailable, match=f"expected at most {SMALLER} bytes"):

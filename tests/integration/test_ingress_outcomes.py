@@ -35,11 +35,6 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
-@pytest.fixture
 def centre(tmp_path: Path, archive: Archive, nats_url: str) -> Centre:
     return Centre(tmp_path, archive, nats_url, create=None)
 

@@ -32,11 +32,6 @@ LIMIT = 1000
 LARGE = {5: 2000, 17: 1500, 30: 5000}
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
 def with_large(first: int, last: int, large: dict[int, int] = LARGE) -> list[Message]:
     """Rows of which some are too large for the target."""
     rows = {row.sequence: row for row in rows_of(first, last)}

@@ -4,21 +4,9 @@ more than that.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-
 from tests.support.basics import soon, unique
-from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 from tests.support.ingress import Archive, Arrived, Centre
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def carried(bench: Bench, stream: str, count: int) -> list[Arrived]:

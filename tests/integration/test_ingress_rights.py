@@ -96,7 +96,7 @@ def violations(server: NatsServer) -> list[str]:
 async def test_ingress_carries_with_the_rights_of_the_table(
     centre: Guarded, server: NatsServer, publisher: str
 ) -> None:
-    centre._settings["publisher"] = publisher
+    centre.target_settings["publisher"] = publisher
     client = await everything(server)
     async with centre.running():
         await centre.carried(client, 500)

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
 def block(*lines: bytes) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
 

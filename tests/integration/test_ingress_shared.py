@@ -25,11 +25,6 @@ SHARED = {"exclusive": False, "delivery": "at_least_once"}
 RATE = 200  # messages a second of the foreign publisher
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
 async def make(client: FloeClient, centre: Centre, **config: Any) -> None:
     subjects = [f"{centre.target}.>"]
     await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config})

@@ -31,11 +31,6 @@ pytestmark = pytest.mark.servers
 TTL = 4.0  # seconds
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
-
-
 @dataclass
 class Instance:
     """One process of ingress, nearly: its own connection, health and leases."""

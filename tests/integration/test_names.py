@@ -60,7 +60,7 @@ async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_show
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
-    centre._settings["sources"][0]["site"] = ["us-east", "us-esat"]
+    centre.target_settings["sources"][0]["site"] = ["us-east", "us-esat"]
     async with client_of(nats_url) as client, centre.running() as health:
         await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]}, 15)
         await centre.carried(client, 5)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ from infra.local.process import free_port
 from tests.support.basics import soon, unique
 
 Message = tuple[bytes, bytes, bytes, bytes | None]
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connect(NatsSettings(url=nats_url), name="test")
-    yield client
-    await client.aclose()
 
 
 async def collect(client: FloeClient, subject: str) -> list[Message]:

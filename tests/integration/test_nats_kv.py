@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import pytest
@@ -16,13 +15,6 @@ from infra.local.nats import NatsCluster, NatsServer
 from tests.support.basics import soon, unique
 from tests.support.proxies import TcpProxy
 from tests.support.servers import placing
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connect(NatsSettings(url=nats_url), name="test")
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture

@@ -29,13 +29,6 @@ TTL = 1.2  # seconds
 
 
 @pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connect(NatsSettings(url=nats_url), name="test")
-    yield client
-    await client.aclose()
-
-
-@pytest.fixture
 async def kv(client: FloeClient) -> KeyValue:
     return await KeyValue.open(client, unique("LEASES"), ttl=TTL)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +13,12 @@ from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from infra.local.nats import NatsServer
 from ingress.replay.request import ReplayOptions
-from tests.support.ingress import CHAIN, arrived, client_of, rows_of
+from tests.support.ingress import CHAIN, arrived, rows_of
 from tests.support.replay import STEP_NS, World, refused
 from tests.support.segments import START_NS
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
 
 
 async def test_a_whole_feed_comes_back_byte_for_byte(world: World) -> None:

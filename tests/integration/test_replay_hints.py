@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +20,13 @@ from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service import process
 from common.tasks import Stop
-from infra.local.nats import NatsServer
 from ingress.replay import request
 from ingress.replay.pace import MessageRate
 from ingress.replay.receipt import receipt_key
 from ingress.replay.request import ReplayOptions
 from tests.support.basics import PATIENCE
 from tests.support.commands import Done, invoke
-from tests.support.ingress import CHAIN, client_of, count_in, rows_of
+from tests.support.ingress import CHAIN, count_in, rows_of
 from tests.support.replay import World
 
 pytestmark = pytest.mark.servers
@@ -43,12 +41,6 @@ PLANNED = (
     "E-REPLAY-OTHER",
     "E-STATE-KV",
 )
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
 
 
 @pytest.fixture(autouse=True)

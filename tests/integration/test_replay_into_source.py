@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from common.chain import Chain
@@ -15,21 +12,13 @@ from common.segments.reader import messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.tasks import Stop
-from infra.local.nats import NatsServer
 from ingress.replay.output import Teller
 from ingress.replay.replay import Replay
 from ingress.replay.request import ReplayOptions, Request
 from tests.support.basics import soon, unique
-from tests.support.egress import SITE, Bench, connected
+from tests.support.egress import SITE, Bench
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def bench(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_server.url)
-    yield Bench(nats_server.url, tmp_path, client)
-    await client.aclose()
 
 
 def rows(bench: Bench, chain: Chain) -> list[Message]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,10 @@ from common.tasks import Stop
 from infra.local.nats import NatsServer
 from ingress.replay.request import ReplayOptions
 from tests.support.basics import PATIENCE, unique
-from tests.support.ingress import CHAIN, arrived, client_of, rows_of
+from tests.support.ingress import CHAIN, arrived, rows_of
 from tests.support.replay import World, refused
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
 
 
 # Going on

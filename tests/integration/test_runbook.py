@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.segments.segment import Message
-from infra.local.nats import NatsServer
 from ingress import delivery
 from ingress.operator import correct
 from tests.support.basics import soon, unique
 from tests.support.commands import ROOT, Done, configuration, floe
-from tests.support.egress import SITE, Bench, connected
+from tests.support.egress import SITE, Bench
 from tests.support.ingress import (
     Archive,
     Centre,
@@ -116,13 +114,6 @@ async def test_the_state_bucket_is_lost(tmp_path: Path, nats_url: str) -> None:
             assert await count_in(client, centre.target) == 30
             await page.run("--from-target")
             check_exact(await centre.carried(client, 40), archive, centre.prefix)
-
-
-@pytest.fixture
-async def bench(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_server.url)
-    yield Bench(nats_server.url, tmp_path, client)
-    await client.aclose()
 
 
 async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(bench: Bench) -> None:

@@ -18,7 +18,7 @@ from egress import metrics
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling import rebuild
 from egress.sampling.sampler import Sampler
-from tests.support.basics import PATIENCE
+from tests.support.basics import PATIENCE, counted
 from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, facts, fold, sent
 from tests.support.stores import FaultyStore, raising
 
@@ -33,7 +33,7 @@ def site(tmp_path: Path) -> SampledArchive:
 
 
 def rebuilt(reason: str, partition: int = 0) -> float:
-    return metrics.sampler_rebuilt.labels(SITE, FEED, partition, reason)._value.get()
+    return counted(metrics.sampler_rebuilt.labels(SITE, FEED, partition, reason))
 
 
 def busy_log(length: int = 600, nodes: int = 12, seed: int = 3) -> list[Message]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,7 +13,6 @@ from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
 from common.transforms import TransformError, compile_transform
 from tests.support.basics import seeded, soon, unique
-from tests.support.ingress import client_of
 
 pytestmark = pytest.mark.servers
 
@@ -34,12 +32,6 @@ TOKENS = [
 ]
 TRANSFORMS = 60
 SUBJECTS = 20
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as client:
-        yield client
 
 
 class Stream:

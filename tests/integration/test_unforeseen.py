@@ -60,19 +60,12 @@ from ingress.report import PositionsReport
 from ingress.service import Controller
 from ingress.target import Target, TargetSupervisor
 from tests.support.basics import PATIENCE, soon, unique
-from tests.support.egress import QUICK, Bench, connected
+from tests.support.egress import QUICK, Bench
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, rows_of
 from tests.support.proxies import TcpProxy
 from tests.support.replay import World
 from tests.support.stores import Throw, count, is_no_room
 from tests.unit.test_notices import minio, segment_key
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 def payloads(bench: Bench, feed: str) -> list[bytes]:

@@ -33,12 +33,6 @@ pytestmark = pytest.mark.servers
 
 
 @pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as client:
-        yield client
-
-
-@pytest.fixture
 async def proxy(nats_server: NatsServer) -> AsyncIterator[TcpProxy]:
     async with TcpProxy(nats_server.port) as proxy:
         yield proxy

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from inspect import isawaitable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -50,6 +50,14 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
             return answer
         assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
         await asyncio.sleep(every)
+
+
+def counted(metric: Any) -> float:
+    """What a counter, or one with its labels, stands at."""
+    [sample] = [
+        each for family in metric.collect() for each in family.samples if each.name.endswith("_total")
+    ]
+    return float(sample.value)
 
 
 def unique(prefix: str) -> str:

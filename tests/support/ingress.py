@@ -162,7 +162,7 @@ class Centre:
         self.target: str = target.pop("stream", None) or unique("FLEET")
         name = unique("b")
         self.lease_bucket, self.state_bucket = f"L_{name}", f"S_{name}"
-        self._settings = {
+        self.target_settings = {
             "stream": self.target,
             "create": {"subjects": [f"{self.target}.>"]},
             "sources": [{"site": ["us-east", "eu-west"], "feed": ["NODES"], "subject_prefix": self.target}],
@@ -180,7 +180,7 @@ class Centre:
                 "lease_bucket": self.lease_bucket,
                 "state_bucket": self.state_bucket,
                 "poll_interval": "1s",
-                "targets": [self._settings],
+                "targets": [self.target_settings],
                 **ingress,
             },
         }

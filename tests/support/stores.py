@@ -16,6 +16,7 @@ from common.jetstream.client import FloeClient
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.tasks import unexpected
+from tests.support.basics import counted
 
 Fault = Callable[..., Any]
 
@@ -36,6 +37,10 @@ class FaultyStore:
         """Let `fault` answer pass `nth` of `verb`, or every pass."""
         self._faults[verb, nth] = fault
         return self
+
+    def heal(self) -> None:
+        """No more of them."""
+        self._faults.clear()
 
     def __getattr__(self, verb: str) -> Any:
         real = getattr(self._objects, verb)
@@ -89,7 +94,7 @@ class CountingObjects(LocalObjects):
 
 def count(part: str) -> float:
     """How many errors have ended `part` so far."""
-    return unexpected.labels(part)._value.get()  # type: ignore[no-any-return]
+    return counted(unexpected.labels(part))
 
 
 class Throw:

@@ -110,7 +110,7 @@ def of_replays() -> Iterator[str]:
     yield raised(lambda: target.recipe(REQUEST, None))
     for key in (receipt_key("BACK"), "ingress.BACK"):
         yield held_error(ADVICE, "BACK", key, "somebody").hint
-    yield from (survey._vanishing(CHAIN).hint, survey._damaged(CHAIN, ["a"]).hint)
+    yield from (survey.vanishing_error(CHAIN).hint, survey.damaged_error(CHAIN, ["a"]).hint)
 
 
 async def test_every_command_of_a_hint_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from common.tasks import (
     watched,
     within,
 )
-from tests.support.basics import PATIENCE
+from tests.support.basics import PATIENCE, counted
 
 
 async def swallows(times: int, ended: Stop) -> None:
@@ -147,7 +147,7 @@ def to_nobody() -> None:
 
 @pytest.mark.parametrize("throw", [soon, later, from_a_thread, when_done, in_a_task_nobody_awaits, to_nobody])
 def test_an_error_without_an_owner_ends_the_service(throw: Any) -> None:
-    count = unexpected.labels("service")._value.get()
+    count = counted(unexpected.labels("service"))
 
     async def service() -> None:
         throw()
@@ -156,7 +156,7 @@ def test_an_error_without_an_owner_ends_the_service(throw: Any) -> None:
     with pytest.raises(Unforeseen, match="MemoryError: no room") as caught:
         run_async(service())
     assert (caught.value.code, caught.value.exit_code) == ("E-UNEXPECTED", 1)
-    assert unexpected.labels("service")._value.get() == count + 1
+    assert counted(unexpected.labels("service")) == count + 1
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("gone"), Unavailable("away"), TimeoutError("late")])
@@ -213,10 +213,10 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         if len(began) < 6:
             broken()
 
-    count = unexpected.labels("expiry")._value.get()
+    count = counted(unexpected.labels("expiry"))
     await again("expiry", work, clock)
     assert began == [0, 1, 3, 7, 68, 70]
-    assert unexpected.labels("expiry")._value.get() == count + 5
+    assert counted(unexpected.labels("expiry")) == count + 5
 
 
 async def test_what_was_foreseen_is_not_begun_again() -> None:
