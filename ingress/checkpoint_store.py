@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
+from common.jetstream.kv import KvEntry
 from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
 from common.service.exits import ways
@@ -172,19 +173,10 @@ ROLE = "ingress"
 MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default
 
 
-class StateEntry(Protocol):
-    """A value of the bucket and its revision."""
-
-    @property
-    def value(self) -> bytes: ...
-    @property
-    def revision(self) -> int: ...
-
-
-class Bucket(Protocol):
+class StateBucket(Protocol):
     """The verbs of `common.jetstream.kv.KeyValue` that are needed here."""
 
-    async def get(self, key: str) -> StateEntry | None: ...
+    async def get(self, key: str) -> KvEntry | None: ...
     async def create(self, key: str, value: bytes) -> int | None: ...
     async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
 
@@ -214,7 +206,7 @@ class StateMoved(Exception):
 class StateStore:
     """The state of one target under one key."""
 
-    def __init__(self, bucket: Bucket, key: str, target: str) -> None:
+    def __init__(self, bucket: StateBucket, key: str, target: str) -> None:
         self._bucket = bucket
         self._key = key
         self._target = target

@@ -53,10 +53,9 @@ async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE,
 
 
 def counted(metric: Any) -> float:
-    """What a counter, or one with its labels, stands at."""
-    [sample] = [
-        each for family in metric.collect() for each in family.samples if each.name.endswith("_total")
-    ]
+    """What a counter or a gauge, with its labels, stands at."""
+    samples = [each for family in metric.collect() for each in family.samples]
+    [sample] = [each for each in samples if not each.name.endswith("_created")]
     return float(sample.value)
 
 
