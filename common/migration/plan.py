@@ -164,17 +164,6 @@ def _centres(sites: Sequence[Site]) -> list[Centre]:
     return list(centres.values())
 
 
-def within(inner: str, outer: str) -> bool:
-    """Whether every subject that matches `inner` matches `outer`."""
-    inside, outside = inner.split("."), outer.split(".")
-    for mine, its in zip(inside, outside, strict=False):
-        if its == ">":
-            return True
-        if mine == ">" or (its not in ("*", mine)):
-            return False
-    return len(inside) == len(outside)
-
-
 #: Keys of an entry without a counterpart, and why.
 LEFT_OUT = {
     "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",

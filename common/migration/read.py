@@ -197,7 +197,8 @@ _DAYS = {"w": 7, "W": 7, "d": 1, "D": 1, "M": 30, "Y": 365, "y": 365}
 _LONG = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})([wWdDMYy])")
 _GO_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|μs|ms|s|m|h)")
 _GO = re.compile(rf"(?:{_GO_PART.pattern})+")
-_SECONDS = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "μs": "1e-6", "ms": "1e-3", "s": 1, "m": 60, "h": 3600}
+_MICRO = dict.fromkeys(("us", "µs", "μs"), "1e-6")
+_SECONDS = _MICRO | {"ns": "1e-9", "ms": "1e-3", "s": "1", "m": "60", "h": "3600"}
 
 
 def convert(text: str) -> str:

@@ -17,12 +17,11 @@ from common.migration.plan import (
     feed_of,
     heartbeats,
     plan,
-    within,
 )
 from common.migration.read import Given, Note, connection, read
 from common.settings.loader import parse_documents
 from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, refuse
-from common.subjects import first_overlap, overlaps
+from common.subjects import covers, first_overlap, overlaps
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning"}
@@ -206,7 +205,7 @@ def _subjects(target: PlannedTarget) -> list[str]:
     if "" in found:
         return []
     unique = list(dict.fromkeys(found))
-    kept = [one for one in unique if not any(one != other and within(one, other) for other in unique)]
+    kept = [one for one in unique if not any(one != other and covers(other, one) for other in unique)]
     return [] if first_overlap(kept) else kept
 
 
