@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError, FloeError, SegmentCorrupt, Stopped, Unavailable
+from common.errors import FloeError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
-from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.documents import ChainStore
 from common.segments.keys import MAX_LEVEL
 from common.segments.parquet_guard import SegmentGone
@@ -30,9 +27,7 @@ from common.service.process import Threads
 from common.tasks import first_of
 from egress.deps import EgressTuning, PartitionDeps
 from egress.hints import believe_listing
-
-if TYPE_CHECKING:
-    from egress.incarnations import Incarnation
+from egress.incarnations import HighWaterMarks, Incarnation
 
 log = get_logger("egress.archive")
 
@@ -69,61 +64,6 @@ class ListingView:
 
 
 NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
-
-
-class _MarkForm:
-    """How the bucket holds a mark."""
-
-    def encode(self, end: int) -> bytes:
-        return json.dumps({"end": end}).encode()
-
-    def decode(self, raw: bytes) -> int:
-        try:
-            end = json.loads(raw)["end"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            end = None
-        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
-            raise ValueError("expected an end, found none")
-        return end
-
-
-class HighWaterMarks:
-    """High-water marks: the last sequence of a chain that was put and read back. No service lowers one.
-
-    Methods raise DataError for a value that is none.
-    """
-
-    def __init__(self, state: KeyValue) -> None:
-        self._state = state
-
-    @staticmethod
-    def key(chain: Chain) -> str:
-        """Where the mark of a chain stands."""
-        parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
-        return state_key("egress", "mark", *parts)
-
-    def _of(self, chain: Chain) -> KvDocument[int]:
-        def unreadable(why: str) -> DataError:
-            hint = f"to believe the listing instead: {believe_listing(chain)}"
-            return DataError(f"high-water mark of {chain}: {why}", hint=hint, code="E-STATE-KV")
-
-        return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable)
-
-    async def get(self, chain: Chain) -> int | None:
-        """The mark; None if there is none."""
-        return (await self._of(chain).get())[0]
-
-    async def begin(self, chain: Chain) -> int:
-        """Have a mark at 0 unless there is one; where it is then."""
-        return 0 if await self._of(chain).create(0) is not None else await self.get(chain) or 0
-
-    async def set(self, chain: Chain, end: int) -> None:
-        """Have the mark at `end`, whatever it was."""
-        await self._of(chain).put(end)
-
-    async def raise_to(self, chain: Chain, end: int) -> None:
-        """Have the mark at `end` or above."""
-        await self._of(chain).change(lambda found: end if found is None else max(found, end))
 
 
 class Archive:

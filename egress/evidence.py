@@ -19,7 +19,7 @@ from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from common.service.logs import get_logger
-from egress.archive import Archive, HighWaterMarks
+from egress.archive import Archive
 from egress.consumers import LIMITS, WORK_QUEUE
 from egress.deps import Confirming, PartitionDeps
 from egress.identity import (
@@ -32,7 +32,7 @@ from egress.identity import (
     Witness,
     judge_with,
 )
-from egress.incarnations import Incarnation, older
+from egress.incarnations import HighWaterMarks, Incarnation, older
 from egress.partition import Position, position
 
 log = get_logger("egress.evidence")

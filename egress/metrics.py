@@ -6,10 +6,10 @@ from common.leasing.balancer import HAND_OVERS
 from common.segments.segment import Reason
 from common.service.metrics import counter, gauge, histogram
 from egress.acks import REASONS
-from egress.advisories.advisory import Event
 from egress.builder import Close
 
-# Of `egress.advisories.outbox.Result`, and of `egress.sampling.snapshot_store`, which import this
+# Of `egress.advisories`, and of `egress.sampling.snapshot_store`, which import this
+EVENTS = ("new", "timeout", "recover", "expire")
 ADVISORY_RESULTS = ("stored", "duplicate", "published", "unknown", "failed", "stale", "dropped")
 REBUILDS = ("settings", "damaged", "source")
 
@@ -109,7 +109,7 @@ advisories = counter(
     "Advisories, by what became of them.",
     (*CHAIN, "event", "result"),
     kind="advisories",
-    event=Event,
+    event=EVENTS,
     result=ADVISORY_RESULTS,
 )
 advisories_failing = gauge("egress_advisories_failing", "1 while advisories cannot be stored.", CHAIN)

@@ -29,7 +29,6 @@ from egress import metrics
 from egress.builder import Close
 from egress.identity import Evidence, SourceVerdict, VerdictKind
 from egress.partition import Partition
-from egress.sampling.sampler import SampledBatch
 
 log = get_logger("egress.feed")
 
@@ -42,10 +41,10 @@ class SamplingReport:
         self._chain = chain
         begin("egress_", "sampled", site=chain.site, feed=chain.feed, partition=str(chain.partition))
 
-    def chose(self, choices: SampledBatch) -> None:
-        """A batch was sampled."""
-        metrics.sample_keys_missing.labels(*self._labels).inc(choices.missing)
-        metrics.forced_copies.labels(*self._labels).inc(choices.forced)
+    def chose(self, missing: int, forced: int) -> None:
+        """A batch was sampled: so many messages had no key, so many were forced to pass."""
+        metrics.sample_keys_missing.labels(*self._labels).inc(missing)
+        metrics.forced_copies.labels(*self._labels).inc(forced)
 
     def tracks(self, values: int) -> None:
         """So many values are known."""

@@ -11,7 +11,7 @@ from common.errors import DataError, FloeError, Unavailable, UsageError
 from common.jetstream.api import stream_info
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from egress.archive import Archive, HighWaterMarks
+from egress.archive import Archive
 from egress.consumers import check_start
 from egress.context import CommandContext
 from egress.deps import PartitionDeps
@@ -32,7 +32,14 @@ from egress.identity import (
     never_begun,
     parting,
 )
-from egress.incarnations import Closings, EndDecision, History, Incarnation, newest_incarnation
+from egress.incarnations import (
+    Closings,
+    EndDecision,
+    HighWaterMarks,
+    History,
+    Incarnation,
+    newest_incarnation,
+)
 from egress.partition import Partition
 
 log = get_logger("egress.resolve")

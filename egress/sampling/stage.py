@@ -116,7 +116,7 @@ class Sampled:
             SampledStretch(resumed.read_from, position.first, position.until, source.last_timestamp_ns or 0),
             on_writing=self._on_writing,
             on_batch=self._freeze_if_due,
-            on_choices=self._report.chose,
+            on_choices=lambda found: self._report.chose(found.missing, found.forced),
         )
         # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
         self._doubts_silence = feed.advisory.reliable and not source.asked_ns

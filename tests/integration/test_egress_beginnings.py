@@ -13,7 +13,7 @@ import pytest
 from common.chain import Chain
 from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
-from egress.archive import HighWaterMarks
+from egress.incarnations import HighWaterMarks
 from tests.support.basics import soon, unique
 from tests.support.commands import paste
 from tests.support.egress import Bench, feed_of

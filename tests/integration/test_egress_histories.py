@@ -17,7 +17,7 @@ from common.sequences import SequenceRange
 from common.service.exits import command
 from common.service.metrics import REGISTRY
 from egress import consumers, metrics
-from egress.archive import HighWaterMarks
+from egress.incarnations import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
 from tests.support.basics import counted, soon, unique

@@ -25,10 +25,9 @@ from common.sequences import SequenceRange, cover, is_gapless
 from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings
 from common.tasks import Stop
-from egress.archive import HighWaterMarks
 from egress.deps import Confirming, EgressTuning, Pulling, Tuning
 from egress.feed import lease_key
-from egress.incarnations import Closings
+from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
 from infra.oracle import Comparison, Trace, archived, compare, read_stream, source_trace
 from tests.support.basics import PATIENCE, SharedS3, soon, unique
