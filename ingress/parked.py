@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
-from common.segments.keys import DIGEST_LENGTH, Layout, decode, encode
+from common.segments.keys import Layout, decode, encode
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
@@ -58,7 +58,9 @@ class ParkedName:
 
 @dataclass(slots=True)
 class ParkedEntry:
-    """What a listing shows of one parked message. `size`, `since` (seconds since 1970): its object's."""
+    """What a listing shows of one parked message. `size`, `since` (seconds since 1970): its object's;
+    `asked`: how often it was asked for; `answered`: the last request that was answered.
+    """
 
     name: ParkedName
     size: int = 0
@@ -66,17 +68,8 @@ class ParkedEntry:
     is_kept: bool = False
     is_left_out: bool = False
     is_delivered: bool = False
-    turns: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def asked(self) -> int:
-        """How often it was asked for."""
-        return self.turns.get("asked", 0)
-
-    @property
-    def answered(self) -> int:
-        """The last request that was answered; 0 if none was."""
-        return self.turns.get("answered", 0)
+    asked: int = 0
+    answered: int = 0
 
     @property
     def state(self) -> State:
@@ -114,20 +107,9 @@ class ParkedKeys:
         parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
         return f"{self.created_prefix(name.created)}{parts}/{name.sequence:020d}/"
 
-    def message(self, name: ParkedName) -> str:
-        return f"{self.folder(name)}message"
-
-    def left_out(self, name: ParkedName) -> str:
-        return f"{self.folder(name)}left_out"
-
-    def delivered(self, name: ParkedName) -> str:
-        return f"{self.folder(name)}delivered"
-
-    def asked(self, name: ParkedName, number: int) -> str:
-        return f"{self.folder(name)}asked-{number:04d}"
-
-    def answered(self, name: ParkedName, number: int) -> str:
-        return f"{self.folder(name)}answered-{number:04d}"
+    def key(self, name: ParkedName, what: str, number: int | None = None) -> str:
+        """`what`: message, left_out, delivered; asked and answered have a `number`."""
+        return f"{self.folder(name)}{what}" + ("" if number is None else f"-{number:04d}")
 
     def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
         """What a listing says of each message, in order; foreign keys are passed over."""
@@ -148,7 +130,7 @@ def _note(entry: ParkedEntry, match: re.Match[str], info: ObjectInfo) -> None:
     elif match["what"] == "delivered":
         entry.is_delivered = True
     else:
-        entry.turns[match["turn"]] = max(int(match["number"]), entry.turns.get(match["turn"], 0))
+        setattr(entry, match["turn"], max(int(match["number"]), getattr(entry, match["turn"])))
 
 
 def _name(match: re.Match[str]) -> ParkedName | None:
@@ -188,11 +170,6 @@ def to_bytes(chain: Chain, message: Message) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n" + body
 
 
-def digest_of(chain: Chain, message: Message) -> str:
-    """16 hex digits over the object of `message`: what a piece names where a segment stands else."""
-    return hashlib.sha256(to_bytes(chain, message)).hexdigest()[:DIGEST_LENGTH]
-
-
 def from_bytes(key: str, raw: bytes, chain: Chain, sequence: int) -> Message:
     """What `to_bytes` wrote. Raises DataError (E-PARKED) where it is not the message that `key` names."""
     first, _, body = raw.partition(b"\n")
@@ -221,14 +198,6 @@ def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> 
 ROUNDS = 3  # of putting and reading back
 
 
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """A message as it was put aside, and why."""
-
-    message: Message
-    why: str
-
-
 class ParkedStore:
     """What was put aside for `target`, kept as the state says now. Every method raises what the store raises.
 
@@ -246,7 +215,7 @@ class ParkedStore:
     def park(self, chain: Chain, oversize: Oversize) -> None:
         """Return once the message is durable and read back; the same one may be put again and again."""
         message = oversize.message
-        key, body = self.keys.message(self.name(chain, message.sequence)), to_bytes(chain, message)
+        key, body = self.keys.key(self.name(chain, message.sequence), "message"), to_bytes(chain, message)
         if self._objects.get(key) == body:
             return
         failpoint("ingress.before_park")
@@ -271,21 +240,21 @@ class ParkedStore:
 
     def mark_left_out(self, name: ParkedName) -> None:
         """The intent whose piece leaves the message out is complete and may be closed."""
-        self._keep(self.keys.left_out(name), b"{}")
+        self._keep(self.keys.key(name, "left_out"), b"{}")
 
     def mark_delivered(self, name: ParkedName) -> None:
         """The intent that holds the message is stored and may be closed."""
-        self._keep(self.keys.delivered(name), b"{}")
+        self._keep(self.keys.key(name, "delivered"), b"{}")
 
     def answer(self, entry: ParkedEntry, why: str) -> None:
         """The request of `entry` was looked at: the message stays parked, and why."""
         body = json.dumps({"why": why}).encode()
-        self._objects.put(self.keys.answered(entry.name, entry.asked), body)
+        self._objects.put(self.keys.key(entry.name, "answered", entry.asked), body)
 
     def ask(self, *entries: ParkedEntry) -> None:
         """Ask the service to try these again, once more than before."""
         for entry in entries:
-            self._keep(self.keys.asked(entry.name, entry.answered + 1), b"{}")
+            self._keep(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
         # Behind the requests: whoever sees it sees them.
         self._objects.put(self.keys.rung, secrets.token_hex(16).encode())
 
@@ -301,7 +270,10 @@ class ParkedStore:
         before it was called.
         """
         head = self._objects.head
-        return head(self.keys.left_out(name)) is not None and head(self.keys.delivered(name)) is None
+        return (
+            head(self.keys.key(name, "left_out")) is not None
+            and head(self.keys.key(name, "delivered")) is None
+        )
 
     # Reading
 
@@ -320,15 +292,19 @@ class ParkedStore:
 
     def read(self, name: ParkedName) -> Message | None:
         """The message; None if it is not there. Raises DataError (E-PARKED) where it is spoiled."""
-        key = self.keys.message(name)
+        key = self.keys.key(name, "message")
         raw = self._objects.get(key)
         return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
 
     def why(self, entry: ParkedEntry) -> str:
         """Why it is parked: the last answer, else what was said when it was put aside."""
         if entry.answered:
-            return _why(self._objects.get(self.keys.answered(entry.name, entry.answered)))
-        info = self._objects.head(self.keys.message(entry.name))
+            raw = self._objects.get(self.keys.key(entry.name, "answered", entry.answered))
+            try:
+                return str(json.loads(raw or b"{}").get("why", ""))
+            except (ValueError, AttributeError):
+                return ""
+        info = self._objects.head(self.keys.key(entry.name, "message"))
         return "" if info is None else info.metadata.get("why", "")
 
     def _keep(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
@@ -342,10 +318,3 @@ class ParkedStore:
             if self._objects.get(key) == body:
                 return
         raise Unavailable(f"{key}: put {ROUNDS} times and never read back as it was sent", code="E-READ-BACK")
-
-
-def _why(raw: bytes | None) -> str:
-    try:
-        return str(json.loads(raw or b"{}").get("why", ""))
-    except (ValueError, AttributeError):
-        return ""

@@ -101,19 +101,15 @@ class ParkedSource:
         return None
 
     async def _kept(self, rows: Rows) -> Rows:
-        kept: list[Block] = []
+        """Without the blocks that may not be published."""
+        kept, refused = list[Block](), list[Block]()
+        names = list({self._name(block.piece): None for block in rows.blocks if block.piece.out_of_turn})
         try:
-            refused = await self._refused(rows, kept)
+            may = await in_threads(self._threads, self._parked.may_be_delivered, names)
         except BaseException:
             self._supply.release(rows)
             raise
-        self._supply.release(Rows(refused))
-        return Rows(kept)
-
-    async def _refused(self, rows: Rows, kept: list[Block]) -> list[Block]:
-        """The blocks that may not be published; all others go to `kept`."""
-        left = await self._deliverable(rows)
-        refused: list[Block] = []
+        left = {name for name, each in zip(names, may, strict=True) if each}
         for block in rows.blocks:
             if not block.piece.out_of_turn:
                 kept.append(block)
@@ -123,13 +119,8 @@ class ParkedSource:
             else:
                 refused.append(block)
                 self._offered.pop(name, None)
-        return refused
-
-    async def _deliverable(self, rows: Rows) -> set[ParkedName]:
-        """Which parked messages among `rows` may be delivered."""
-        names = list({self._name(block.piece): None for block in rows.blocks if block.piece.out_of_turn})
-        may = await in_threads(self._threads, self._parked.may_be_delivered, names)
-        return {name for name, each in zip(names, may, strict=True) if each}
+        self._supply.release(Rows(refused))
+        return Rows(kept)
 
     def release(self, rows: Rows) -> None:
         """Rows are done with: their memory may be used again."""
@@ -219,7 +210,14 @@ class Retries:
         for entry in wanted:
             while self._source.offered_bytes and self._source.offered_bytes + entry.size > MAX_OFFERED:
                 await self._clock.sleep(ROOM_SPACING)
-            await self._try_one(entry)
+            try:
+                await self._try(entry)
+                self._told.discard(entry.name)
+            except FloeError as error:
+                # Keeps nothing else waiting, and is told of once.
+                if entry.name not in self._told:
+                    self._told.add(entry.name)
+                    self._tell("parked message not tried", entry, "parked_retry", str(error))
 
     async def _find(self) -> None:
         """Which requests are open now."""
@@ -234,26 +232,13 @@ class Retries:
             entries = await in_threads(self._threads, self._parked.entry, names)
         self._open = [entry for entry in entries if entry.state is State.ASKED]
 
-    async def _try_one(self, entry: ParkedEntry) -> None:
-        """Try it; one that cannot be tried now keeps nothing else waiting, and is told of once."""
-        try:
-            await self._try(entry)
-        except FloeError as error:
-            if entry.name not in self._told:
-                self._told.add(entry.name)
-                self._tell("parked message not tried", entry, "parked_retry", str(error))
-        else:
-            self._told.discard(entry.name)
-
     async def _try(self, entry: ParkedEntry) -> None:
         try:
-            block = await self._source.recall.again(entry.name)
+            self._source.offer(await self._source.recall.again(entry.name))
         except RowRefused as error:
             await self._answer(entry, error.why)
         except (ConfigError, DataError) as error:
             await self._answer(entry, error.message)
-        else:
-            self._source.offer(block)
 
     async def _answer(self, entry: ParkedEntry, why: str) -> None:
         await self._threads.run(self._parked.answer, entry, why)

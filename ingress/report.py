@@ -12,7 +12,6 @@ from common.chain import Chain
 from common.clock import NS_PER_S, Clock
 from common.errors import FloeError
 from common.jetstream.lease import owner_text
-from common.segments.alive import Sighting
 from common.segments.documents import ChainStore, TargetPositions
 from common.service.logs import get_logger
 from common.service.metrics import begin
@@ -82,7 +81,7 @@ class Lags:
         newest: dict[Labels, ChainState] = {}
         for lane in lanes:
             lag = self._lag(lane, positions, counts[lane.chain], times.get(lane.chain), now)
-            labels = self._labels(lane.chain)
+            labels = self._target, lane.chain.site, lane.chain.feed, str(lane.chain.partition)
             found.setdefault(labels, Lag()).add(lag)
             newest[labels] = max(lane, newest.get(labels, lane), key=lambda each: each.chain.incarnation)
             stopped += lane.stopped is not None
@@ -91,17 +90,18 @@ class Lags:
         metrics.paused_chains.labels(self._target).set(paused)
         metrics.intent_open.labels(self._target).set(intent is not None)
         for labels, lag in found.items():
-            _show(labels, lag)
+            metrics.lag_sequences.labels(*labels).set(lag.sequences)
+            metrics.lag_messages.labels(*labels).set(lag.messages)
+            metrics.lag_seconds.labels(*labels).set(lag.seconds)
+            metrics.waiting_seconds.labels(*labels).set(lag.waiting)
+            metrics.late_sequences.labels(*labels).set(lag.late)
             lane = newest[labels]
-            if sites is not None and (sighting := sites.of(lane.chain)) is not None:
-                self._show_source(labels, lag, lane, sighting)
+            sighting = sites.of(lane.chain) if sites else None
+            left = sighting and sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
+            if left is not None:  # else the last value stands
+                metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
         self._shown |= set(found)
         metrics.lag_measured.labels(self._target).set(now)
-
-    def _show_source(self, labels: Labels, lag: Lag, lane: ChainState, sighting: Sighting) -> None:
-        left = sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
-        if left is not None:  # else the last value stands
-            metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
 
     def forget(self) -> None:
         """Take everything back: the target is not this process's any more."""
@@ -110,13 +110,7 @@ class Lags:
             for each in _OF_CHAINS:
                 with suppress(KeyError):
                     each.remove(*labels)
-        for each in (
-            metrics.stopped_chains,
-            metrics.paused_chains,
-            metrics.intent_open,
-            metrics.target_sequence,
-            metrics.lag_measured,
-        ):
+        for each in _OF_TARGET:
             with suppress(KeyError):
                 each.remove(self._target)
         self._shown.clear()
@@ -152,10 +146,14 @@ class Lags:
             known = self._oldest[lane.chain] = (at, min(now, found))
         return known[1]
 
-    def _labels(self, chain: Chain) -> Labels:
-        return self._target, chain.site, chain.feed, str(chain.partition)
 
-
+_OF_TARGET = (
+    metrics.stopped_chains,
+    metrics.paused_chains,
+    metrics.intent_open,
+    metrics.target_sequence,
+    metrics.lag_measured,
+)
 _OF_CHAINS = (
     metrics.position,
     metrics.lag_sequences,
@@ -165,14 +163,6 @@ _OF_CHAINS = (
     metrics.late_sequences,
     metrics.source_lag_sequences,
 )
-
-
-def _show(labels: Labels, lag: Lag) -> None:
-    metrics.lag_sequences.labels(*labels).set(lag.sequences)
-    metrics.lag_messages.labels(*labels).set(lag.messages)
-    metrics.lag_seconds.labels(*labels).set(lag.seconds)
-    metrics.waiting_seconds.labels(*labels).set(lag.waiting)
-    metrics.late_sequences.labels(*labels).set(lag.late)
 
 
 def _position(lane: ChainState, positions: Mapping[Chain, int]) -> int:
@@ -253,43 +243,42 @@ class TargetReport:
         """What goes on now; to be told every second."""
         metrics.stopped_targets.labels(self.target).set(0)
         self.is_stopped = False
-        self._health.set_ready(self._part, not carrier.trouble, carrier.trouble)
-        self._health.set_status(self._part, {"state": "carrying", **self._carrying(carrier, supply)})
-        now = self._clock.now()
-        self._lags.measure(
-            supply.chains, supply.positions, supply.ahead, carrier.state.intent, now, self._sites
-        )
-
-    def _carrying(self, carrier: Delivery, supply: Prefetcher) -> dict[str, Any]:
-        state, now = carrier.state, self._clock.now()
+        state, now, chains = carrier.state, self._clock.now(), supply.chains
         positions = state.checkpoint.positions
-
-        def chain(lane: ChainState) -> dict[str, Any]:
-            told = {**lane.status(positions), "lag_seconds": round(self._lags.of(lane, positions, now))}
-            return {**told, **self._source(lane)}
-
-        return {
+        shown = {
+            str(each.chain): {
+                **each.status(positions),
+                "lag_seconds": round(self._lags.of(each, positions, now)),
+                **self._source(each.chain),
+            }
+            for each in list(chains)[:CHAINS]
+        }
+        status = {
+            "state": "carrying",
             "publisher": self._publisher,
             "trouble": carrier.trouble,
             "target_sequence": state.checkpoint.target_sequence,
             "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
-            "chains": {str(lane.chain): chain(lane) for lane in list(supply.chains)[:CHAINS]},
+            "chains": shown,
         }
+        self._health.set_ready(self._part, not carrier.trouble, carrier.trouble)
+        self._health.set_status(self._part, status)
+        self._lags.measure(chains, supply.positions, supply.ahead, state.intent, now, self._sites)
 
-    def _source(self, lane: ChainState) -> dict[str, Any]:
+    def _source(self, chain: Chain) -> dict[str, Any]:
         """What egress says of the chain, where it says anything."""
-        sighting = self._sites and self._sites.of(lane.chain)
-        if not sighting or not self._sites:
+        if self._sites is None or (sighting := self._sites.of(chain)) is None:
             return {}
         sign = sighting.sign
-        told = {
-            "state": "silent" if self._sites.is_silent(sighting) else sign.state,
-            "code": sign.code,
-            "why": sign.why,
-            "sequence": sign.source_last,
-            "alive": sighting.modified,
+        return {
+            "source": {
+                "state": "silent" if self._sites.is_silent(sighting) else sign.state,
+                "code": sign.code,
+                "why": sign.why,
+                "sequence": sign.source_last,
+                "alive": sighting.modified,
+            }
         }
-        return {"source": told}
 
     # Not carrying
 
@@ -304,10 +293,9 @@ class TargetReport:
         self.is_stopped = True
         self._state("stopped", ready=False, why=error.message, code=error.code, hint=error.hint)
         reason, now = f"{error.code} {error.message}", self._clock.monotonic()
-        if reason == self._reason and now - self._logged < REMIND:
-            return
-        self._reason, self._logged = reason, now
-        self._log_stop(error)
+        if reason != self._reason or now - self._logged >= REMIND:
+            self._reason, self._logged = reason, now
+            self._log_stop(error)
 
     def ended(self, error: FloeError) -> None:
         """It is not carried by this process any more, whatever an operator does."""
@@ -373,9 +361,10 @@ class PositionsReport:
 
     def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
         """Whether to put it now: what was put must not stay ahead of a chain that was moved back."""
-        if self._put is not None and _is_behind(positions, self._put):
-            return not self._failure or now - self._asked_at >= SPACING
-        return positions != self._put and now - self._asked_at >= SPACING
+        is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
+        if any(positions.get(chain, 0) < at for chain, at in put.items()):
+            return is_long_ago or not self._failure
+        return is_long_ago and positions != self._put
 
     async def _say(self, positions: Mapping[Chain, int]) -> None:
         said = TargetPositions(self._target, self._clock.now(), positions, self._sources)
@@ -395,7 +384,3 @@ class PositionsReport:
             return
         self._put, self._failure = positions, ""
         metrics.positions_put.labels(self._target).set(said.time)
-
-
-def _is_behind(positions: Mapping[Chain, int], put: Mapping[Chain, int]) -> bool:
-    return any(positions.get(chain, 0) < at for chain, at in put.items())

@@ -4,10 +4,12 @@ gone.
 
 from __future__ import annotations
 
+import hashlib
+
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
 from common.segments.columns import batch_of
-from common.segments.keys import SegmentName
+from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
@@ -18,7 +20,7 @@ from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.search import covering
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.hints import set_command
-from ingress.parked import ParkedName, ParkedStore, digest_of
+from ingress.parked import ParkedName, ParkedStore, to_bytes
 from ingress.rows.ahead import ByteBudget
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
@@ -60,7 +62,8 @@ class Recall:
                 if piece.count == 0 or before <= stored:
                     self._budget.force((skipped := Block(piece)).size)
                     blocks.append(skipped)
-                elif piece.out_of_turn and (again := await self._parked_piece(piece)) is not None:
+                elif piece.out_of_turn and (message := await self._parked_message(piece)) is not None:
+                    again = await self._out_of_turn(piece, message)
                     self._budget.force(again.size)
                     blocks.append(again)
                 else:
@@ -103,16 +106,16 @@ class Recall:
         if message is None:
             raise DataError(f"parked message {name.sequence} of {name.chain} is not there", code="E-PARKED")
         rows = SequenceRange(message.sequence, message.sequence)
-        segment = SegmentName(name.chain, 0, rows, digest_of(name.chain, message))
+        digest = hashlib.sha256(to_bytes(name.chain, message)).hexdigest()[:DIGEST_LENGTH]
+        segment = SegmentName(name.chain, 0, rows, digest)
         return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
-    async def _parked_piece(self, piece: IntentPiece) -> Block | None:
-        """The message of a piece that is out of turn; None where only the archive can have it."""
+    async def _parked_message(self, piece: IntentPiece) -> Message | None:
+        """What a piece that is out of turn names; None where only the archive can have it."""
         if self._parked is None:
             return None
         name = self._parked.name(piece.chain, piece.rows.first)
-        message = await self._threads.run(self._parked.read, name)
-        return None if message is None else await self._out_of_turn(piece, message)
+        return await self._threads.run(self._parked.read, name)
 
     async def _out_of_turn(self, piece: IntentPiece, message: Message) -> Block:
         preparer = await self._preparer(piece.chain, frozenset())
@@ -165,45 +168,29 @@ class Recall:
         """
         blocks: list[Block] = []
         try:
+            preparer = await self._preparer(piece.chain, frozenset(piece.left_out))
             for stretch in stretches:
-                without = frozenset(piece.left_out), frozenset(damaged)
-                await self._read_stretch(stretch, *without, blocks, alone=alone)
-            self._check_count(piece, blocks)
-        except (SegmentCorrupt, SegmentGone) as error:
+                problem = await self._decoder.read(
+                    stretch.segment,
+                    stretch.rows,
+                    preparer,
+                    blocks.append,
+                    wait=False,
+                    alone=alone,
+                    avoided=frozenset(damaged),
+                )
+                if problem is not None:
+                    raise problem
+            if (count := sum(block.piece.count for block in blocks)) != piece.count:
+                raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
+        except BaseException as error:
+            self._budget.give(sum(block.size for block in blocks))
+            if not isinstance(error, SegmentCorrupt | SegmentGone):
+                raise
             log.warning("segment not usable", action="recall", error=str(error), **piece.chain.log_context())
             damaged.add(stretch.segment.key)
-            self._drop(blocks)
             return None
-        except BaseException:
-            self._drop(blocks)
-            raise
         return blocks
-
-    async def _read_stretch(
-        self,
-        stretch: Stretch[SegmentRef],
-        leaves_out: frozenset[int],
-        avoided: frozenset[str],
-        blocks: list[Block],
-        *,
-        alone: bool,
-    ) -> None:
-        ref = stretch.segment
-        preparer = await self._preparer(ref.chain, leaves_out)
-        problem = await self._decoder.read(
-            ref, stretch.rows, preparer, blocks.append, wait=False, alone=alone, avoided=avoided
-        )
-        if problem is not None:
-            raise problem
-
-    def _drop(self, blocks: list[Block]) -> None:
-        self._budget.give(sum(block.size for block in blocks))
-        blocks.clear()
-
-    def _check_count(self, piece: IntentPiece, blocks: list[Block]) -> None:
-        count = sum(block.piece.count for block in blocks)
-        if count != piece.count:
-            raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
 
     def _lost(self, piece: IntentPiece, why: str) -> Stopped:
         drop = set_command(self._chains.target, "--accept")

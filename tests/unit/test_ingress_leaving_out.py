@@ -136,7 +136,9 @@ async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_
             archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked
         )
         block = await recall.again(parked.name(CHAIN, 3))
-        archive.objects.delete(ref.key if gone == "segment" else parked.keys.message(parked.name(CHAIN, 3)))
+        archive.objects.delete(
+            ref.key if gone == "segment" else parked.keys.key(parked.name(CHAIN, 3), "message")
+        )
 
         rows = await recall.rows(Intent(4, (block.piece,)), 0)
 

@@ -53,7 +53,7 @@ names = st.builds(
 @given(names, st.integers(1, 9999))
 def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -> None:
     keys = ParkedKeys(Layout("p"), "FLEET")
-    made = [keys.message(name), keys.left_out(name), keys.asked(name, number)]
+    made = [keys.key(name, "message"), keys.key(name, "left_out"), keys.key(name, "asked", number)]
     listing = [
         ObjectInfo(key, 7, 5.0, "") for key in [*made, f"{keys.folder(name)}other", f"{keys.prefix}x/y"]
     ]
