@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
@@ -33,7 +33,8 @@ _GAP = "gap"  # in the place of a segment
 
 def to_json(target: str, state: TargetState) -> bytes:
     """The stored form of `state`."""
-    checkpoint = state.checkpoint
+    checkpoint, ending, parked = state.checkpoint, state.checkpoint.ending, state.checkpoint.parked
+    anew = [[chain and str(chain), first] for chain, first in parked.anew] if parked else []
     return json.dumps(
         {
             "version": VERSION,
@@ -43,8 +44,8 @@ def to_json(target: str, state: TargetState) -> bytes:
             "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
             "intent": state.intent and _intent_json(state.intent),
             **({"begins": checkpoint.begins} if checkpoint.begins else {}),
-            **({"ending": _ending_json(checkpoint.ending)} if checkpoint.ending else {}),
-            **({"parked": _parked_json(checkpoint.parked)} if checkpoint.parked else {}),
+            **({"ending": [str(ending.chain), ending.rows.first, ending.rows.last]} if ending else {}),
+            **({"parked": [parked.created, *anew]} if parked else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -64,20 +65,12 @@ def from_json(target: str, raw: bytes) -> TargetState:
         advanced(state.checkpoint.positions, state.intent.pieces if state.intent else ())
         return state
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointConflict) as error:
-        _refuse(target, error, raw)
-
-
-def _refuse(target: str, error: Exception, raw: bytes) -> NoReturn:
-    raise Stopped(
-        f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
-        hint=ways(
-            (
-                "restore the key from a backup of the bucket; or go on behind what the target holds",
-                set_command(target, "--from-target"),
-            )
-        ),
-        code="E-STATE-KV",
-    ) from error
+        behind = "restore the key from a backup of the bucket; or go on behind what the target holds"
+        raise Stopped(
+            f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
+            hint=ways((behind, set_command(target, "--from-target"))),
+            code="E-STATE-KV",
+        ) from error
 
 
 def _intent_json(intent: Intent) -> dict[str, Any]:
@@ -85,23 +78,12 @@ def _intent_json(intent: Intent) -> dict[str, Any]:
     return {**document, "shared": True} if intent.is_shared else document
 
 
-def _ending_json(ending: Ending) -> list[Any]:
-    return [str(ending.chain), ending.rows.first, ending.rows.last]
-
-
-def _parked_json(parked: ParkedAs) -> list[Any]:
-    return [parked.created, *([chain and str(chain), first] for chain, first in parked.anew)]
-
-
 def _piece_json(piece: IntentPiece) -> list[Any]:
-    row = [str(piece.chain), _segment_text(piece.segment), piece.rows.first, piece.rows.last, piece.count]
+    name, text = piece.segment, _GAP
+    if not isinstance(name, Gap):
+        text = f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
+    row = [str(piece.chain), text, piece.rows.first, piece.rows.last, piece.count]
     return [*row, list(piece.left_out), piece.out_of_turn] if piece.left_out or piece.out_of_turn else row
-
-
-def _segment_text(name: SegmentName | Gap) -> str:
-    if isinstance(name, Gap):
-        return _GAP
-    return f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
 
 
 def _checkpoint(document: dict[str, Any]) -> Checkpoint:

@@ -97,9 +97,10 @@ class Lags:
             metrics.late_sequences.labels(*labels).set(lag.late)
             lane = newest[labels]
             sighting = sites.of(lane.chain) if sites else None
-            left = sighting and sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
-            if left is not None:  # else the last value stands
-                metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
+            if sighting is not None:
+                left = sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
+                if left is not None:  # else the last value stands
+                    metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
         self._shown |= set(found)
         metrics.lag_measured.labels(self._target).set(now)
 

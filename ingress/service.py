@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
 
 from common.clock import Clock
 from common.errors import FloeError
@@ -18,7 +17,7 @@ from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings
-from common.tasks import Stop, again, end, first_of, wait_for
+from common.tasks import Stop, again, end, first_of
 from ingress import metrics
 from ingress.deps import IngressDeps, IngressTuning, share_targets
 from ingress.discovery.discovery import Discovery
@@ -26,8 +25,6 @@ from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Sites
 from ingress.errors import check_targets, passes_by_itself
 from ingress.target import TargetSupervisor
-
-T = TypeVar("T")
 
 log = get_logger("ingress.service")
 
@@ -83,24 +80,21 @@ class Controller:
         return await connect(self._settings.nats_for("ingress"), name=name, clock=self._clock)
 
     async def _serve(self, client: FloeClient, stop: Stop) -> None:
-        leases = await self._patiently(lambda: self._leases(client), stop)
+        leases = await self._leases(client, stop)
         if leases is None:
             return
         parts = self._parts(client, leases)
+        layout = self._documents.layout
+        events = partial(follow, self._settings, client, layout, parts.discovery, self._health, self._clock)
         sides = [
             asyncio.create_task(again("discovery", parts.discovery.run, self._clock), name="discovery"),
             asyncio.create_task(self._beat(), name="beat"),
             asyncio.create_task(parts.sharing.run(stop), name="sharing"),
-            asyncio.create_task(
-                again("events", lambda: self._follow_events(client, parts.discovery), self._clock),
-                name="events",
-            ),
+            asyncio.create_task(again("events", events, self._clock), name="events"),
         ]
         targets = [
-            asyncio.create_task(
-                self._run(TargetSupervisor(parts, target), stop), name=f"target-{target.stream}"
-            )
-            for target in parts.settings.targets
+            asyncio.create_task(self._run(TargetSupervisor(parts, each), stop), name=f"target-{each.stream}")
+            for each in parts.settings.targets
         ]
         try:
             await self._drained(targets, sides, stop)
@@ -129,31 +123,24 @@ class Controller:
             self._pace,
         )
 
-    async def _follow_events(self, client: FloeClient, discovery: Discovery) -> None:
-        layout = self._documents.layout
-        await follow(self._settings, client, layout, discovery, self._health, self._clock)
-
     # The leases
 
-    async def _leases(self, client: FloeClient) -> Leases:
-        owner = new_owner(self._settings.instance)
-        return await open_leases(client, self._settings.ingress, owner, self._clock)
-
-    async def _patiently(self, step: Callable[[], Awaitable[T]], stop: Stop) -> T | None:
-        """What `step` returns, once what it needs can be reached; None where `stop` is set first."""
+    async def _leases(self, client: FloeClient, stop: Stop) -> Leases | None:
+        """Once what they need can be reached; None where `stop` is set first."""
         while not stop.is_set:
             self._health.beat()
             try:
-                found = await step()
+                owner = new_owner(self._settings.instance)
+                leases = await open_leases(client, self._settings.ingress, owner, self._clock)
             except FloeError as error:
                 if not passes_by_itself(error):
                     raise
                 self._health.set_ready("nats", False, error.message)
                 log.warning("waiting", action="waiting", part="nats", code=error.code, error=str(error))
-                await wait_for(stop, RETRY)
+                await stop.wait(RETRY)
             else:
                 self._health.forget("nats")
-                return found
+                return leases
         return None
 
     # Running

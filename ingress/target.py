@@ -25,7 +25,7 @@ from ingress.interfaces import StateKeeper
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers, ensure_target, shape_of
 from ingress.publishers.choose import choose, make, offered
-from ingress.publishers.publisher import Publisher, Replies
+from ingress.publishers.publisher import Replies
 from ingress.redelivery import ParkedKeeper, ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
 from ingress.rows.prepare import TargetLimits, oversize_hint
@@ -38,8 +38,8 @@ log = get_logger("ingress.target")
 class Target:
     """Makes the components that carry into one target, and runs them; `run` may be called again."""
 
-    def __init__(self, parts: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
-        self._parts, self._settings, self._report = parts, settings, report
+    def __init__(self, deps: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
+        self._deps, self._settings, self._report = deps, settings, report
         self._target = settings.stream
         self._sending: tuple[Lease | None, Sending] = (None, Sending())
 
@@ -53,59 +53,69 @@ class Target:
 
         Raises what an operator has to deal with, LeaseLost, and what passes by itself.
         """
-        info = await self._info()
-        parked = self._parked(info)
+        deps, name, info = self._deps, self._target, await self._info()
+        objects, layout = deps.documents.objects, deps.documents.layout
         bucket = await self._bucket(int(info.config.get("num_replicas", 1)))
-        decisions = PauseStore(bucket, self._target)
-        supply, publisher = self._supply(info, parked, decisions), await self._publisher(info)
-        source = ParkedSource(supply, parked, self._parts.threads)
-        parts = self._parts
-        retries = Retries(parked, source, parts.threads, parts.clock, supply.chains.renew_limits, decisions)
-        retries.spacing = parts.pace.parked
-        keeper = ParkedKeeper(self._keeper(bucket), parked)
-        carrier = self._carrier(keeper, source, publisher, lease, supply.chains)
-        self._parts.discovery.add(supply)
+        decisions, parked = PauseStore(bucket, name), ParkedStore(objects, layout, name, info.created)
+        chains = ChainRegistry(self._settings, shape_of(deps.client, info, self._settings), self._limits)
+        prefetch = Prefetcher(
+            chains, deps.store, deps.documents, deps.threads, deps.clock, deps.memory_limit, parked, decisions
+        )
+        prefetch.look_at_stopped = deps.pace.look_at_stopped
+        source = ParkedSource(prefetch, parked, deps.threads)
+        retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
+        retries.spacing = deps.pace.parked
+        keeper = ParkedKeeper(StateStore(bucket, state_key(ROLE, name), name), parked)
+        reconciler = self._reconciler(keeper, lease)
+        limits = ServerLimits(deps.client, chains, source.reset, oversize_hint(name))
+        publisher = make(
+            self._publisher_name(info),
+            deps.client,
+            name,
+            await Replies.open(deps.client),
+            exclusive=self._settings.exclusive,
+        )
+        delivery = Delivery(
+            name, keeper, reconciler, publisher, source, deps.clock, source.before_close, limits
+        )
+        deps.discovery.add(prefetch)
         try:
-            await self._run_beside(carrier, supply, lease, stop, retries.run())
-        finally:
-            self._parts.discovery.remove(supply)
-            await publisher.aclose()
-
-    async def _run_beside(
-        self,
-        carrier: Delivery,
-        supply: Prefetcher,
-        lease: Lease,
-        stop: Stop,
-        retries: Coroutine[Any, Any, None],
-    ) -> None:
-        """Carry to the end; the side tasks run as long, and one of them that fails ends everything."""
-        try:
-            watching = self._watch(carrier, supply, lease)
-            await beside(carrier.run(stop), supply.run(), retries, watching, self._says(carrier).run())
+            watching, says = self._watch(delivery, prefetch, lease), self._says(delivery).run()
+            await beside(delivery.run(stop), prefetch.run(), retries.run(), watching, says)
         except BaseExceptionGroup as errors:
             raise leading(errors) from None
+        finally:
+            deps.discovery.remove(prefetch)
+            await publisher.aclose()
 
-    async def _watch(self, carrier: Delivery, supply: Prefetcher, lease: Lease) -> None:
+    async def _watch(self, delivery: Delivery, prefetch: Prefetcher, lease: Lease) -> None:
         """Report what goes on, and end everything when the lease is lost."""
         while not lease.lost.is_set:
             # A target that was stopped stays so until it is known to be mended.
-            if carrier.is_settled or carrier.trouble or not self._report.is_stopped:
-                self._report.carries(carrier, supply)
-            await first_of(lease.lost.wait(), seconds=self._parts.pace.watch)
+            if delivery.is_settled or delivery.trouble or not self._report.is_stopped:
+                self._report.carries(delivery, prefetch)
+            await lease.lost.wait(self._deps.pace.watch)
         raise LeaseLost(f"lease of target {self._target} is not ours any more")
 
-    def _says(self, carrier: Delivery) -> PositionsReport:
+    def _says(self, delivery: Delivery) -> PositionsReport:
         """What those read who delete."""
-        parts, sources = self._parts, self._settings.sources
+        deps, sources = self._deps, self._settings.sources
         pairs = {f"{site}/{feed}" for source in sources for site, feed in source.pairs()}
 
         def positions() -> Mapping[Chain, int] | None:
-            return carrier.state.checkpoint.positions if carrier.is_settled else None
+            return delivery.state.checkpoint.positions if delivery.is_settled else None
 
         return PositionsReport(
-            self._target, tuple(sorted(pairs)), positions, parts.documents, parts.threads, parts.clock
+            self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock
         )
+
+    def _reconciler(self, keeper: StateKeeper, lease: Lease) -> Reconciler:
+        deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
+        looker = TargetStream(deps.client, self._target, deps.connect, headers)
+        if self._sending[0] is not lease:
+            self._sending = (lease, Sending())
+        kind = Reconciler if self._settings.exclusive else SharedSettler
+        return kind(errors, keeper, looker, lease, deps.clock, deps.pace.look_spacing, self._sending[1])
 
     # The target
 
@@ -115,51 +125,24 @@ class Target:
         One that was carried into is never made again by itself: it could not be restored under its name then.
         Raises Stopped for that, else as `ensure_target`.
         """
-        client, settings = self._parts.client, self._settings
+        client, settings = self._deps.client, self._settings
         create = settings.create
         if create is not None and await stream_info(client, self._target) is None:
-            keeper = self._keeper(await self._bucket(create.replicas))
-            if (await keeper.load()).state is not None:
+            bucket = await self._bucket(create.replicas)
+            if (await StateStore(bucket, state_key(ROLE, self._target), self._target).load()).state:
                 raise TargetErrors(self._target).no_checkpoint(None)
         return await ensure_target(client, settings)
 
-    # The components
-
-    def _parked(self, info: StreamInfo) -> ParkedStore:
-        documents = self._parts.documents
-        return ParkedStore(documents.objects, documents.layout, self._target, info.created)
-
-    async def _shape(self) -> TargetLimits:
+    async def _limits(self) -> TargetLimits:
         """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
-        info = await stream_info(self._parts.client, self._target)
+        info = await stream_info(self._deps.client, self._target)
         if info is None:
             raise Unavailable(f"target {self._target}: no such stream any more")
-        return shape_of(self._parts.client, info, self._settings)
-
-    def _supply(self, info: StreamInfo, parked: ParkedStore, decisions: PauseStore) -> Prefetcher:
-        parts = self._parts
-        chains = ChainRegistry(self._settings, shape_of(parts.client, info, self._settings), self._shape)
-        supply = Prefetcher(
-            chains,
-            parts.store,
-            parts.documents,
-            parts.threads,
-            parts.clock,
-            parts.memory_limit,
-            parked,
-            decisions,
-        )
-        supply.look_at_stopped = parts.pace.look_at_stopped
-        return supply
-
-    async def _publisher(self, info: StreamInfo) -> Publisher:
-        name = self._publisher_name(info)
-        client, exclusive = self._parts.client, self._settings.exclusive
-        return make(name, client, self._target, await Replies.open(client), exclusive=exclusive)
+        return shape_of(self._deps.client, info, self._settings)
 
     def _publisher_name(self, info: StreamInfo) -> str:
         """The publisher for the target as it is. Raises ConfigError where the wanted one is not offered."""
-        version, headers = self._parts.client.server_version, control_headers(self._settings)
+        version, headers = self._deps.client.server_version, control_headers(self._settings)
         against = offered(version, info.config, headers, exclusive=self._settings.exclusive)
         name = choose(self._target, self._settings.publisher, against)
         self._report.publishes(name, against)
@@ -167,34 +150,9 @@ class Target:
 
     async def _bucket(self, replicas: int) -> KeyValue:
         """The state bucket, made with so many replicas where the configuration says nothing."""
-        settings = self._parts.settings
+        settings = self._deps.settings
         replicas = settings.kv_replicas or replicas
-        return await KeyValue.open(self._parts.client, settings.state_bucket, replicas=replicas)
-
-    def _keeper(self, bucket: KeyValue) -> StateStore:
-        return StateStore(bucket, state_key(ROLE, self._target), self._target)
-
-    def _carrier(
-        self,
-        keeper: StateKeeper,
-        source: ParkedSource,
-        publisher: Publisher,
-        lease: Lease,
-        chains: ChainRegistry,
-    ) -> Delivery:
-        settler = self._settler(keeper, lease)
-        client, clock, name = self._parts.client, self._parts.clock, self._target
-        limits = ServerLimits(client, chains, source.reset, oversize_hint(name))
-        return Delivery(name, keeper, settler, publisher, source, clock, source.before_close, limits)
-
-    def _settler(self, keeper: StateKeeper, lease: Lease) -> Reconciler:
-        parts, choices = self._parts, TargetErrors(self._target)
-        looker = TargetStream(parts.client, self._target, parts.connect, control_headers(self._settings))
-        if self._sending[0] is not lease:
-            self._sending = (lease, Sending())
-        kind = Reconciler if self._settings.exclusive else SharedSettler
-        spacing, sending = parts.pace.look_spacing, self._sending[1]
-        return kind(choices, keeper, looker, lease, parts.clock, spacing, sending)
+        return await KeyValue.open(self._deps.client, settings.state_bucket, replicas=replicas)
 
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # seconds between attempts

@@ -58,33 +58,19 @@ class GapSkipper:
         """
         assert decision.part is not None, "what is given up is named"
         found = survey(self._store, chain, decision.part, damaged)
-        if found.free is not None:
-            self._pass(chain, found.free, decision.why)
+        if found.free is not None and found.free not in [gap.range for gap in self._gaps(chain).copy()]:
+            self._pass(chain, AcceptedGap(found.free, decision.why[:MAX_TEXT], BY, self._now()))
+            context = {"gap": str(found.free), "why": decision.why, "target": self._target}
+            log.warning("gap passed", action="gap_passed", **context, **chain.log_context())
         return found
-
-    def _pass(self, chain: Chain, part: SequenceRange, why: str) -> None:
-        """Write it down, count it and tell it, unless that was done before the position was stored."""
-        gaps = self._gaps(chain)
-        if any(gap.range == part for gap in gaps.copy()):
-            return
-        gap = AcceptedGap(part, why[:MAX_TEXT], BY, self._now())
-        gaps.append(self._documents.pass_gap(self._target, chain, gap))
-        metrics.lost_sequences.labels(self._target, chain.site, chain.feed, str(chain.partition)).inc(
-            len(part)
-        )
-        context = chain.log_context()
-        log.warning("gap passed", action="gap_passed", gap=str(part), why=why, target=self._target, **context)
 
     def pass_missing(self, chain: Chain, part: SequenceRange, missing: int, why: str) -> None:
         """Write down, count and tell that the target goes on though `missing` sequences of `part` are gone,
         unless that was done before: whoever begins again inside of it passes it again.
         """
-        gaps = self._gaps(chain)
-        if any(gap.range.encloses(part) for gap in gaps.copy()):
+        if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
             return
-        gap = AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True)
-        gaps.append(self._documents.pass_gap(self._target, chain, gap))
-        metrics.lost_sequences.labels(self._target, chain.site, chain.feed, str(chain.partition)).inc(missing)
+        self._pass(chain, AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True), missing)
         log.warning(
             "missing sequences of a filled hole passed",
             action="gone_from_hole_passed",
@@ -94,6 +80,12 @@ class GapSkipper:
             target=self._target,
             **chain.log_context(),
         )
+
+    def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
+        """Write it down and count it. `lost`: how many of its sequences (None: all)."""
+        self._gaps(chain).append(self._documents.pass_gap(self._target, chain, gap))
+        labels = self._target, chain.site, chain.feed, str(chain.partition)
+        metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
 
     def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
         """Segments that arrived behind gaps of the chain that are passed (they end before `position`), each
@@ -106,20 +98,17 @@ class GapSkipper:
             gaps.rotate(-1)
             # In the range of one that was filled any merge stands; rows that come are `verify`'s to find.
             if gap.range.last < position and not gap.from_hole:
-                found += [(gap, ref) for ref in self._behind(chain, gap) if self._is_news(ref)]
+                found += [(gap, ref) for ref in self._behind(chain, gap)]
         return found
 
     def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
         since = parse_time(gap.at) / NS_PER_S if gap.at else 0.0
         for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
             # What was there before is damaged: otherwise it would have been carried.
-            if ref.coverage.overlaps(gap.range) and ref.modified >= since:
+            is_new = ref.modified >= since and ref.key not in self._reported
+            if is_new and ref.coverage.overlaps(gap.range):
+                self._reported.add(ref.key)
                 yield ref
-
-    def _is_news(self, ref: SegmentRef) -> bool:
-        is_news = ref.key not in self._reported
-        self._reported.add(ref.key)
-        return is_news
 
     def _gaps(self, chain: Chain) -> deque[AcceptedGap]:
         if chain not in self._passed:
@@ -260,7 +249,13 @@ class SegmentLocator:
         if not self._chains.is_current(lane):
             return
         if lane.gone is not None and decision.fate is GapAction.GIVE_UP:
-            await self._pass_missing(lane, lane.gone, decision)
+            # Go on behind what is missing of a filled hole; the rows that are there are carried.
+            assert decision.part is not None, "what is given up is named"
+            part, missing = decision.part, min(lane.gone.missing, len(decision.part))
+            await self._threads.run(self.gaps.pass_missing, lane.chain, part, missing, decision.why)
+            lane.gone = None
+            lane.passed.append(part)
+            await self.look(lane)
         elif decision.fate is GapAction.HALT:
             await self._halt(lane, plan, decision)
         elif decision.fate is GapAction.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
@@ -269,25 +264,13 @@ class SegmentLocator:
             lane.forget_damage()
             await self.look(lane)
         elif decision.fate is GapAction.GIVE_UP:
-            await self._pass(lane, decision)
-
-    async def _pass(self, lane: ChainState, decision: GapDecision) -> None:
-        """Go on behind what is given up, as far as nothing covers it after all."""
-        damaged = frozenset(lane.damaged)
-        found = await self._threads.run(self.gaps.give_up, lane.chain, decision, damaged)
-        if found.leads_on is not None:
-            lane.leads_on(found.leads_on)
-        elif found.free is not None:
-            lane.gives_up(found.free)
-
-    async def _pass_missing(self, lane: ChainState, gone: FromHole, decision: GapDecision) -> None:
-        """Go on behind what is missing of a filled hole; the rows that are there are carried."""
-        assert decision.part is not None, "what is given up is named"
-        part, missing = decision.part, min(gone.missing, len(decision.part))
-        await self._threads.run(self.gaps.pass_missing, lane.chain, part, missing, decision.why)
-        lane.gone = None
-        lane.passed.append(part)
-        await self.look(lane)
+            # Go on behind what is given up, as far as nothing covers it after all.
+            damaged = frozenset(lane.damaged)
+            found = await self._threads.run(self.gaps.give_up, lane.chain, decision, damaged)
+            if found.leads_on is not None:
+                lane.leads_on(found.leads_on)
+            elif found.free is not None:
+                lane.gives_up(found.free)
 
     async def _halt(self, lane: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
         """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
@@ -306,7 +289,9 @@ class SegmentLocator:
                 return
             lane.surveyed = decision.part, found.free or decision.part
         lane.plan = replace(plan, phase=Phase.LOST)
-        raise _lost(lane.chain, lane.surveyed[1], decision.why)
+        chain, part = lane.chain, lane.surveyed[1]
+        message = f"chain {chain}: sequences {part} are lost: {decision.why}"
+        raise Stopped(message, hint=hints.way_out(chain, part), code="E-LOST")
 
     async def look_behind(self, lane: ChainState) -> None:
         """Tell what arrived behind gaps that were passed: it is not carried."""
@@ -322,14 +307,6 @@ class SegmentLocator:
                 to_carry_it=hints.set_position(self._chains.target, lane.chain, first),
                 **ref.log_context(),
             )
-
-
-def _lost(chain: Chain, part: SequenceRange, why: str) -> Stopped:
-    return Stopped(
-        f"chain {chain}: sequences {part} are lost: {why}",
-        hint=hints.way_out(chain, part),
-        code="E-LOST",
-    )
 
 
 def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:

@@ -29,7 +29,9 @@ PAUSES_ROLE = "pauses"
 MOST = 5_000  # chains named in the value, which has to stay far below 1 MiB
 
 
-class _PauseWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Who paused a chain, when (RFC 3339), and why."""
+
     at: str
     by: str = ""
     note: str = ""
@@ -38,22 +40,13 @@ class _PauseWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     target: str
-    paused: dict[str, _PauseWire]
+    paused: dict[str, Pause]
     resumed: dict[str, str]
 
 
 # Made at import: a type that two threads decode for the first time at once ends the process.
 _DECODER = msgspec.json.Decoder(_Wire)
 _ENCODER = msgspec.json.Encoder()
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Who paused a chain, when (RFC 3339), and why."""
-
-    at: str
-    by: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +102,27 @@ class PauseStore:
 
     async def resume_all(self, at: str) -> Pauses:
         """Have nothing paused, also where what stands there cannot be read. Raises what the bucket raises."""
-        return await self._change(lambda value: self._readable(value).resume_all(at))
+
+        def step(value: bytes | None) -> Pauses:
+            try:
+                return self._parsed(value).resume_all(at)
+            except Stopped:
+                return Pauses()
+
+        return await self._change(step)
 
     async def _change(self, step: Callable[[bytes | None], Pauses]) -> Pauses:
-        done = [Pauses()]
+        done = Pauses()
 
         def changed(value: bytes | None) -> bytes:
-            done[0] = step(value)
-            return self._json(done[0])
+            nonlocal done
+            done = step(value)
+            paused = {str(chain): pause for chain, pause in done.paused.items()}
+            resumed = {str(chain): at for chain, at in done.resumed.items()}
+            return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))
 
         await self._bucket.change(self._key, changed)
-        return done[0]
-
-    def _readable(self, value: bytes | None) -> Pauses:
-        try:
-            return self._parsed(value)
-        except Stopped:
-            return Pauses()
+        return done
 
     def _parsed(self, value: bytes | None) -> Pauses:
         if value is None:
@@ -136,24 +133,15 @@ class PauseStore:
                 raise ValueError(
                     f"expected {VERSION} of {self._target}, found {wire.version} {wire.target:.80}"
                 )
-            paused = {Chain.parse(chain): Pause(p.at, p.by, p.note) for chain, p in wire.paused.items()}
+            paused = {Chain.parse(chain): pause for chain, pause in wire.paused.items()}
             return Pauses(paused, {Chain.parse(chain): at for chain, at in wire.resumed.items()})
         except ValueError as error:
+            anew = command("chain resume", f"--target {shlex.quote(self._target)}", "--all")
             raise Stopped(
                 f"pauses of target {self._target} cannot be read: {error} (begins {value[:40]!r})",
-                hint=ways(
-                    (f"restore {self._key} of {self._bucket.bucket}; or have nothing paused", self._anew())
-                ),
+                hint=ways((f"restore {self._key} of {self._bucket.bucket}; or have nothing paused", anew)),
                 code="E-PAUSES",
             ) from error
-
-    def _anew(self) -> str:
-        return command("chain resume", f"--target {shlex.quote(self._target)}", "--all")
-
-    def _json(self, pauses: Pauses) -> bytes:
-        paused = {str(c): _PauseWire(p.at, p.by, p.note) for c, p in pauses.paused.items()}
-        resumed = {str(c): at for c, at in pauses.resumed.items()}
-        return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))
 
 
 @asynccontextmanager

@@ -267,24 +267,17 @@ class StoreClock:
         """None where ingress may not write."""
         # Locked: two that ask at once would put the object twice, and neither would know whose time it has.
         with self._lock:
-            return self._asked()
-
-    def _asked(self) -> float | None:
-        host = self._clock.monotonic()
-        if self._known is None or host - self._known[1] >= ASKED_EVERY:
-            asked = self._ask()
-            if asked is None:
-                return None
-            self._known = (asked, host)
-        return self._known[0] + host - self._known[1]
-
-    def _ask(self) -> float | None:
-        try:
-            return store_now(self._objects, self._key)
-        except Refused as error:
-            if not self._refused:
-                self._refused = True
-                log.warning("the store's clock cannot be read", action="store_clock", error=str(error))
-            return None
-        except OutcomeUnknown as error:
-            raise Unavailable(error.message, code=error.code) from error
+            host = self._clock.monotonic()
+            if self._known is None or host - self._known[1] >= ASKED_EVERY:
+                try:
+                    self._known = store_now(self._objects, self._key), host
+                except Refused as error:
+                    if not self._refused:
+                        self._refused = True
+                        log.warning(
+                            "the store's clock cannot be read", action="store_clock", error=str(error)
+                        )
+                    return None
+                except OutcomeUnknown as error:
+                    raise Unavailable(error.message, code=error.code) from error
+            return self._known[0] + host - self._known[1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock
@@ -22,6 +21,7 @@ from common.service.monitor import Health
 from common.service.process import Threads
 from common.tasks import first_of, guarded, together
 from ingress import metrics
+from ingress.chains.prefetch import Prefetcher
 from ingress.discovery.sites import Sites
 from ingress.errors import leading, passes_by_itself
 
@@ -35,16 +35,6 @@ SPACING = 0.05  # seconds between two looks that notifications cause: a thousand
 MOST_NEW = (
     64  # chains nobody has heard of that one look takes from notifications; the next poll finds the rest
 )
-
-
-class Listener(Protocol):
-    """Who wants to know of chains (`ingress.chains.prefetch.Prefetcher`)."""
-
-    def pairs(self) -> list[tuple[str, str]]: ...
-    def found(self, chain: Chain, end: int | None = None) -> None: ...
-    def wake(self, chain: Chain) -> None: ...
-    async def tick(self) -> None: ...
-    def fails(self, error: Exception) -> None: ...
 
 
 class Discovery:
@@ -64,7 +54,7 @@ class Discovery:
     ) -> None:
         self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
-        self._listeners: list[Listener] = []
+        self._listeners: list[Prefetcher] = []
         self._pairs: frozenset[tuple[str, str]] = frozenset()
         self._known: dict[Chain, int | None] = {}
         self._missing: frozenset[Pair] = frozenset()
@@ -78,7 +68,7 @@ class Discovery:
 
     # For targets
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: Prefetcher) -> None:
         """Tell `listener` of every chain that is known, and of what changes from now on."""
         self._listeners.append(listener)
         self._gather_pairs()
@@ -86,7 +76,7 @@ class Discovery:
         for event in (self._soon, self._anew, self._new_sites):
             event.set()
 
-    def remove(self, listener: Listener) -> None:
+    def remove(self, listener: Prefetcher) -> None:
         """Tell it nothing more."""
         self._listeners.remove(listener)
         self._gather_pairs()
@@ -145,12 +135,10 @@ class Discovery:
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
         if self._listeners:  # else nobody was asked
-            self._shows(is_answered=error is None or not isinstance(error, Unavailable | OutcomeUnknown))
-
-    def _shows(self, *, is_answered: bool) -> None:
-        metrics.store_reachable.set(is_answered)
-        if is_answered:
-            metrics.store_answered.set(self._clock.now())
+            is_answered = not isinstance(error, Unavailable | OutcomeUnknown)
+            metrics.store_reachable.set(is_answered)
+            if is_answered:
+                metrics.store_answered.set(self._clock.now())
 
     async def _follow(self) -> None:
         while True:
@@ -286,7 +274,7 @@ class Discovery:
         for failed in failures:
             raise failed
 
-    def _tell(self, chains: Iterable[Chain], listeners: list[Listener]) -> None:
+    def _tell(self, chains: Iterable[Chain], listeners: list[Prefetcher]) -> None:
         for chain in chains:
             for listener in listeners:
                 guarded(listener.found, listener.fails)(chain, self._known[chain])

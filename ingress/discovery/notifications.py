@@ -6,17 +6,17 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
 
 import msgspec
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError
 from common.jetstream.client import FloeClient
 from common.objects.open import open_queue
-from common.objects.sqs import Received
+from common.objects.sqs import Received, SqsQueue
 from common.segments.keys import Layout
 from common.service.logs import get_logger
 from common.service.metrics import begin
@@ -69,7 +69,10 @@ def chain_of(key: str, layout: Layout) -> Chain | None:
 
 
 def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
-    document = _decoded(raw)
+    try:
+        document = _DECODER.decode(raw)
+    except (ValueError, RecursionError):  # no JSON
+        return None
     if not isinstance(document, dict):
         return None
     if isinstance(document.get("Records"), list):
@@ -81,14 +84,6 @@ def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
     if isinstance(document.get("Message"), str) and wrappings:
         return _written(document["Message"], wrappings - 1)
     return None
-
-
-def _decoded(raw: bytes | str) -> Any:
-    """None for what is no JSON."""
-    try:
-        return _DECODER.decode(raw)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _of_records(records: list[Any]) -> Iterator[Written]:
@@ -112,25 +107,7 @@ def _text(value: Any, *path: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds between attempts
-
-
-class Notifiable(Protocol):
-    """Who takes notifications (`ingress.discovery.notifications.Notified`); all methods on the event loop.
-
-    `is_wanted`: whether they are of use here now; may be read from any thread.
-    """
-
-    @property
-    def is_wanted(self) -> bool: ...
-    def take(self, raw: bytes) -> None: ...
-    def listening(self) -> None: ...
-    def failed(self, why: str) -> None: ...
-
-
-def longer(pause: float) -> float:
-    """The pause after `pause`, both in seconds."""
-    return min(LAST_PAUSE, pause * 2)
+PAUSES = doubling(1.0, 60.0)  # seconds between attempts
 
 
 UNWANTED_PAUSE = 1.0  # seconds until it is asked again whether notifications are of use here
@@ -138,14 +115,7 @@ EMPTY_PAUSE = 0.1  # seconds after a receive that gave nothing: some servers do 
 TAKE_TIMEOUT = 10.0  # seconds for the event loop to take what was received
 
 
-class Queue(Protocol):
-    """A queue (`common.objects.sqs.SqsQueue`)."""
-
-    def receive(self, wait: int = ...) -> list[Received]: ...
-    def delete(self, messages: Sequence[Received]) -> int: ...
-
-
-async def follow_queue(open_queue: Callable[[], Queue], notified: Notifiable) -> None:
+async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -> None:
     """Hand over every message of the queue, for ever, and delete it from the queue afterwards.
 
     Nobody waits for the thread at the end: a receive waits up to 20 s. What it receives then is not deleted,
@@ -163,28 +133,27 @@ class _Receiver:
     """What the thread does, until `stop` is set."""
 
     def __init__(
-        self, open_queue: Callable[[], Queue], notified: Notifiable, loop: asyncio.AbstractEventLoop
+        self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.stop = threading.Event()
         self._open_queue, self._notified, self._loop = open_queue, notified, loop
-        self._queue: Queue | None = None
+        self._queue: SqsQueue | None = None
 
     def run(self) -> None:
-        pause = FIRST_PAUSE
+        pauses = Backoff(None, PAUSES)
         while not self.stop.is_set():
             try:
                 if self._notified.is_wanted:
                     self._receive()
                 else:
                     self.stop.wait(UNWANTED_PAUSE)
-                pause = FIRST_PAUSE
+                pauses.reset()
             except Exception as error:
                 if self.stop.is_set():
                     return
                 self._queue = None
-                self._failed(error, pause)
+                self._failed(error, pause := pauses.next())
                 self.stop.wait(pause)
-                pause = longer(pause)
 
     def _receive(self) -> None:
         if self._queue is None:
@@ -238,7 +207,7 @@ class _Receiver:
 CHECK_SPACING = 30.0  # seconds between two looks whether the subscription was refused after a reconnect
 
 
-async def follow_subject(client: FloeClient, subject: str, notified: Notifiable, clock: Clock) -> None:
+async def follow_subject(client: FloeClient, subject: str, notified: Notified, clock: Clock) -> None:
     """Hand over every message on `subject`, for ever.
 
     No queue group: each instance hears each message. What passes while the connection is down is lost; so
@@ -250,34 +219,30 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notifiable,
 
     trouble = Trouble()
     forget = client.add_listener(guarded(lambda is_up: notified.listening() if is_up else None, trouble.tell))
-    pause = FIRST_PAUSE
+    pauses = Backoff(None, PAUSES)
     try:
         while True:
             try:
                 subscription = await client.subscribe_raw(subject, sink, trouble.tell)
                 try:
-                    pause = FIRST_PAUSE
+                    pauses.reset()
                     log.info("listening", action="events", subject=subject)
                     notified.listening()
-                    error = await _refused(client, subject, clock, trouble)
+                    # What the server says against the subscription, once it does: rights may change.
+                    while (refused := client.refusal(subject.encode())) is None:
+                        await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
+                        trouble.check()
+                    error: FloeError = refused
                 finally:
                     await subscription.unsubscribe()
             except FloeError as raised:
                 error = raised
             notified.failed(error.message)
+            pause = pauses.next()
             log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
             await clock.sleep(pause)
-            pause = longer(pause)
     finally:
         forget()
-
-
-async def _refused(client: FloeClient, subject: str, clock: Clock, trouble: Trouble) -> FloeError:
-    """What the server says against the subscription, once it does: rights may change. Raises `trouble`."""
-    while (refused := client.refusal(subject.encode())) is None:
-        await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
-        trouble.check()
-    return refused
 
 
 class Notified:

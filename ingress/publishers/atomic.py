@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 from common.errors import Unavailable
@@ -14,6 +13,7 @@ from ingress.publishers.publisher import (
     WRONG_LAST_SEQUENCE,
     Expected,
     Outcome,
+    RepliedPublisher,
     Replies,
     Reply,
     UnknownOutcome,
@@ -37,7 +37,7 @@ class AtomicBatch:
     expected: Expected
 
 
-class AtomicPublisher:
+class AtomicPublisher(RepliedPublisher):
     """Atomic batches (ADR-50): all messages of a batch are stored together, or none.
 
     `shared`: others publish to the stream too. A batch is halved when one of their messages came first, and
@@ -55,11 +55,9 @@ class AtomicPublisher:
         ack_timeout: float = ACK_TIMEOUT,
         shared: bool = False,
     ) -> None:
-        self._client, self._stream, self._replies = client, stream, replies
-        self._ack_timeout = ack_timeout
+        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
         self._limit, self._most, self._shared = MAX_BATCH, MAX_BATCH, shared
         self._ask_all = False
-        self._writer, self._count = secrets.token_hex(8), 0
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         batch = self._compose(rows, base, stored)
@@ -93,9 +91,7 @@ class AtomicPublisher:
         if start >= rows.count:
             return None
         stop = rows.stop(start, self._most, MAX_BATCH_BYTES)
-        self._count += 1
-        batch_id = f"{self._writer}-{self._count:x}"
-        reply = self._replies.make()
+        batch_id, reply = self._new_batch_id(), Reply(self._replies.subject())
         frames = self._frames(rows, base, start, stop, batch_id.encode(), reply)
         # Between two messages: what others send through the connection meanwhile stands between the parts.
         half = len(frames) // 6 * 3
@@ -133,6 +129,3 @@ class AtomicPublisher:
             self._most = self._limit = max(1, self._most // 2)
         elif self._shared and unclear.err_code in WRONG_LAST_SEQUENCE:
             self._most = max(1 if size > SHARED_BYTES else SHARED_LEAST, self._most // 2)
-
-    async def aclose(self) -> None:
-        await self._replies.aclose()

@@ -33,11 +33,12 @@ def offered(
     `config` is what the stream echoes: an older server drops what it does not know without a word, and would
     store the messages of a batch one by one. `exclusive`: nobody else publishes to the stream.
     """
+    acting = sorted(name.decode() for name in control_headers & NOT_IN_ATOMIC)
     fast = _against_server(version, FAST_SINCE, config, "allow_batched")
     atomic = _against_server(version, ATOMIC_SINCE, config, "allow_atomic")
     return {
-        "fast": fast or _against_others(exclusive),
-        "atomic": atomic or _against_headers(control_headers),
+        "fast": fast or ("" if exclusive else "exclusive is false, and a foreign message ends a whole batch"),
+        "atomic": atomic or (f"{acting[0]} is among control_headers" if acting else ""),
         "single": "",
     }
 
@@ -46,15 +47,6 @@ def _against_server(version: Version, since: Version, config: Mapping[str, Any],
     if version < since:
         return f"nats-server {'.'.join(map(str, version))} is older than {since[0]}.{since[1]}"
     return "" if config.get(key) is True else f"the stream says {key} false"
-
-
-def _against_others(exclusive: bool) -> str:
-    return "" if exclusive else "exclusive is false, and a foreign message ends a whole batch"
-
-
-def _against_headers(control_headers: frozenset[bytes]) -> str:
-    acting = sorted(name.decode() for name in control_headers & NOT_IN_ATOMIC)
-    return f"{acting[0]} is among control_headers" if acting else ""
 
 
 def choose(target: str, setting: str, against: Mapping[str, str]) -> str:

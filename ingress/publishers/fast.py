@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from ingress.publishers.publisher import (
     ACK_TIMEOUT,
     Expected,
     Outcome,
+    RepliedPublisher,
     Replies,
     Reply,
     SinglePublisher,
@@ -117,7 +117,7 @@ class Answers(Reply):
         self.news.set()
 
 
-class FastPublisher:
+class FastPublisher(RepliedPublisher):
     """Fast-ingest batches, one in flight: two would lose a message.
 
     After a batch that failed, the next rows go one by one, the more the more batches failed: where the target
@@ -130,11 +130,9 @@ class FastPublisher:
     def __init__(
         self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
     ) -> None:
-        self._client, self._stream, self._replies = client, stream, replies
-        self._ack_timeout = ack_timeout
+        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
         self._single = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout)
         self._alone = 0
-        self._writer, self._count = secrets.token_hex(8), 0
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         outcome = await self._single.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
@@ -145,12 +143,8 @@ class FastPublisher:
         self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
         return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(batch.stop)
 
-    async def aclose(self) -> None:
-        await self._replies.aclose()
-
     def _batch(self, rows: Rows, base: int, start: int) -> FastBatch:
-        self._count += 1
-        batch_id = f"{self._writer}-{self._count:x}"
+        batch_id = self._new_batch_id()
         answers = Answers(self._replies.subject(), batch_id)
         expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
         flow = flow_of(rows, start, rows.count)

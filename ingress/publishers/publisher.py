@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from asyncio import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -134,10 +135,6 @@ class Replies:
         self._count += 1
         return b"%b.%x" % (self.inbox.encode(), self._count)
 
-    def make(self) -> Reply:
-        """Subjects of their own for the answers to one batch."""
-        return Reply(self.subject())
-
     def listen(self, reply: Reply) -> None:
         """Take the answers to this batch from now on, and drop those to all others."""
         self._waiting = reply
@@ -205,17 +202,32 @@ class Publisher(Protocol):
         ...
 
 
-class SinglePublisher:
-    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would
-    make one message vanish and the next be accepted."""
+class RepliedPublisher:
+    """What the publishers share: a connection, a stream, an inbox."""
 
-    name = "single"
+    name = ""
 
     def __init__(
         self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
     ) -> None:
         self._client, self._stream, self._replies = client, stream, replies
         self._ack_timeout = ack_timeout
+        self._writer, self._count = secrets.token_hex(8), 0
+
+    def _new_batch_id(self) -> str:
+        self._count += 1
+        return f"{self._writer}-{self._count:x}"
+
+    async def aclose(self) -> None:
+        """Let go of the inbox."""
+        await self._replies.aclose()
+
+
+class SinglePublisher(RepliedPublisher):
+    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would
+    make one message vanish and the next be accepted."""
+
+    name = "single"
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         return await self.publish_to(rows, base, stored, rows.count)
@@ -232,23 +244,14 @@ class SinglePublisher:
     async def _send(
         self, subject: bytes, tail: bytes, payload: memoryview, after: int
     ) -> UnknownOutcome | None:
-        reply = self._replies.make()
+        reply = Reply(self._replies.subject())
         self._replies.listen(reply)
         block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)
         try:
-            self._client.send(_hpub(subject, reply.last, block, payload))
+            line = b"HPUB %b %b %d %d\r\n" % (subject, reply.last, len(block), len(block) + len(payload))
+            self._client.send(b"".join((line, block, payload, b"\r\n")))
             await self._client.flush_writes()
         except Unavailable as error:
             return UnknownOutcome(error.message)
         failpoint("ingress.mid_batch")
         return await self._replies.judged(reply, Expected(self._stream, after + 1), self._ack_timeout)
-
-    async def aclose(self) -> None:
-        await self._replies.aclose()
-
-
-def _hpub(subject: bytes, reply: bytes, block: bytes, payload: memoryview) -> bytes:
-    """One message on the wire; subject and header block were checked when the row was prepared."""
-    size = len(block)
-    line = b"HPUB %b %b %d %d\r\n" % (subject, reply, size, size + len(payload))
-    return b"".join((line, block, payload, b"\r\n"))

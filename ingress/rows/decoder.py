@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,14 +123,18 @@ class Decoder:
         """
         begin = rows.first
         opening = _Opening(self._store, Stretch(ref, rows), alone, avoided, passed)
-        async with self._open(opening, preparer) as source:
+        source = _Source(opening, preparer, self._parking)
+        try:
             while (chunk := await self._next(source, wait)) is not None:
                 part, prepared = chunk
-                if _has_rows(prepared):
+                if prepared.has_rows:
                     begin = self._account(ref, begin, part.since - 1, emit)
                     begin = self._hand_out(_block(part.segment.segment, begin, prepared), emit)
                 if prepared.problem is not None:
                     return prepared.problem
+        finally:
+            # In a thread, because it waits for a chunk that is being decoded for nobody any more.
+            await self._threads.run(source.close)
         stands = source.stands
         self._account(ref, begin, rows.last if stands is None else stands.rows.first - 1, emit)
         if stands is not None:
@@ -165,30 +168,17 @@ class Decoder:
         try:
             chunk = await self._threads.run(source.next)
         finally:
-            if chunk is None or not _has_rows(chunk[1]):
+            if chunk is None or not chunk[1].has_rows:
                 self._budget.give(CHUNK_BYTES)
         return chunk
-
-    @asynccontextmanager
-    async def _open(self, opening: _Opening, preparer: Preparer) -> AsyncIterator[_Source]:
-        source = _Source(opening, preparer, self._parking)
-        try:
-            yield source
-        finally:
-            # In a thread, because it waits for a chunk that is being decoded for nobody any more.
-            await self._threads.run(source.close)
-
-
-def _has_rows(prepared: Prepared) -> bool:
-    return prepared.material is not None or bool(prepared.left_out)
 
 
 def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     """The block from `begin` to the last row that is in it or left out of it."""
     material, left_out = prepared.material, prepared.left_out
-    last = max([*left_out[-1:], *(material.sequences[-1:] if material else [])])
-    count = len(material.sequences) if material else 0
-    piece = IntentPiece(segment, SequenceRange(begin, last), count, left_out)
+    sequences = material.sequences if material else []
+    rows = SequenceRange(begin, max([*left_out[-1:], *sequences[-1:]]))
+    piece = IntentPiece(segment, rows, len(sequences), left_out)
     return Block(piece, material, material.size) if material else Block(piece)
 
 
@@ -255,16 +245,19 @@ class _Source:
                 self._reader = self._opening.open()
                 if isinstance(self._reader, StretchReader):
                     self.stands = self._opening.stands(self._reader)
-                self._parts = _chunked(self._opening.parts(self._reader, self.stands))
+                self._parts = (
+                    UnreadPart(part.segment, part.since, batch)
+                    for part in self._opening.parts(self._reader, self.stands)
+                    for batch in _halved(part.batch)
+                )
             part = next(self._parts, None)
-            return None if part is None else (part, self._prepared(part))
-
-    def _prepared(self, part: UnreadPart) -> Prepared:
-        prepared = self._preparer.prepare(part.batch)
-        for oversize in prepared.oversize:
-            assert self._parking is not None, "only who parks has messages to park"
-            self._parking.park(part.segment.chain, oversize)
-        return prepared
+            if part is None:
+                return None
+            prepared = self._preparer.prepare(part.batch)
+            for oversize in prepared.oversize:
+                assert self._parking is not None, "only who parks has messages to park"
+                self._parking.park(part.segment.chain, oversize)
+            return part, prepared
 
     def close(self) -> None:
         """Let go of the segment; `next` then gives None."""
@@ -272,12 +265,6 @@ class _Source:
             self._closed = True
             if self._reader is not None:
                 self._reader.close()
-
-
-def _chunked(parts: Iterator[UnreadPart]) -> Iterator[UnreadPart]:
-    for part in parts:
-        for batch in _halved(part.batch):
-            yield UnreadPart(part.segment, part.since, batch)
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

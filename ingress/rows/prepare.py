@@ -174,6 +174,10 @@ class Prepared:
     left_out: tuple[int, ...] = ()
     oversize: tuple[Oversize, ...] = ()
 
+    @property
+    def has_rows(self) -> bool:
+        return self.material is not None or bool(self.left_out)
+
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
@@ -232,7 +236,9 @@ class Preparer:
         if refusal is None:
             return Prepared(self._material(rows, subjects, tails, sizes, len(sizes)))
         material = self._material(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
-        return Prepared(material, self._stopped(refusal, rows.sequences[refusal.row]))
+        sequence = rows.sequences[refusal.row]
+        hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
+        return Prepared(material, RowRefused(self._chain, sequence, refusal, hint))
 
     def _parking(self, batch: pa.RecordBatch, oversize: tuple[Oversize, ...]) -> Prepared:
         """The rest of `batch`, prepared again: this is seldom, and nothing else is slowed down by it."""
@@ -261,10 +267,6 @@ class Preparer:
             max(sizes[:stop]),
         )
 
-    def _stopped(self, refusal: Refusal, sequence: int) -> RowRefused:
-        hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
-        return RowRefused(self._chain, sequence, refusal, hint)
-
     # Subjects
 
     def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], Refusal | None]:
@@ -273,7 +275,10 @@ class Preparer:
         refused = {}
         for subject in set(subjects).difference(known):
             target = self._rule.apply(subject)
-            if why := self._against(target):
+            why = problem(target)
+            if not why and target not in self._shape.accepting:
+                why = f"the target takes {self._shape.accepting}"
+            if why:
                 refused[subject] = (
                     f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
                 )
@@ -286,12 +291,6 @@ class Preparer:
         if refused or len(known) > _MAX_REMEMBERED:
             known.clear()
         return targets, refusal
-
-    def _against(self, target: bytes) -> str:
-        """Why `target` cannot be published to; empty if it can."""
-        if why := problem(target):
-            return why
-        return "" if target in self._shape.accepting else f"the target takes {self._shape.accepting}"
 
     # Header blocks
 

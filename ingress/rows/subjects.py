@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.settings.ingress import SourceSettings
+from common.subjects import overlaps
 from common.transforms import Transform, compile_transform
 
 # What would end or split the control line of the protocol. All else a server takes as it is, wildcards too:
@@ -121,7 +122,7 @@ class Accepting:
 
     def meets(self, pattern: str) -> bool:
         """Whether any subject that `pattern` stands for is one of these."""
-        return any(_meets(mine, pattern.encode().split(b".")) for mine in self._patterns)
+        return any(overlaps(b".".join(mine).decode(), pattern) for mine in self._patterns)
 
     def __str__(self) -> str:
         return ", ".join(b".".join(pattern).decode() for pattern in self._patterns)
@@ -141,12 +142,3 @@ def _covers(pattern: Sequence[bytes], other: Sequence[bytes]) -> bool:
         and other[-1:] != [b">"]
         and all(p in (b"*", o) for p, o in zip(pattern, other, strict=True))
     )
-
-
-def _meets(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
-    for mine, its in zip(one, other, strict=False):
-        if b">" in (mine, its):
-            return True
-        if mine != its and b"*" not in (mine, its):
-            return False
-    return len(one) == len(other)

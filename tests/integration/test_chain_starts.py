@@ -147,5 +147,5 @@ def test_a_spoiled_start_is_never_acted_on(archive: Archive) -> None:
 
 
 def test_a_start_reads_back_as_it_was_written() -> None:
-    for written in (Start(), Start(moment_ns=-5), Start(sequence=7), Start(ends={"a/b/0000/0": 9})):
+    for written in (Start(1), Start(1, -5), Start(1, sequence=7), Start(1, ends={"a/b/0000/0": 9})):
         assert Start.from_json(written.to_json()) == written

@@ -100,7 +100,7 @@ async def test_one_that_comes_while_the_queue_is_waited_for_is_heard_soon(sqs: S
 async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifications, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(notifications, "PAUSES", (0.1, 0.2))
     name, heard = unique("late"), Heard()
     with SqsServer() as server:
         async with beside(follow_queue(queue_of(server, name), heard)):
@@ -123,7 +123,7 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called on the event loop for a thread: neither ends, and it is not deleted untaken."""
-    monkeypatch.setattr(notifications, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(notifications, "PAUSES", (0.1, 0.2))
     name, heard, count = sqs.new_queue(), Heard(), counted(unexpected.labels("events"))
     fails = ["once"]
 
@@ -237,7 +237,7 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
 async def test_a_refused_subscription_is_tried_again_and_said(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nats_events, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(nats_events, "PAUSES", (0.05, 0.1))
     heard = Heard()
     async with client_of(nats_url) as client:
         subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]
