@@ -23,7 +23,7 @@ from common.tasks import Stop, to_its_end
 from infra.local.nats import NatsServer
 from ingress.discovery.notifications import follow_subject
 from ingress.operator.target_scan import TargetScan, take_census
-from ingress.publishers.publisher import Expected, Replies
+from ingress.publishers.publisher import Expected, Replies, Reply
 from tests.support.basics import PATIENCE, soon, unique
 from tests.support.ingress import client_of
 from tests.support.proxies import TcpProxy
@@ -125,7 +125,7 @@ async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = await Replies.open(client)
-    reply = replies.make()
+    reply = Reply(replies.subject())
     Throw(monkeypatch, type(reply), "lost")
     replies.listen(reply)
     await replies.judged(reply, Expected("S", 1), 10)
