@@ -185,6 +185,13 @@ class StateMoved(Exception):
         self.stored = stored
 
 
+class StateKeeper(Protocol):
+    """Where a state is kept: `StateStore`, or what stands before it."""
+
+    async def load(self) -> Stored: ...
+    async def save(self, state: TargetState, revision: int) -> Stored | None: ...
+
+
 class StateStore:
     """The state of one target under one key."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from common.chain import Chain
 from common.clock import Clock
@@ -32,8 +33,7 @@ from ingress.checkpoint import (
     open_intent,
     share_intent,
 )
-from ingress.checkpoint_store import StateMoved, Stored
-from ingress.interfaces import RowSource, StateKeeper
+from ingress.checkpoint_store import StateKeeper, StateMoved, Stored
 from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
 from ingress.rows.rows import Rows
 from ingress.verdict.settle import Reconciler
@@ -50,6 +50,23 @@ IDLE_LOOK = 30.0  # seconds between two looks at the target meanwhile
 
 # What else has to be durable before an intent, all of whose rows are stored, is closed.
 BeforeClose = Callable[[Intent], Awaitable[None]]
+
+
+class Recaller(Protocol):
+    """Who finds the rows of an open intent again (`ingress.chains.recall.Recall`)."""
+
+    async def rows(self, intent: Intent, stored: int) -> Rows: ...
+
+
+class RowSource(Protocol):
+    """Who has rows ready (`ingress.chains.prefetch.Prefetcher`)."""
+
+    @property
+    def recall(self) -> Recaller: ...
+    async def take(self, stop: Stop, seconds: float) -> Rows | None: ...
+    def release(self, rows: Rows) -> None: ...
+    def closed(self, positions: Mapping[Chain, int]) -> None: ...
+    def reset(self, positions: Mapping[Chain, int]) -> None: ...
 
 
 class ServerLimits:

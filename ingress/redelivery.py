@@ -17,8 +17,7 @@ from ingress import metrics
 from ingress.chains.prefetch import Decisions, Prefetcher
 from ingress.chains.recall import Recall
 from ingress.checkpoint import Intent, IntentPiece, TargetState
-from ingress.checkpoint_store import Stored
-from ingress.interfaces import StateKeeper
+from ingress.checkpoint_store import StateKeeper, Stored
 from ingress.parked import ParkedEntry, ParkedName, ParkedStore, State, waiting
 from ingress.rows.prepare import RowRefused
 from ingress.rows.rows import Block, Rows
@@ -27,7 +26,7 @@ log = get_logger("ingress.redelivery")
 
 
 class ParkedKeeper:
-    """The stored state of a target (`ingress.interfaces.StateKeeper`).
+    """The stored state of a target (`ingress.checkpoint_store.StateKeeper`).
 
     A state that is loaded and is another one is adopted at once, and everything that was made ready before is
     dropped: so no mark is put under a former name.

@@ -17,11 +17,10 @@ from common.tasks import Stop, StopReason, beside, either, end, first_of, orphan
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint_store import ROLE, StateStore
+from ingress.checkpoint_store import ROLE, StateKeeper, StateStore
 from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
-from ingress.interfaces import StateKeeper
 from ingress.parked import ParkedStore
 from ingress.preflight import control_headers, ensure_target, shape_of
 from ingress.publishers.choose import choose, make, offered

@@ -72,7 +72,7 @@ def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
 
 
 class Tenures:
-    """The right to carry while all of `leases` may be used (`ingress.interfaces.Tenure`)."""
+    """The right to carry while all of `leases` may be used (`ingress.verdict.settle.Tenure`)."""
 
     def __init__(self, *leases: Lease) -> None:
         self._leases = leases

@@ -116,7 +116,7 @@ class _Turn:
 
 
 class ReplaySource:
-    """The rows of `ranges` (`ingress.interfaces.RowSource`).
+    """The rows of `ranges` (`ingress.delivery.RowSource`).
 
     Incarnations one after the other, their partitions in turn, a stretch of a segment at a time. `may_skip`:
     whether a hole is accepted. `memory_limit`: bytes. `finished`: set at the end of the ranges, once nothing

@@ -9,14 +9,13 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from common.clock import Backoff, Clock, doubling
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.service.logs import get_logger
 from ingress.checkpoint import Intent, IntentPiece
-from ingress.checkpoint_store import StateMoved, Stored
-from ingress.interfaces import StateKeeper, Tenure
+from ingress.checkpoint_store import StateKeeper, StateMoved, Stored
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import (
     Doubt,
@@ -46,6 +45,12 @@ MOST_READ = 1000  # messages that are read to find one of an intent that is doub
 AT_ONCE = 50
 PATIENCE = 30.0  # seconds without an answer of the target before everything is begun again
 PAUSES = doubling(0.05, 5.0)  # seconds between two questions
+
+
+class Tenure(Protocol):
+    """The right to carry (`common.jetstream.lease.Lease`)."""
+
+    def is_usable(self) -> bool: ...
 
 
 class Reconciler:
