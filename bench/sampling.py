@@ -17,6 +17,7 @@ from common.chain import Chain
 from common.objects.open import open_objects
 from common.segments.columns import Columns
 from common.segments.keys import Layout
+from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
 from common.settings.root import StoreSettings
 from egress.sampling.sampler import Sampler
@@ -68,13 +69,13 @@ def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Ev
 def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
     """The longest pause, in milliseconds: freezing, or a batch while another thread writes the snapshot."""
     objects = open_objects(StoreSettings.model_validate({"url": f"file://{folder}"}))
-    snapshots, is_over = Snapshots(objects, Layout("data"), CHAIN), threading.Event()
+    store, is_over = SegmentStore(objects, Layout("data"), spool_dir=folder), threading.Event()
     began = time.perf_counter()
     state = sampler.freeze()
     frozen = (time.perf_counter() - began) * 1000
 
     def write() -> None:
-        snapshots.save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()), lambda: folder / "spool")
+        Snapshots(store, CHAIN).save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()))
         is_over.set()
 
     thread = threading.Thread(target=write)

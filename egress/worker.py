@@ -261,7 +261,7 @@ class Worker:
     async def _resume(self, position: Position, stand: Stand) -> Resumed:
         deps, chain = self._deps, stand.current.chain
         await look_for_loop(self._partition, chain, deps.client)
-        snapshots = Snapshots(deps.objects, deps.chains.layout, chain, clock=deps.clock)
+        snapshots = Snapshots(deps.store, chain, clock=deps.clock)
         return await resume(
             self._partition, stand.archive, position, stand.source, snapshots, deps.store, deps.pools.io
         )

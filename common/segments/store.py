@@ -10,6 +10,7 @@ import builtins
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from common.chain import Chain
@@ -18,6 +19,7 @@ from common.errors import OutcomeUnknown, SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
 from common.objects.open import is_verifying
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.segments.documents import SnapshotRef
 from common.segments.keys import MAX_LEVEL, Layout
 from common.segments.parquet_guard import MIB, SegmentGone
 from common.segments.reader import SegmentReader, open_file
@@ -153,24 +155,22 @@ class Fetcher:
         finally:
             path.unlink(missing_ok=True)
 
-    def stored_sha256(self, ref: SegmentRef) -> str | None:
+    def stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
         """64 hex digits over the bytes that the store gives out; None if there is no such object."""
         with self._downloaded(ref) as path:
             return hash_file(path)[1] if path else None
 
     @contextmanager
-    def _downloaded(self, ref: SegmentRef) -> Iterator[Path | None]:
+    def _downloaded(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
         path = self._spool.new_file()
         try:
-            yield path if self._download(ref, path) else None
+            try:
+                is_there = self._objects.download(ref.key, path)
+            except OSError as error:
+                raise spool_error(path.parent, error) from error
+            yield path if is_there else None
         finally:
             path.unlink(missing_ok=True)
-
-    def _download(self, ref: SegmentRef, path: Path) -> bool:
-        try:
-            return self._objects.download(ref.key, path)
-        except OSError as error:
-            raise spool_error(path.parent, error) from error
 
 
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
@@ -311,29 +311,38 @@ class SegmentStore:
         """
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
+        info = self.put_verified(ref, spooled.path, object_metadata(spooled), point="segments.")
+        return replace(ref, modified=info.modified)
+
+    def put_verified(
+        self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], *, point: str
+    ) -> ObjectInfo:
+        """Put `body`, whose `sha256` `metadata` names, and read it back, as often as it takes.
+
+        Returning means that the store holds these very bytes. `point`: how its failpoints begin. Raises
+        Unavailable, code E-READ-BACK, where it never reads back as it was sent.
+        """
+        what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
         for number, pause in enumerate((*PUT_PAUSES, 0.0)):
-            self._write(ref, spooled, repair=number > 0)
-            failpoint("segments.read_back")
-            info = self._read_back(ref, spooled.sha256)
-            if info is not None:
-                return SegmentRef(name, ref.key, spooled.size, info.modified)
-            _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
-            log.warning("segment did not read back", action="read_back_failed", **ref.log_context())
+            put = self.objects.put if number else self.objects.put_if_absent
+            failpoint(f"{point}put")
+            try:
+                put(ref.key, body, sha256=sha256, metadata=metadata)
+            except (OutcomeUnknown, ChecksumMismatch) as error:
+                # What came of it is found out by reading back.
+                log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
+            failpoint(f"{point}read_back")
+            if (info := self._read_back(ref, sha256)) is not None:
+                return info
+            if isinstance(ref, SegmentRef):
+                _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
+            log.warning(f"{what} did not read back", action="read_back_failed", **ref.log_context())
             self._clock.pause(pause)
         raise Unavailable(
-            f"segment {ref.key}: put {len(PUT_PAUSES) + 1} times and never read back as it was sent",
+            f"{what} {ref.key}: put {len(PUT_PAUSES) + 1} times and never read back as it was sent",
             hint="look at the store: it accepts what it does not keep",
             code="E-READ-BACK",
         )
-
-    def _write(self, ref: SegmentRef, spooled: SpooledSegment, *, repair: bool) -> None:
-        """Ask the store to keep the bytes; what came of it is found out by reading back."""
-        put = self.objects.put if repair else self.objects.put_if_absent
-        failpoint("segments.put")
-        try:
-            put(ref.key, spooled.path, sha256=spooled.sha256, metadata=object_metadata(spooled))
-        except (OutcomeUnknown, ChecksumMismatch) as error:
-            log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
 
     def delete(self, ref: SegmentRef) -> None:
         """Remove the segment; no error if it is gone."""
@@ -345,7 +354,7 @@ class SegmentStore:
         """Whether the segment is there, as long as it was listed and with the bytes its name promises."""
         return self._read_back(ref, ref.segment.digest) is not None
 
-    def _read_back(self, ref: SegmentRef, digest: str) -> ObjectInfo | None:
+    def _read_back(self, ref: SegmentRef | SnapshotRef, digest: str) -> ObjectInfo | None:
         """What the store says of the object, if its size is right and its SHA-256 begins with `digest`."""
         info = self.objects.head(ref.key)
         if info is None or info.size != ref.size:

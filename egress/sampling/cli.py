@@ -230,7 +230,7 @@ def _read(
     store: SegmentStore, chain: Chain, failures: list[FloeError]
 ) -> tuple[SnapshotRef, Snapshot] | None:
     """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
-    snapshots = Snapshots(store.objects, store.layout, chain)
+    snapshots = Snapshots(store, chain)
     refs = snapshots.list()
     if not refs:
         click.echo(f"{chain}: no snapshot yet", err=True)

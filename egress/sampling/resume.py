@@ -113,42 +113,26 @@ class _Resuming:
         listed = to_build_upon(self._snapshots.list(), self._first)
         taken = self._candidates.newest(to_follow(listed, self._first, self._held_from()))
         if taken is not None:
-            return self._follow(*taken)
-        is_unbegun = self._first <= self._archive.first
-        if is_unbegun and not continued(self._store, self._chain):
-            return self._genesis()
-        return self._rebuild(listed)
+            ref, snapshot = taken
+            again = self._first - ref.position
+            log.info("sampler resumed", action="sampler_resumed", again=again, **ref.log_context())
+            sampler = Sampler(self._sampling, snapshot.state, tracks=self._tracks)
+            return Resumed(sampler, snapshot.newest_ns, ref.position, snapshot.outbox, taken=ref.key)
+        if self._first > self._archive.first or continued(self._store, self._chain):
+            return self._rebuild(listed)
+        sampler = Sampler(self._sampling, tracks=self._tracks)
+        self._store_state(sampler, 0, ())
+        log.info("sampler begins", action="sampler_begins", **self._chain.log_context())
+        return Resumed(sampler, 0, self._first)
 
     def _held_from(self) -> int:
         """From where on the source holds everything; what was acknowledged may be gone from anywhere."""
         return self._source.first if self._source.retention == "limits" else self._first
 
-    # Snapshots
-
-    def _follow(self, ref: SnapshotRef, snapshot: Snapshot) -> Resumed:
-        log.info(
-            "sampler resumed",
-            action="sampler_resumed",
-            again=self._first - ref.position,
-            **ref.log_context(),
-        )
-        sampler = Sampler(self._sampling, snapshot.state, tracks=self._tracks)
-        return Resumed(sampler, snapshot.newest_ns, ref.position, snapshot.outbox, taken=ref.key)
-
     def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
         """Make what was not taken from a snapshot one, at the position."""
-        snapshot = Snapshot(
-            self._chain, self._first, self._sampling.digest, newest_ns, sampler.freeze(), outbox
-        )
-        self._snapshots.save(snapshot, self._store.new_spool)
-
-    # Without one
-
-    def _genesis(self) -> Resumed:
-        sampler = Sampler(self._sampling, tracks=self._tracks)
-        self._store_state(sampler, 0, ())
-        log.info("sampler begins", action="sampler_begins", **self._chain.log_context())
-        return Resumed(sampler, 0, self._first)
+        digest = self._sampling.digest
+        self._snapshots.save(Snapshot(self._chain, self._first, digest, newest_ns, sampler.freeze(), outbox))
 
     def _rebuild(self, listed: Sequence[SnapshotRef]) -> Resumed:
         base = self._candidates.newest(listed)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import builtins
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import DataError, FloeError, OutcomeUnknown, Unavailable
+from common.errors import DataError, FloeError
 from common.failpoints import failpoint
-from common.objects.open import is_verifying
-from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore, sha256_of, size_of
+from common.objects.port import sha256_of, size_of
 from common.segments.documents import (
     SnapshotRef,
     list_snapshots,
@@ -26,7 +26,8 @@ from common.segments.documents import (
     sampling_of,
     snapshot_metadata,
 )
-from common.segments.keys import DIGEST_LENGTH, Layout, StateName
+from common.segments.keys import DIGEST_LENGTH, StateName
+from common.segments.store import SegmentStore
 from common.segments.writer import spool_error
 from common.service.logs import get_logger
 from common.service.process import Threads
@@ -41,26 +42,23 @@ __all__ = ["SnapshotRef", "Snapshots"]
 
 # Beyond this an object is not read: 1,000,000 values of the greatest length allowed stay below.
 MAX_SNAPSHOT_BYTES = 1 << 30
-PAUSES = (0.2, 1.0, 5.0)  # seconds before a snapshot that did not read back is put again
 READ_PAUSES = (0.1, 0.5)  # seconds before one that arrived damaged is fetched again
 
 
 class Snapshots:
-    """The snapshots of `chain`. Blocking; safe to use from several threads.
+    """The snapshots of `chain` in `store`. Blocking; safe to use from several threads.
 
     Every method raises what the object store raises.
     """
 
-    def __init__(
-        self, objects: ObjectStore, layout: Layout, chain: Chain, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, store: SegmentStore, chain: Chain, *, clock: Clock | None = None) -> None:
         self.chain = chain
-        self._objects, self._layout = objects, layout
+        self._store, self._objects = store, store.objects
         self._clock = clock or SystemClock()
 
     def list(self) -> builtins.list[SnapshotRef]:
         """All of them, newest first: the greatest position, and of one position what was stored last."""
-        return list_snapshots(self._objects, self._layout, self.chain)
+        return list_snapshots(self._objects, self._store.layout, self.chain)
 
     def label(self, ref: SnapshotRef) -> str:
         """The digest of the settings that the object says it was made by; empty where it does not say.
@@ -110,27 +108,17 @@ class Snapshots:
         """
         sha256 = sha256_of(body)
         name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
-        ref = SnapshotRef(name, self._layout.state(name), size_of(body), 0.0)
-        for number, pause in enumerate((*PAUSES, 0.0)):
-            self._put(ref, body, sha256, sampling_digest, repair=number > 0)
-            failpoint("egress.snapshot_read_back")
-            info = self._read_back(ref, sha256)
-            if info is not None:
-                return SnapshotRef(name, ref.key, ref.size, info.modified)
-            log.warning("snapshot did not read back", action="read_back_failed", **ref.log_context())
-            self._clock.pause(pause)
-        raise Unavailable(
-            f"snapshot {ref.key}: put {len(PAUSES) + 1} times and never read back as it was sent",
-            hint="look at the store: it accepts what it does not keep",
-            code="E-READ-BACK",
-        )
+        ref = SnapshotRef(name, self._store.layout.state(name), size_of(body), 0.0)
+        metadata = snapshot_metadata(sampling_digest, sha256)
+        info = self._store.put_verified(ref, body, metadata, point="egress.snapshot_")
+        return replace(ref, modified=info.modified)
 
-    def save(self, snapshot: Snapshot, new_spool: Callable[[], Path]) -> SnapshotRef:
+    def save(self, snapshot: Snapshot) -> SnapshotRef:
         """Encode `snapshot` into a new spool file, step by step, and `write` it.
 
         Raises Unavailable, code E-SPOOL, where the disk under the spool fails.
         """
-        spool = new_spool()
+        spool = self._store.new_spool()
         try:
             try:
                 with spool.open("wb") as file:
@@ -140,30 +128,6 @@ class Snapshots:
             return self.write(snapshot.position, spool, sampling_digest=snapshot.sampling_digest)
         finally:
             spool.unlink(missing_ok=True)
-
-    def _put(
-        self, ref: SnapshotRef, body: Path | bytes, sha256: str, sampling_digest: str, *, repair: bool
-    ) -> None:
-        """Ask the store to keep the bytes; what came of it is found out by reading back."""
-        put = self._objects.put if repair else self._objects.put_if_absent
-        failpoint("egress.snapshot_put")
-        try:
-            put(ref.key, body, sha256=sha256, metadata=snapshot_metadata(sampling_digest, sha256))
-        except (OutcomeUnknown, ChecksumMismatch) as error:
-            log.warning("snapshot in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
-
-    def _read_back(self, ref: SnapshotRef, sha256: str) -> ObjectInfo | None:
-        """What the store says of the object, if it holds the bytes that were sent."""
-        info = self._objects.head(ref.key)
-        if info is None or info.size != ref.size:
-            return None
-        if info.sha256 is not None and is_verifying(self._objects, self._probe_prefix()):
-            return info if info.sha256 == sha256 else None
-        raw = self._objects.get(ref.key, length=ref.size + 1)
-        return info if raw is not None and sha256_of(raw) == sha256 else None
-
-    def _probe_prefix(self) -> str:
-        return f"{self._layout.documents_prefix(self.chain.site, self.chain.feed)}probe/"
 
 
 def _spoiled(ref: SnapshotRef, cause: str) -> DataError:
@@ -270,13 +234,12 @@ class Saving:
     def __init__(
         self,
         snapshots: Snapshots,
-        new_spool: Callable[[], Path],
         threads: Threads,
         clock: Clock,
         interval: float,
         report: SamplingReport,
     ) -> None:
-        self._snapshots, self._new_spool, self._threads = snapshots, new_spool, threads
+        self._snapshots, self._threads = snapshots, threads
         self._clock, self._interval, self._report = clock, interval, report
         self._frozen: Snapshot | None = None
         self._frozen_at = clock.monotonic()
@@ -328,6 +291,6 @@ class Saving:
 
     def _write(self, snapshot: Snapshot) -> SnapshotRef:
         failpoint("egress.before_snapshot")
-        ref = self._snapshots.save(snapshot, self._new_spool)
+        ref = self._snapshots.save(snapshot)
         failpoint("egress.after_snapshot")
         return ref

@@ -106,9 +106,9 @@ class Sampled:
         # What fills a hole stands below snapshots that are there already.
         self._saving = None
         if not position.fills_hole:
-            snapshots = Snapshots(deps.objects, deps.chains.layout, chain, clock=deps.clock)
+            snapshots = Snapshots(deps.store, chain, clock=deps.clock)
             interval, io = feed.snapshot_interval, deps.pools.io
-            self._saving = Saving(snapshots, deps.store.new_spool, io, deps.clock, interval, self._report)
+            self._saving = Saving(snapshots, io, deps.clock, interval, self._report)
         self.target = SamplingStage(
             builder,
             self._sieve,

@@ -82,7 +82,8 @@ class SampledArchive:
     def __init__(self, folder: Path, objects: ObjectStore | None = None, **keys: Any) -> None:
         self.objects = objects or LocalObjects(folder / "store")
         self.layout, self.clock = Layout("data"), ManualClock()
-        self.store = SegmentStore(self.objects, self.layout, spool_dir=folder / "spool", clock=self.clock)
+        self.spool_dir = folder / "spool"
+        self.store = SegmentStore(self.objects, self.layout, spool_dir=self.spool_dir, clock=self.clock)
         self.chains = ChainStore(self.objects, self.layout)
         self.part = Partition(SITE, feed(**keys))
 
@@ -157,7 +158,10 @@ class SampledArchive:
     # Snapshots
 
     def snapshots(self, chain: Chain = CHAIN, objects: ObjectStore | None = None) -> Snapshots:
-        return Snapshots(objects or self.objects, self.layout, chain, clock=self.clock)
+        store = self.store
+        if objects is not None:
+            store = SegmentStore(objects, self.layout, spool_dir=self.spool_dir, clock=self.clock)
+        return Snapshots(store, chain, clock=self.clock)
 
     def save(
         self,
@@ -170,17 +174,11 @@ class SampledArchive:
     ) -> SnapshotRef:
         newest_ns = sampler.watermark_ns if newest_ns is None else newest_ns
         snapshot = Snapshot(chain, position, self.sampling.digest, newest_ns, sampler.freeze(), outbox)
-        spooled: list[Path] = []
-
-        def new_spool() -> Path:
-            spooled.append(self.store.new_spool())
-            return spooled[-1]
-
         try:
-            return self.snapshots(chain).save(snapshot, new_spool)
+            return self.snapshots(chain).save(snapshot)
         finally:
-            assert len(spooled) == 1
-            assert not spooled[0].exists()
+            files = [path for path in self.spool_dir.rglob("*") if path.is_file() and path.name != "lock"]
+            assert not files
 
     async def resume(
         self,
