@@ -333,7 +333,10 @@ class History:
         if stream is None:
             raise ValueError(f"{current.chain}: not closed")
         previous = {number: end.end for number, end in closing.ends.items()}
-        cut = [replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
+        cut = [
+            msgspec.structs.replace(each, first=closing.ends[n].first)
+            for n, each in enumerate(current.chains)
+        ]
         document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
         await self.open_next(chain, document)
         return await self._threads.run(self._loaded, chain)

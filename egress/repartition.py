@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
@@ -68,7 +70,7 @@ def next_document(
 
     `ends`: where the coverage of each old partition ends.
     """
-    chains = tuple(replace(each, first=end + 1) for each in cut)
+    chains = tuple(structs.replace(each, first=end + 1) for each in cut)
     return StreamDocument(config, created, ends, chains, continues=True)
 
 

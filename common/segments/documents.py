@@ -25,6 +25,7 @@ import msgspec
 
 from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
 from common.clock import parse_time
+from common.documents import JsonForm
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.port import ObjectInfo, ObjectStore
 from common.segments.alive import Alive, to_read
@@ -36,56 +37,33 @@ from common.service.logs import get_logger
 log = get_logger("segments.documents")
 
 
-FORMAT_VERSION = 1
-
-
-class _Wire(msgspec.Struct, frozen=True):
-    format_version: int
+class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+    """A document of the first version."""
 
 
 class _BeginWire(msgspec.Struct, frozen=True, omit_defaults=True):
-    filters: list[str]
+    filters: tuple[str, ...]
     first: int
     relay: bool = False
 
 
-class _StreamWire(_Wire, frozen=True, omit_defaults=True):
+class _StreamWire(_Versioned, frozen=True):
     config: dict[str, Any]
     created: str
-    previous: dict[str, int] | None
-    chains: list[_BeginWire] = []
+    previous: dict[int, int] | None
+    chains: tuple[_BeginWire, ...] = ()
     continues: bool = False
 
 
-class _ChainWire(_Wire, frozen=True, omit_defaults=True):
-    filters: list[str]
-    partitions: int
-    first: int
-    relay: bool = False
-
-
-class _FloorWire(_Wire, frozen=True):
+class _FloorWire(_Versioned, frozen=True):
     first: int
 
 
-class _TailWire(_Wire, frozen=True):
+class _TailWire(_Versioned, frozen=True):
     end: int
 
 
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_ENCODER = msgspec.json.Encoder(order="sorted")
-_VERSION = msgspec.json.Decoder(_Wire)
-_STREAM = msgspec.json.Decoder(_StreamWire)
-_CHAIN = msgspec.json.Decoder(_ChainWire)
-_FLOOR = msgspec.json.Decoder(_FloorWire)
-_TAIL = msgspec.json.Decoder(_TailWire)
-
-
-W = TypeVar("W", bound=_Wire)
-
-
-@dataclass(frozen=True, slots=True)
-class ChainDocument:
+class ChainDocument(_Versioned, frozen=True):
     """What a chain is. `filters`: its filter subjects, none for the whole stream. `partitions`: of its feed.
 
     `first`: the sequence at which the chain begins. `relay`: the stream is itself a target of Floe, so its
@@ -102,15 +80,12 @@ class ChainDocument:
         _expect("first", self.first, 1, MAX_SEQUENCE)
 
     def to_json(self) -> bytes:
-        return _encode(
-            _ChainWire(FORMAT_VERSION, list(self.filters), self.partitions, self.first, self.relay)
-        )
+        return _CHAIN.encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> ChainDocument:
         """What `to_json` wrote. Raises ValueError."""
-        wire = _decode(raw, _CHAIN)
-        return cls(tuple(wire.filters), wire.partitions, wire.first, wire.relay)
+        return _CHAIN.decode(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,60 +113,37 @@ class StreamDocument:
             _expect("chains: partitions", chain.partitions, len(self.chains), len(self.chains))
 
     def to_json(self) -> bytes:
-        previous = None if self.previous is None else {str(p): end for p, end in self.previous.items()}
-        chains = [_BeginWire(list(each.filters), each.first, each.relay) for each in self.chains]
-        wire = _StreamWire(FORMAT_VERSION, dict(self.config), self.created, previous, chains, self.continues)
-        return _encode(wire)
+        previous = None if self.previous is None else dict(self.previous)
+        chains = tuple(_BeginWire(each.filters, each.first, each.relay) for each in self.chains)
+        return _STREAM.encode(_StreamWire(dict(self.config), self.created, previous, chains, self.continues))
 
     @classmethod
     def from_json(cls, raw: bytes) -> StreamDocument:
         """What `to_json` wrote. Raises ValueError."""
-        wire = _decode(raw, _STREAM)
-        previous = None if wire.previous is None else {_number(p): end for p, end in wire.previous.items()}
+        wire = _STREAM.decode(raw)
         count = len(wire.chains)
-        chains = [ChainDocument(tuple(each.filters), count, each.first, each.relay) for each in wire.chains]
-        return cls(wire.config, wire.created, previous, tuple(chains), wire.continues)
+        chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
+        return cls(wire.config, wire.created, wire.previous, chains, wire.continues)
 
 
 def floor_to_json(first: int) -> bytes:
     """`floor.json`. Raises ValueError."""
-    return _encode(_FloorWire(FORMAT_VERSION, _expect("first", first, 1, MAX_SEQUENCE)))
+    return _FLOOR.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
 
 
 def floor_from_json(raw: bytes) -> int:
     """What `floor_to_json` wrote. Raises ValueError."""
-    return _expect("first", _decode(raw, _FLOOR).first, 1, MAX_SEQUENCE)
+    return _expect("first", _FLOOR.decode(raw).first, 1, MAX_SEQUENCE)
 
 
 def tail_to_json(end: int) -> bytes:
     """A tail; `end` 0: nothing is covered. Raises ValueError."""
-    return _encode(_TailWire(FORMAT_VERSION, _expect("end", end, 0, MAX_SEQUENCE)))
+    return _TAIL.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
 
 
 def tail_from_json(raw: bytes) -> int:
     """What `tail_to_json` wrote. Raises ValueError."""
-    return _expect("end", _decode(raw, _TAIL).end, 0, MAX_SEQUENCE)
-
-
-def _encode(wire: _Wire) -> bytes:
-    return _ENCODER.encode(wire)
-
-
-def _decode(raw: bytes, decoder: msgspec.json.Decoder[W]) -> W:
-    try:
-        # First alone: another version may have other fields.
-        found = _VERSION.decode(raw).format_version
-        if found != FORMAT_VERSION:
-            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {found}")
-        return decoder.decode(raw)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PARTITION))):
-        raise ValueError(f"previous: expected a partition, found {text!r:.40}")
-    return int(text)
+    return _expect("end", _TAIL.decode(raw).end, 0, MAX_SEQUENCE)
 
 
 def _expect(name: str, value: int, least: int, most: int) -> int:
@@ -207,23 +159,13 @@ BEFORE_GIVING_UP = (
 MAX_TEXT = 1000  # characters of a note and of a name
 
 
-class _Version(msgspec.Struct, frozen=True):
-    format_version: int
-
-
-class _GapWire(msgspec.Struct, frozen=True, omit_defaults=True):
-    format_version: int
+class _GapWire(_Versioned, frozen=True):
     first: int
     last: int
     by: str
     at: str
     note: str = ""
     from_hole: bool = False
-
-
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_GAP_VERSION = msgspec.json.Decoder(_Version)
-_DECODER = msgspec.json.Decoder(_GapWire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +191,12 @@ class AcceptedGap:
 
     def to_json(self) -> bytes:
         bounds = self.range.first, self.range.last
-        wire = _GapWire(FORMAT_VERSION, *bounds, self.by, self.at, self.note, self.from_hole)
-        return _ENCODER.encode(wire)
+        return _GAP.encode(_GapWire(*bounds, self.by, self.at, self.note, self.from_hole))
 
     @classmethod
     def from_json(cls, raw: bytes) -> AcceptedGap:
         """What `to_json` wrote. Raises ValueError."""
-        found = _GAP_VERSION.decode(raw).format_version
-        if found != FORMAT_VERSION:
-            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {found}")
-        wire = _DECODER.decode(raw)
+        wire = _GAP.decode(raw)
         return cls(SequenceRange(wire.first, wire.last), wire.note, wire.by, wire.at, wire.from_hole)
 
 
@@ -370,17 +308,12 @@ def sampling_of(metadata: Mapping[str, str]) -> str:
 MAX_BYTES = 8 * 1024 * 1024  # about 100,000 chains
 
 
-class _PositionsWire(msgspec.Struct, frozen=True, omit_defaults=True):
-    format_version: int
+class _PositionsWire(_Versioned, frozen=True):
     target: str
     time: float
     positions: dict[str, int]
-    sources: list[str] = []
+    sources: tuple[str, ...] = ()
     released: bool = False
-
-
-# Made at import: types that several threads use first at the same time are not safe.
-_POSITIONS_DECODER = msgspec.json.Decoder(_PositionsWire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,26 +333,24 @@ class TargetPositions:
 
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
-        wire = _PositionsWire(
-            FORMAT_VERSION, self.target, self.time, positions, [*self.sources], self.released
+        return _POSITIONS.encode(
+            _PositionsWire(self.target, self.time, positions, self.sources, self.released)
         )
-        return _ENCODER.encode(wire)
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
         """What `to_json` wrote, by this version or a later one that added fields. Raises ValueError."""
-        wire = _POSITIONS_DECODER.decode(raw)
-        if wire.format_version != FORMAT_VERSION:
-            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {wire.format_version}")
+        wire = _POSITIONS.decode(raw)
         for chain, at in wire.positions.items():
             if not 0 <= at <= MAX_SEQUENCE + 1:
                 raise ValueError(f"{chain}: expected a position from 0 to {MAX_SEQUENCE + 1}, found {at}")
         positions = {Chain.parse(chain): at for chain, at in wire.positions.items()}
-        return cls(wire.target, wire.time, positions, tuple(wire.sources), wire.released)
+        return cls(wire.target, wire.time, positions, wire.sources, wire.released)
 
 
-__all__ = ["ChainDocument", "ChainStore", "StreamDocument"]
-
+_CHAIN, _STREAM = JsonForm(ChainDocument), JsonForm(_StreamWire)
+_FLOOR, _TAIL = JsonForm(_FloorWire), JsonForm(_TailWire)
+_GAP, _POSITIONS = JsonForm(_GapWire), JsonForm(_PositionsWire)
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
 _ROUNDS = 5  # of compare-and-set, each lost to another writer

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec import structs
 
 from common.segments.documents import StreamDocument
 from egress.deps import Confirming
@@ -122,7 +123,7 @@ async def test_a_chain_document_that_contradicts_is_made_again(bench: Bench) -> 
     key = bench.chains.layout.chain_document(bench.chain(stream))
     document = bench.chains.read_chain(bench.chain(stream))
     assert document is not None
-    bench.objects.put(key, replace(document, relay=True).to_json())
+    bench.objects.put(key, structs.replace(document, relay=True).to_json())
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert "does not say what stream.json says" in running.status(stream)["why"]
