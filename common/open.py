@@ -35,12 +35,13 @@ def load_settings(path: str, *, quiet: bool = False) -> Settings:
 
 def open_store(settings: Settings, objects: ObjectStore | None = None) -> SegmentStore:
     """The segments of the configured store; `objects`, if given, is used instead of opening it again."""
-    from common.objects.open import layout_of, open_objects
+    from common.objects.open import open_objects
+    from common.segments.keys import Layout
     from common.segments.store import SegmentStore
 
     return SegmentStore(
         objects or open_objects(settings.store),
-        layout_of(settings.store),
+        Layout(settings.store.prefix),
         spool_dir=Path(settings.spool_dir) if settings.spool_dir else None,
         subject_statistics=settings.store.subject_statistics,
     )
@@ -48,7 +49,8 @@ def open_store(settings: Settings, objects: ObjectStore | None = None) -> Segmen
 
 def open_chains(settings: Settings, objects: ObjectStore | None = None) -> ChainStore:
     """The documents of the configured store's chains; `objects` as in `open_store`."""
-    from common.objects.open import layout_of, open_objects
+    from common.objects.open import open_objects
     from common.segments.documents import ChainStore
+    from common.segments.keys import Layout
 
-    return ChainStore(objects or open_objects(settings.store), layout_of(settings.store))
+    return ChainStore(objects or open_objects(settings.store), Layout(settings.store.prefix))

@@ -46,9 +46,10 @@ from pyspark.sql.types import (
 
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt
-from common.objects.open import layout_of, open_objects
+from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
+from common.segments.keys import Layout
 from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
@@ -274,5 +275,5 @@ def _open_store(options: ReadOptions) -> tuple[ObjectStore, SegmentStore]:
     if identity not in _stores:
         objects = open_objects(settings)
         spool_dir = Path(options.spool_dir) if options.spool_dir else None
-        _stores[identity] = objects, SegmentStore(objects, layout_of(settings), spool_dir=spool_dir)
+        _stores[identity] = objects, SegmentStore(objects, Layout(settings.prefix), spool_dir=spool_dir)
     return _stores[identity]

@@ -16,10 +16,11 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
 from common.leasing.balancer import LeaseGroup, LeaseScope
-from common.objects.open import layout_of, open_objects
+from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
+from common.segments.keys import Layout
 from common.service.logs import flush, get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health, Monitor
@@ -219,7 +220,7 @@ class EgressService:
         """A wrong bucket or credential ends the start, before anything is read."""
         threads = Threads("egress-start", 1)
         try:
-            prefix = layout_of(self._settings.store).tails_prefix()
+            prefix = Layout(self._settings.store.prefix).tails_prefix()
             await threads.run(objects.list, prefix, limit=1)
         finally:
             threads.close()

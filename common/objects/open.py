@@ -14,7 +14,6 @@ from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ObjectStore
 from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.objects.sqs import SqsQueue
-from common.segments.keys import Layout
 from common.service.logs import get_logger
 from common.settings.root import StoreSettings
 from common.settings.types import FileSecret
@@ -56,11 +55,6 @@ def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
     verify = _options(settings).verification()
     region = settings.region or None
     return SqsQueue(address, S3Account(settings.access_key_id or None, secret or None, region, None, verify))
-
-
-def layout_of(settings: StoreSettings) -> Layout:
-    """The keys under the prefix that `settings` names."""
-    return Layout(settings.prefix)
 
 
 def _options(settings: StoreSettings) -> S3Options:

@@ -17,9 +17,10 @@ import pytest
 from common.chain import Chain
 from common.errors import ConfigError, OutcomeUnknown
 from common.objects.local import LocalObjects
-from common.objects.open import layout_of, open_objects, verifies_checksums
+from common.objects.open import open_objects, verifies_checksums
 from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
 from common.objects.s3 import S3Objects, S3Options
+from common.segments.keys import Layout
 from common.settings.root import StoreSettings
 from tests.support.basics import SharedS3
 
@@ -385,7 +386,7 @@ def test_settings_open_an_s3_store(s3: SharedS3) -> None:
         "secret_access_key": s3.secret_key,
     }
     store = StoreSettings.model_validate(settings)
-    objects, layout = open_objects(store), layout_of(store)
+    objects, layout = open_objects(store), Layout(store.prefix)
     key = layout.tail(Chain("site", "FEED", 0, 0))
     objects.put(key, b"1")
     assert keys(objects.list("data/")) == [key]
