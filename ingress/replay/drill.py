@@ -312,7 +312,7 @@ class Drill:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
         for name in await scratch.sweep():
             self._teller.say(f"removed {name}, which a former drill left")
-        plan = (await work.outlook(client)).found.plan
+        plan = (await work.outlook(client)).plan
         reports: list[DrillReport] = []
 
         async def main() -> None:

@@ -116,7 +116,7 @@ def plan_json(view: Outlook, request: Request, refused: FloeError | None = None)
     former = view.former.receipt if isinstance(view.former, Remembered) else None
     return {
         "request": request.to_json(),
-        "plan": view.found.plan.as_json(),
+        "plan": view.plan.as_json(),
         "target": None
         if view.info is None
         else {"messages": view.info.messages, "last_sequence": view.info.last_sequence},
@@ -129,7 +129,7 @@ def plan_json(view: Outlook, request: Request, refused: FloeError | None = None)
 
 def plan_lines(view: Outlook, request: Request) -> Iterator[str]:
     """What `--dry-run` prints."""
-    plan = view.found.plan
+    plan = view.plan
     most = "" if plan.is_exact else "at most "
     yield f"{request.site}/{request.feed} into {request.target}: {most}{plan.rows:,} messages"
     to_read = f"to read: {most}{size_text(plan.bytes_to_read)} of {len(plan.parts):,} segments"

@@ -139,7 +139,7 @@ class Replay:
 
     async def outlook(self, client: FloeClient) -> Outlook:
         """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
-        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock)
+        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, self.request)
         return await outlook(client, survey, self._advice, self.service.state_bucket)
 
     async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
@@ -155,11 +155,11 @@ class Replay:
     async def _check(self, client: FloeClient, view: Outlook) -> None:
         """Raises what speaks against beginning the replay of `view`."""
         await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
-        check_plan(view.found.plan, self._advice)
+        check_plan(view.plan, self._advice)
         if view.info is None:
             if not self.options.create:
                 raise target.missing(self._advice)
-            target.recipe(self.request, view.found.stream)
+            target.recipe(self.request, view.stream)
         elif view.info.messages and not self.options.append:
             raise target.not_empty(self._advice, view.info)
 
@@ -277,7 +277,7 @@ class Replay:
             self.teller.say(f"note: {note}")
         await self._check(client, view)
         info = view.info or await self._created(client, view)
-        plan = view.found.plan
+        plan = view.plan
         receipt = Receipt(
             self.request,
             tuple(chain.range for chain in plan.chains),
@@ -303,7 +303,7 @@ class Replay:
         return receipt, state
 
     async def _created(self, client: FloeClient, view: Outlook) -> StreamInfo:
-        recipe = target.recipe(self.request, view.found.stream)
+        recipe = target.recipe(self.request, view.stream)
         if recipe.left_out:
             self.teller.say(f"note: made without {', '.join(recipe.left_out)} of the source")
         return await target.create(client, recipe, self._advice)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from common.chain import Chain
@@ -145,71 +146,75 @@ def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
     return documents.chains(request.site, request.feed) or documents.chains()
 
 
-@dataclass(frozen=True, slots=True)
-class SurveyFindings:
-    """A plan, what the source stream was, and what an operator should know before."""
-
-    plan: ReplayPlan
-    stream: StreamDocument | None
-    notes: tuple[str, ...]
-
-
 class ReplaySurvey:
-    """Looks into one archive."""
+    """Looks into one archive for what `request` means now. `notes`: what an operator should know before."""
 
-    def __init__(self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock) -> None:
+    def __init__(
+        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, request: Request
+    ) -> None:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
+        self._request = request
+        self._moments: Moments = (None, None)
+        self.notes: list[str] = []
 
-    async def look(self, request: Request) -> SurveyFindings:
-        """What `request` means now. Raises UsageError, what the store raises, DataError where damage
-        lies behind damage, Unavailable where segments vanish time and again.
+    async def look(self) -> tuple[ReplayPlan, StreamDocument | None]:
+        """The plan, and what the source stream was. Raises UsageError, what the store raises, DataError where
+        damage lies behind damage, Unavailable where segments vanish time and again.
         """
+        request = self._request
         chains = request.chains(await self._threads.run(known_chains, self._documents, request))
         stream = await self._threads.run(self._documents.read_stream, chains[-1])
-        begin, end = request.moments(self._clock.now())
-        notes = _first_notes(request, chains)
-        looked = [await self._relisted(chain, request, (begin, end), notes) for chain in chains]
-        check_meets(request, (begin, end), [held for held, _ in looked])
-        plans = [await self._planned(each, notes) for _, each in looked if each is not None]
-        return SurveyFindings(ReplayPlan(tuple(plans), bool(request.subjects)), stream, tuple(notes))
+        self._moments = request.moments(self._clock.now())
+        if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
+            newest = f"{chains[-1].incarnation:04d}"
+            self.notes.append(f"sequences are those of incarnation {newest}, the newest")
+        looked = [await self._relisted(chain) for chain in chains]
+        check_meets(request, self._moments, [held for held, _ in looked])
+        plans = [await self._planned(each) for _, each in looked if each is not None]
+        return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
     # Which sequences
 
-    async def _relisted(
-        self, chain: Chain, request: Request, moments: Moments, notes: list[str]
-    ) -> tuple[ArchivedSpan, ChainRange | None]:
+    async def _relisted(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
         for _ in range(LISTINGS - 1):
-            try:
-                return await self._range(chain, request, moments, notes)
-            except SegmentGone:
-                continue
+            with suppress(SegmentGone):
+                return await self._range(chain)
         try:
-            return await self._range(chain, request, moments, notes)
+            return await self._range(chain)
         except SegmentGone as error:
             raise vanishing_error(chain) from error
 
-    async def _range(
-        self, chain: Chain, request: Request, moments: Moments, notes: list[str]
-    ) -> tuple[ArchivedSpan, ChainRange | None]:
+    async def _range(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
         """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
+        request, moments = self._request, self._moments
         refs = await self._threads.run(self._store.list, chain)
         begins, ends = await self._bounds(chain)
         if ends is not None and request.is_behind(ends):
-            notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
+            self.notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
             ends = None
         covered = max((ref.coverage.last for ref in refs), default=0)
         held = ArchivedSpan(chain, asked_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
         if request.by_sequence or moments != (None, None):
-            extent, timed = await self._threads.run(_timed, self._store, refs, begins, moments)
-            held = replace(held, first_ns=extent[0], last_ns=extent[1])
+            timing = await self._threads.run(Timing, self._store, refs, begins)
+            first_ns, last_ns = await self._threads.run(timing.extent)
+            timed = await self._threads.run(timing.between, moments)
+            held = replace(held, first_ns=first_ns, last_ns=last_ns)
             if timed is None:
                 return held, None
             first = max(first or 1, timed[0])
             last = timed[1] if last is None else min(last, timed[1])
-        notes += _end_notes(request, chain, begins, min(covered, ends or covered))
+        self._note_ends(chain, begins, min(covered, ends or covered))
         rows = asked_range(begins, covered, ends, first, last)
         return held, None if rows is None else ChainRange(chain, rows)
+
+    def _note_ends(self, chain: Chain, begins: int, ends: int) -> None:
+        """Where a range reaches beyond what is archived."""
+        request = self._request
+        if request.from_sequence is not None and request.from_sequence < begins:
+            self.notes.append(f"the archive of {chain} begins at {begins}")
+        if request.to_sequence is not None and request.to_sequence > ends:
+            self.notes.append(f"the archive of {chain} ends at {ends}")
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
         """Where the chain begins, and where its incarnation ended (None: it has not)."""
@@ -223,7 +228,7 @@ class ReplaySurvey:
 
     # Which segments
 
-    async def _planned(self, each: ChainRange, notes: list[str]) -> ReplayChain:
+    async def _planned(self, each: ChainRange) -> ReplayChain:
         """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
         lost, all_damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
@@ -237,7 +242,7 @@ class ReplaySurvey:
                 return ReplayChain(each, tuple(parts), tuple(holes), tuple(accepted))
             lost |= gone | damaged
             all_damaged |= damaged
-            notes += [f"damaged or gone, left out: {key}" for key in sorted(gone | damaged)]
+            self.notes += [f"damaged or gone, left out: {key}" for key in sorted(gone | damaged)]
         raise vanishing_error(each.chain) if gone else damaged_error(each.chain, all_damaged)
 
     async def _footers(
@@ -295,34 +300,13 @@ def _verify(chain: Chain) -> str:
     return command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}"))
 
 
-def _timed(
-    store: SegmentStore, refs: list[SegmentRef], begins: int, moments: Moments
-) -> tuple[Moments, tuple[int, int] | None]:
-    """From when to when the archive goes, and the sequences between the moments. Blocking."""
-    timing = Timing(store, refs, begins)
-    return timing.extent(), timing.between(moments)
-
-
-def _end_notes(request: Request, chain: Chain, begins: int, ends: int) -> Iterator[str]:
-    """Where a range reaches beyond what is archived."""
-    if request.from_sequence is not None and request.from_sequence < begins:
-        yield f"the archive of {chain} begins at {begins}"
-    if request.to_sequence is not None and request.to_sequence > ends:
-        yield f"the archive of {chain} ends at {ends}"
-
-
-def _first_notes(request: Request, chains: list[Chain]) -> list[str]:
-    if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
-        return [f"sequences are those of incarnation {chains[-1].incarnation:04d}, the newest"]
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """`info`: the target, None where it is missing; `recipe`: how it would be made. `former`: the last replay
-    into it."""
+    """`stream`: what the source was. `info`: the target, None where it is missing; `recipe`: how it would be
+    made. `former`: the last replay into it."""
 
-    found: SurveyFindings
+    plan: ReplayPlan
+    stream: StreamDocument | None
     info: StreamInfo | None
     recipe: target.Recipe | None
     former: Remembered | Unreadable | None
@@ -332,13 +316,13 @@ class Outlook:
 async def outlook(client: FloeClient, survey: ReplaySurvey, advice: Advice, state_bucket: str) -> Outlook:
     """What replaying the request of `advice` would do now. Raises what speaks against the target's kind."""
     request = advice.request
-    found = await survey.look(request)
-    target.check_source(advice, found.stream)
+    plan, stream = await survey.look()
+    target.check_source(advice, stream)
     info = await target.look(client, request)
-    recipe = target.recipe(request, found.stream) if info is None and found.stream else None
+    recipe = target.recipe(request, stream) if info is None and stream else None
     config = info.config if info else recipe.config if recipe else {}
-    notes = (*found.notes, *target.notes(config, found.plan, request), *_name_note(request, found.stream))
-    return Outlook(found, info, recipe, await former_of(client, state_bucket, request.target), notes)
+    notes = (*survey.notes, *target.notes(config, plan, request), *_name_note(request, stream))
+    return Outlook(plan, stream, info, recipe, await former_of(client, state_bucket, request.target), notes)
 
 
 async def former_of(client: FloeClient, state_bucket: str, stream: str) -> Remembered | Unreadable | None:
