@@ -6,18 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from common.migration import plan
 from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
-from common.migration.plan import (
-    Beats,
-    Centre,
-    Path,
-    PlannedFeed,
-    PlannedTarget,
-    Site,
-    feed_of,
-    heartbeats,
-    plan,
-)
 from common.migration.read import Given, Note, connection, read
 from common.settings.loader import parse_documents
 from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, refuse
@@ -54,7 +44,7 @@ class File:
 
 
 def files(
-    top: Given, sites: Sequence[Site], centres: Sequence[Centre], beats: Beats, came_from: str
+    top: Given, sites: Sequence[plan.Site], centres: Sequence[plan.Centre], beats: plan.Beats, came_from: str
 ) -> list[File]:
     """The files, in the order of the plan; `came_from`: the imported file, for the first line of each."""
     made = [_site_file(top, site, beats, len(sites) > 1, came_from) for site in sites]
@@ -103,7 +93,7 @@ def _lines(notes: Iterable[Note]) -> list[str]:
     return [str(note) for note in dict.fromkeys(notes) if note.path.startswith("streams.")]
 
 
-def _site_file(top: Given, site: Site, beats: Beats, is_one_of_many: bool, came_from: str) -> File:
+def _site_file(top: Given, site: plan.Site, beats: plan.Beats, is_one_of_many: bool, came_from: str) -> File:
     notes = top.left_out(LEFT_OUT) + (beats[2] if beats[0] in (site, None) else [])
     log = _log(top, notes)
     egress = Entries([*_monitor(top), YamlEntry("feeds", [_feed(feed, notes) for feed in site.feeds])])
@@ -130,7 +120,7 @@ def _monitor(top: Given) -> list[YamlEntry]:
     return [YamlEntry("monitor", Entries([listen]), mark, notes)]
 
 
-def _feed(feed: PlannedFeed, notes: list[Note]) -> Entries:
+def _feed(feed: plan.PlannedFeed, notes: list[Note]) -> Entries:
     first = feed.paths[0]
     found = [note for path in feed.paths for note in path.notes]
     notes += found
@@ -143,7 +133,7 @@ def _feed(feed: PlannedFeed, notes: list[Note]) -> Entries:
     return Entries([*own, *first.feed, *filters], _lines(found))
 
 
-def _centre_file(top: Given, centre: Centre, number: int, came_from: str) -> File:
+def _centre_file(top: Given, centre: plan.Centre, number: int, came_from: str) -> File:
     notes: list[Note] = []
     created = _created(centre)
     targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
@@ -154,7 +144,7 @@ def _centre_file(top: Given, centre: Centre, number: int, came_from: str) -> Fil
     return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, came_from)
 
 
-def _created(centre: Centre) -> dict[str, list[str]]:
+def _created(centre: plan.Centre) -> dict[str, list[str]]:
     """The subjects of the targets that are to be created, by stream: none takes those of another."""
     found = {
         target.stream: _subjects(target)
@@ -174,7 +164,7 @@ def _created(centre: Centre) -> dict[str, list[str]]:
     }
 
 
-def _target(target: PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
+def _target(target: plan.PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
     """A target; without `create` where its subjects are not known, or it is not to be created."""
     given = target.sources[0][2].given
     mark = given.at("target_stream" if given.has("target_stream") else "stream")
@@ -188,7 +178,7 @@ def _target(target: PlannedTarget, subjects: list[str], notes: list[Note]) -> En
     return entries
 
 
-def _source(site: Site, feed: PlannedFeed, path: Path, notes: list[Note]) -> Entries:
+def _source(site: plan.Site, feed: plan.PlannedFeed, path: plan.Path, notes: list[Note]) -> Entries:
     own = [note for each in feed.paths if each.route == path.route for note in each.target_notes]
     notes += own
     feed_entry = YamlEntry("feed", feed.name, path.given.at("name"))
@@ -199,7 +189,7 @@ def _source(site: Site, feed: PlannedFeed, path: Path, notes: list[Note]) -> Ent
     return entries
 
 
-def _subjects(target: PlannedTarget) -> list[str]:
+def _subjects(target: plan.PlannedTarget) -> list[str]:
     """What the messages of all sources are published to; empty where it cannot be told."""
     found = [subject for _, feed, path in target.sources for subject in _mapped(feed, path)]
     if "" in found:
@@ -209,7 +199,7 @@ def _subjects(target: PlannedTarget) -> list[str]:
     return [] if first_overlap(kept) else kept
 
 
-def _mapped(feed: PlannedFeed, path: Path) -> list[str]:
+def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
     """The subjects of one source at the target; an empty one where it cannot be told."""
     prefix = path.given.text("target_subject_prefix").rstrip(".")
     removed = path.given.text("target_subject_remove")
@@ -249,8 +239,8 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     own = site_name(top.text("name"))
     if not top.text("name"):
         top.refuse("name", "expected a value (required), found nothing")
-    sites, centres = plan(own, paths)
-    beats = heartbeats(top.get("heartbeats"), sites)
+    sites, centres = plan.plan(own, paths)
+    beats = plan.heartbeats(top.get("heartbeats"), sites)
     refuse(top.problems)
     made = files(top, sites, centres, beats, name) or [bare_site(top, own, name, beats[2])]
     _check(made, top, name)
@@ -274,10 +264,10 @@ def _read(data: bytes, name: str) -> Given:
     return top
 
 
-def _path(stream: Given, top: Given) -> Path | None:
+def _path(stream: Given, top: Given) -> plan.Path | None:
     if not stream.text("stream"):
         stream.refuse("stream", "expected a value (required), found nothing")
-    feed, notes = feed_of(stream)
+    feed, notes = plan.feed_of(stream)
     source, source_notes = connection(stream, top, "source")
     target, target_notes = connection(stream, top, "target")
     if source is None or target is None:
@@ -285,7 +275,7 @@ def _path(stream: Given, top: Given) -> Path | None:
     if stream.get("no_target_create"):
         why = "the target is not created: without `create` Floe stops with the `nats stream add` to paste"
         target_notes.append(stream.note("no_target_create", why))
-    return Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
+    return plan.Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
 
 
 # What Floe says of the result, told of the file that it was made from
