@@ -136,10 +136,7 @@ def ways(*found: str | tuple[str, ...]) -> str:
     """A hint, each way on in lines of its own: words, and of a tuple the commands behind them, one a line
     with nothing behind it, so that a whole line can be pasted.
     """
-    lines: list[str] = []
-    for way in found:
-        lines += [way] if isinstance(way, str) else [f"{way[0]}:", *way[1:]]
-    return "\n".join(lines)
+    return "\n".join(way if isinstance(way, str) else "\n".join([f"{way[0]}:", *way[1:]]) for way in found)
 
 
 def command(words: str, *rest: str) -> str:

@@ -125,8 +125,7 @@ class Health:
         self._clock = clock
         self._lock = threading.Lock()
         self._beat = clock.monotonic()
-        self._not_ready: dict[str, str] = {}
-        self._parts: set[str] = set()
+        self._not_ready: dict[str, str] = {}  # by part, why; empty where it is ready
         self._status: dict[str, Mapping[str, Any]] = {}
 
     def beat(self) -> None:
@@ -144,15 +143,11 @@ class Health:
     def set_ready(self, part: str, ready: bool, why: str = "") -> None:
         """Whether `part` ("nats", "objects", a chain) works, and `why` not."""
         with self._lock:
-            self._parts.add(part)
-            self._not_ready.pop(part, None)
-            if not ready:
-                self._not_ready[part] = why or "not ready"
+            self._not_ready[part] = "" if ready else why or "not ready"
 
     def forget(self, part: str) -> None:
         """`part` is no longer this process's: it is neither ready nor not, and has no status."""
         with self._lock:
-            self._parts.discard(part)
             self._not_ready.pop(part, None)
             self._status.pop(part, None)
 
@@ -163,9 +158,9 @@ class Health:
     def problems(self) -> list[str]:
         """`part: why` for each part that is not ready, by name; empty when all are."""
         with self._lock:
-            if not self._parts:
+            if not self._not_ready:
                 return ["starting: nothing has reported yet"]
-            return [f"{part}: {why}" for part, why in sorted(self._not_ready.items())]
+            return [f"{part}: {why}" for part, why in sorted(self._not_ready.items()) if why]
 
     def set_status(self, part: str, status: Mapping[str, Any]) -> None:
         """What /status shows for `part`: values that JSON holds, no secrets, no payloads."""

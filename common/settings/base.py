@@ -43,6 +43,16 @@ class Section(BaseModel):
                 file = f" or {missing}_file" if isinstance(value, SecretStr) else ""
                 yield there, f"expected {missing}{file} beside it, found none"
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        """What is given, with what other keys say of it; asked before any value is judged."""
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        return cls.completed(data) if isinstance(data, Mapping) else data
+
     @model_validator(mode="after")
     def _refuse_combinations(self) -> Self:
         if problems := list(self.combinations()):
@@ -63,6 +73,13 @@ def merged(defaults: Any, entry: Any) -> Any:
         return entry
     both = {name: merged(defaults[name], value) for name, value in entry.items() if name in defaults}
     return {**defaults, **entry, **both}
+
+
+def merged_entries(section: Any, key: str, defaults: Any) -> Any:
+    """`section` with `defaults` below each entry of its list `key`, if it has one."""
+    if not isinstance(section, Mapping) or not isinstance(section.get(key), list | tuple):
+        return section
+    return {**section, key: [merged(defaults, entry) for entry in section[key]]}
 
 
 def repeated(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:

@@ -73,24 +73,13 @@ def is_secret(section: type[Section] | None, key: str) -> bool:
 def every_key(section: type[Section] = Settings, path: tuple[str, ...] = ()) -> Iterator[Key]:
     """Every key with a value, those of sections below included, in the order of the models."""
     for name, field in fields_of(section).items():
-        inner = [s for s in sections_of(field.annotation) if not _is_repeated(name, path)]
-        if not inner or _is_optional(field) or _is_list(field.annotation):
+        # egress.nats and ingress.nats have the keys of nats
+        inner = [] if path and name == "nats" else sections_of(field.annotation)
+        is_list = get_origin(field.annotation) is tuple
+        if not inner or is_list or type(None) in get_args(field.annotation):
             yield _key((*path, name), field)
         for below in inner:
-            here = (*path, name, "*") if _is_list(field.annotation) else (*path, name)
-            yield from every_key(below, here)
-
-
-def _is_repeated(name: str, path: tuple[str, ...]) -> bool:
-    return bool(path) and name == "nats"  # egress.nats and ingress.nats have the keys of nats
-
-
-def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is tuple
-
-
-def _is_optional(field: FieldInfo) -> bool:
-    return type(None) in get_args(field.annotation)
+            yield from every_key(below, (*path, name, "*") if is_list else (*path, name))
 
 
 def default_text(field: FieldInfo) -> str:
@@ -110,14 +99,10 @@ class _Raw(str):
 
 def _key(path: tuple[str, ...], field: FieldInfo) -> Key:
     limits = "; ".join(str(m) for m in field.metadata if isinstance(m, Range))
-    meaning = (field.description or "") + _unbuilt_note(path)
+    unbuilt = " *(so far only the default)*" if ".".join(path) in UNBUILT else ""
+    meaning = (field.description or "") + unbuilt
     default = "{}" if path[-1] == "nats" else default_text(field)
     return Key(path, type_name(field), default, limits, meaning)
-
-
-def _unbuilt_note(path: tuple[str, ...]) -> str:
-    unbuilt = (tuple(each.split(".")) for each in UNBUILT)
-    return " *(so far only the default)*" if any(path[: len(each)] == each for each in unbuilt) else ""
 
 
 def type_name(field: FieldInfo) -> str:
@@ -169,15 +154,10 @@ def tables() -> str:
 def _table(group: tuple[str, ...], rows: list[Key]) -> str:
     title = f"`{'.'.join(group)}`" if group else "At the top"
     lines = [f"### {title}", "", "| key | type | default | range | meaning |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{row.path[-1]}` | {row.type} | {_code(row.default)} | {row.range} | {row.meaning} |"
-        for row in rows
-    ]
+    for row in rows:
+        default = row.default if row.default == "required" else f"`{row.default}`"
+        lines.append(f"| `{row.path[-1]}` | {row.type} | {default} | {row.range} | {row.meaning} |")
     return "\n".join([*lines, ""])
-
-
-def _code(default: str) -> str:
-    return default if default == "required" else f"`{default}`"
 
 
 def with_tables(page: str) -> str:

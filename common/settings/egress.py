@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import Discriminator, Tag
 
 from common.chain import FEED_PATTERN
 from common.settings import types as t
-from common.settings.base import Section, merged, needed, option, repeated
+from common.settings.base import Section, merged_entries, needed, option, repeated
 from common.settings.service import ServiceSettings, StartSettings
 from common.subjects import first_overlap, first_repeated
 
@@ -153,14 +153,13 @@ class FeedSettings(StartSettings):
     advisory: AdvisorySettings = option({}, "documents about who was seen when; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
 
-    @model_validator(mode="before")
     @classmethod
-    def _name_by_stream(cls, data: Any) -> Any:
-        stream = data.get("stream") if isinstance(data, Mapping) else None
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        stream = given.get("stream")
         # A wrong stream is told once, as the stream.
-        if isinstance(stream, str) and FEED_PATTERN.fullmatch(stream) and data.get("name", "") == "":
-            return {**data, "name": stream}
-        return data
+        if isinstance(stream, str) and FEED_PATTERN.fullmatch(stream) and given.get("name", "") == "":
+            return {**given, "name": stream}
+        return given
 
     def filters(self) -> tuple[str, ...]:
         """The filter subject of each partition, by its number; empty: all subjects. Never without one."""
@@ -226,12 +225,9 @@ class EgressSettings(ServiceSettings):
     feeds: tuple[FeedSettings, ...] = option((), "what is frozen")
     heartbeats: HeartbeatSettings = option({}, "messages that keep a quiet stream moving")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or not isinstance(data.get("feeds"), list | tuple):
-            return data
-        return {**data, "feeds": [merged(data.get("defaults"), feed) for feed in data["feeds"]]}
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        return merged_entries(given, "feeds", given.get("defaults"))
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()

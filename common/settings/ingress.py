@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
 from common.settings import types as t
-from common.settings.base import Section, merged, needed, option, repeated
+from common.settings.base import Section, merged_entries, needed, option, repeated
 from common.settings.service import ServiceSettings, StartSettings
 from common.transforms import TransformError, compile_transform
 
@@ -176,13 +176,12 @@ class IngressSettings(ServiceSettings):
     defaults: dict[str, Any] = option({}, "keys that entries of `sources` may override")
     targets: tuple[TargetSettings, ...] = option((), "the target streams")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or not isinstance(data.get("targets"), list | tuple):
-            return data
-        defaults = data.get("defaults")
-        return {**data, "targets": [_with_source_defaults(defaults, target) for target in data["targets"]]}
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        targets, defaults = given.get("targets"), given.get("defaults")
+        if not isinstance(targets, list | tuple):
+            return given
+        return {**given, "targets": [merged_entries(target, "sources", defaults) for target in targets]}
 
     @property
     def poll_seconds(self) -> float:
@@ -195,9 +194,3 @@ class IngressSettings(ServiceSettings):
         for first, index in repeated(target.stream for target in self.targets):
             found = f"{self.targets[index].stream!r} in targets.{first} and targets.{index}"
             yield f"targets.{index}.stream", f"expected a stream of its own, found {found}"
-
-
-def _with_source_defaults(defaults: Any, target: Any) -> Any:
-    if not isinstance(target, Mapping) or not isinstance(target.get("sources"), list | tuple):
-        return target
-    return {**target, "sources": [merged(defaults, source) for source in target["sources"]]}

@@ -213,15 +213,12 @@ class Settings(Section):
     ingress: IngressSettings = option({}, "what flows into which streams")
     compaction: CompactionSettings = option({}, "how segments are merged")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_overrides(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        return {
-            **data,
-            **{role: _with_nats(data.get("nats", {}), data.get(role, {})) for role in ("egress", "ingress")},
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        roles = {
+            role: _with_nats(given.get("nats", {}), given.get(role, {})) for role in ("egress", "ingress")
         }
+        return {**given, **roles}
 
     def nats_for(self, role: Role) -> NatsSettings:
         """The connection of `role`: `nats` with the role's overrides, key by key."""

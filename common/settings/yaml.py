@@ -145,8 +145,7 @@ def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
         # The library's own message quotes the line, and a secret may stand in it.
         problems.add(_mark(error.problem_mark), (), f"expected YAML: {error.context or ''} {error.problem}")
         return []
-    documents = _Builder(events, problems).documents()
-    return [node for node in documents if isinstance(node, Keys)]
+    return _Builder(events, problems).documents()
 
 
 def _text(data: bytes, problems: Problems) -> str | None:
@@ -175,21 +174,21 @@ class _Builder:
         self._events = iter(events)
         self._problems = problems
 
-    def documents(self) -> list[Node]:
-        starts = (event for event in self._events if isinstance(event, yaml.DocumentStartEvent))
-        found = [self._document() for _ in starts]
+    def documents(self) -> list[Keys]:
+        found = [
+            self._node(next(self._events), ())
+            for event in self._events
+            if isinstance(event, yaml.DocumentStartEvent)
+        ]
         if not found:
             self._problems.add(Mark(1, 1), (), "expected a mapping, found an empty file")
-        return found
-
-    def _document(self) -> Node:
-        node = self._node(next(self._events), ())
-        if isinstance(node, Items):
-            self._problems.add(node.mark, (), "expected a mapping at the top, found a list")
-        elif isinstance(node, Scalar):
-            found = "nothing" if node.value() is None else "a single value"
-            self._problems.add(node.mark, (), f"expected a mapping at the top, found {found}")
-        return node
+        for node in found:
+            if isinstance(node, Items):
+                self._problems.add(node.mark, (), "expected a mapping at the top, found a list")
+            elif isinstance(node, Scalar):
+                what = "nothing" if node.value() is None else "a single value"
+                self._problems.add(node.mark, (), f"expected a mapping at the top, found {what}")
+        return [node for node in found if isinstance(node, Keys)]
 
     def _node(self, event: Any, path: KeyPath) -> Node:
         mark = _mark(event.start_mark)
@@ -268,9 +267,13 @@ def locate(root: Keys, location: Sequence[str | int]) -> Place:
     places = [nearest]
     for index, part in enumerate(wanted):
         below = [found for place in places for found in _step(place, part)]
-        below += _fallback(root, wanted[: index + 1])
+        pattern = tuple("*" if isinstance(each, int) else each for each in wanted[: index + 1])
+        others = (locate(root, source) for section, source in FALLBACKS if section == pattern)
+        below += [place for place in others if place.node is not None]
         if places and not below:
-            nearest = _without(places[0], wanted[index:])
+            nearest = places[0]
+            if not isinstance(nearest.node, Scalar):  # one value stands for a list
+                nearest = Place(nearest.mark, nearest.mark, (*nearest.path, *wanted[index:]), None)
         places = below  # none: a fallback may still be found further down
     return places[0] if places else nearest
 
@@ -283,16 +286,3 @@ def _step(place: Place, part: str | int) -> Iterator[Place]:
     elif isinstance(node, Items) and isinstance(part, int) and part < len(node.items):
         below = node.items[part]
         yield Place(below.mark, below.mark, path, below)
-
-
-def _fallback(root: Keys, wanted: Sequence[str | int]) -> list[Place]:
-    pattern = tuple("*" if isinstance(part, int) else part for part in wanted)
-    found = [locate(root, source) for section, source in FALLBACKS if section == pattern]
-    return [place for place in found if place.node is not None]
-
-
-def _without(place: Place, missing: Sequence[str | int]) -> Place:
-    """Where the keys `missing` would stand, were they in the file."""
-    if isinstance(place.node, Scalar):  # one value that stands for a list
-        return place
-    return Place(place.mark, place.mark, (*place.path, *missing), None)
