@@ -12,14 +12,13 @@ import click
 from common.errors import UsageError
 from common.open import load_settings
 from common.service.cli import SequenceType, config_option, json_option, print_json, run_command
+from common.service.exits import DIFFERENCES
 
 if TYPE_CHECKING:
     from common.settings.root import Settings
     from egress.context import CommandContext
     from egress.deps import Tuning
     from egress.resolve import Case
-
-STOPPED = 3  # exit code: looked at, and something is to be decided
 
 
 @click.command()
@@ -157,7 +156,7 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
     else:
         for case in _told(cases):
             click.echo("\n".join(_lines(case)))
-    return STOPPED if any(case.code for case in cases) else 0
+    return DIFFERENCES if any(case.code for case in cases) else 0
 
 
 def _told(cases: Sequence[Case]) -> Sequence[Case]:

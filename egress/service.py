@@ -21,6 +21,7 @@ from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
 from common.segments.keys import Layout
+from common.service.exits import LATER
 from common.service.logs import flush, get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health, Monitor
@@ -80,9 +81,6 @@ def share_site(
 T = TypeVar("T")
 
 
-NOT_DRAINED = 75  # exit code: try again, what was read and not stored is read again
-
-
 async def serve(
     settings: Settings,
     *,
@@ -111,8 +109,8 @@ async def serve(
         # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
         log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
         flush()
-        os._exit(NOT_DRAINED)
-    return 0 if drained else NOT_DRAINED
+        os._exit(LATER)
+    return 0 if drained else LATER
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import click
 from common.open import load_settings, open_chains, open_store
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
+from common.service.exits import DIFFERENCES
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -34,7 +35,6 @@ from common.sequences import cover, holes
 from common.service.logs import escaped
 from common.settings.types import format_duration
 
-DIFFERENCES = 3  # exit code: done, but something is missing or damaged
 _COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
 
 

@@ -21,6 +21,8 @@ import click
 
 from common.errors import FloeError
 
+DIFFERENCES = 3  # done, and something is missing, damaged or to be decided
+LATER = 75  # the same again goes on
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from common.errors import UsageError
+from common.service.exits import LATER
 from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.tasks import Stop, end, told, watched
@@ -21,7 +22,6 @@ log = get_logger("egress.workers")
 
 
 FINAL = (78, 77, 2)  # what a restart would only repeat: configuration, credentials, the command line
-LATER = 75  # what is done again by the next start
 
 
 def exit_code(returned: int) -> int:

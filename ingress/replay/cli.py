@@ -10,12 +10,11 @@ import click
 
 from common.open import load_settings, open_chains, open_store
 from common.service.cli import Duration, SequenceType, config_option, json_option, print_json, run_command
+from common.service.exits import LATER
 
 if TYPE_CHECKING:
     from ingress.replay.request import Request
 
-UNFINISHED = 75  # exit code: the same command goes on
-DIFFERENCES = 3  # exit code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,7 +106,7 @@ async def replay(
         store.close()
     teller.end_line()
     print_json(result.as_json()) if as_json else click.echo(result_line(result, request))
-    return 0 if result.finished else UNFINISHED
+    return 0 if result.finished else LATER
 
 
 @click.command()

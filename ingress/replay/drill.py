@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 from array import array
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +28,7 @@ from common.segments.reader import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
-from common.service.exits import command, ways
+from common.service.exits import DIFFERENCES, command, ways
 from common.service.logs import get_logger
 from common.service.process import Threads
 from common.settings.root import Settings
@@ -213,7 +212,6 @@ def _key(stream: str) -> str:
 
 LAST_SEQUENCES = 10_000  # what is drilled without bounds
 SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
-DIFFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,18 +293,11 @@ class Drill:
                 return await self._drilled(work, client, stop)
         except Stopped as error:
             # Its commands name the scratch stream, which is gone by now.
-            error.hint = ways(("mend what the message names, and drill again", self._again(request)))
+            again = command("drill", replace(request, target="", prefix="").words())
+            error.hint = ways(("mend what the message names, and drill again", again))
             raise
         finally:
             self._threads.close()
-
-    def _again(self, request: Request) -> str:
-        words = shlex.split(request.words())
-        for option, value in (("--target", self.stream), ("--subject-prefix", self.prefix)):
-            at = words.index(option)
-            assert words[at + 1] == value
-            del words[at : at + 2]
-        return command("drill", shlex.join(words))
 
     async def _drilled(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
