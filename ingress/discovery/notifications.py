@@ -1,10 +1,10 @@
-"""Notifications in a queue of SQS, received in a thread of its own."""
+"""Notifications of the bucket: what they say was written, and how they come, through SQS or NATS."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote_plus
@@ -77,8 +77,9 @@ def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
         return None
     if isinstance(document.get("Records"), list):
         return list(_of_records(document["Records"]))
-    if isinstance(document.get("detail"), dict):
-        return list(_of_event_bridge(document))
+    if isinstance(document.get("detail"), dict):  # of EventBridge
+        bucket, key = _text(document, "detail", "bucket", "name"), _text(document, "detail", "object", "key")
+        return [Written(bucket, (key,))] if document.get("detail-type") == "Object Created" else []
     if document.get("Event") == "s3:TestEvent":
         return []
     if isinstance(document.get("Message"), str) and wrappings:
@@ -92,12 +93,6 @@ def _of_records(records: list[Any]) -> Iterator[Written]:
             bucket, key = _text(record, "s3", "bucket", "name"), _text(record, "s3", "object", "key")
             # As in a form: `+` for a space. Some servers write the key as it is.
             yield Written(bucket, (unquote_plus(key), key))
-
-
-def _of_event_bridge(document: Mapping[str, Any]) -> Iterator[Written]:
-    if document.get("detail-type") == "Object Created":
-        bucket, key = _text(document, "detail", "bucket", "name"), _text(document, "detail", "object", "key")
-        yield Written(bucket, (key,))
 
 
 def _text(value: Any, *path: str) -> str:
@@ -259,7 +254,7 @@ class Notified:
     @property
     def is_wanted(self) -> bool:
         """Whether this process carries anything: one that stands by leaves the queue to the others."""
-        return self._discovery.is_listened_to
+        return bool(self._discovery.listeners)
 
     def take(self, raw: bytes) -> None:
         """One document, of whatever content. Never raises."""
@@ -272,7 +267,7 @@ class Notified:
 
     def listening(self) -> None:
         """From now on notifications come; what came before may be lost."""
-        self._discovery.look_soon()
+        self._discovery.soon.set()
         self._health.set_status("events", {"source": self._source, "state": "listening"})
 
     def failed(self, why: str) -> None:
