@@ -66,10 +66,19 @@ class AdvisorySearch:
 
     async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
         """What is found, in the stream's order; without an end where it follows, through lost connections."""
-        start, last = await self._range()
+        info = await stream_info(self._client, self._stream)
+        if info is None:
+            raise FloeError(
+                f"stream {self._stream}: expected one on this server, found none",
+                hint="nats stream ls names those there are; --nats takes the connection of the other role",
+                code=CODE,
+            )
+        now_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
+        start = From(time_ns=now_ns - int(self._since * NS_PER_S))
+        until = None if self._follow else info.last_sequence
         while True:
             try:
-                async with aclosing(self._read(start, None if self._follow else last)) as found:
+                async with aclosing(self._read(start, until)) as found:
                     async for document in found:
                         yield document
                 return
@@ -79,18 +88,6 @@ class AdvisorySearch:
                 self._warn(error.message)
             await self._clock.sleep(PAUSE)
             start = From(sequence=self._next) if self._next else start
-
-    async def _range(self) -> tuple[From, int]:
-        """Where to begin, and the last sequence there is."""
-        info = await stream_info(self._client, self._stream)
-        if info is None:
-            raise FloeError(
-                f"stream {self._stream}: expected one on this server, found none",
-                hint="nats stream ls names those there are; --nats takes the connection of the other role",
-                code=CODE,
-            )
-        now_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
-        return From(time_ns=now_ns - int(self._since * NS_PER_S)), info.last_sequence
 
     async def _read(self, start: From, until: int | None) -> AsyncGenerator[AdvisoryDocument]:
         async with aclosing(scan(self._client, self._stream, start, until=until)) as pieces:

@@ -1,4 +1,4 @@
-"""Reliable advisories that are not stored yet: which to send, which are late, stored already or refused.
+"""Advisories that are not stored yet: which to send now, which are late, which are stored already.
 
 What is doubtful may have been sent already: by a process that ended, or by this one, whose answer was lost.
 It is not sent before the stream was asked, and neither is what follows it for the same value.
@@ -37,8 +37,7 @@ WAVE = 256  # advisories on their way at once
 class Outbox:
     """Advisories by value, in order for each; one stays until it is stored or dropped."""
 
-    def __init__(self, high_water: int = HIGH_WATER) -> None:
-        self._high_water = high_water
+    def __init__(self) -> None:
         self._queues: dict[str, list[Advisory]] = {}
         self._doubtful: dict[Advisory, None] = {}
         self._count = 0
@@ -49,7 +48,7 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """Whether more should be looked for. `add` never refuses: what was found cannot be found again."""
-        return self._count < self._high_water
+        return self._count < HIGH_WATER
 
     @property
     def doubtful(self) -> Collection[Advisory]:

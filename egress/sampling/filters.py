@@ -1,7 +1,8 @@
-"""Which received messages are kept. Reasons for leaving out, in this order: looped, too old, sampled out.
+"""Which received messages are kept, and what is told of their keys, on the way to the builder.
 
-What a reason leaves out is not shown to the next one: a message that is too old never touches the sampler.
-Nor does one that claims to have come round (`egress.loops`): it passes, and is compared before it is written.
+Reasons for leaving out, in this order: looped, too old, sampled out. What a reason leaves out is not shown to
+the next one: a message that is too old never touches the sampler. Nor does one that claims to have come round
+(`egress.loops`): it passes, and is compared before it is written.
 """
 
 from __future__ import annotations

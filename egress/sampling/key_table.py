@@ -64,7 +64,7 @@ class KnownKey:
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """What a sampler knew at one moment. Made by `Sampler.freeze` and by `decode`, read by `Sampler`.
+    """What a sampler knew at one moment, at first nothing. Made by `Sampler.freeze` and by `decode`.
 
     `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be
     shorter), None where a place is free. The other fields hold the columns, one entry for each place: `seen`
@@ -72,17 +72,12 @@ class SamplerState:
     """
 
     duration_ns: int
-    watermark_ns: int
-    values: tuple[list[str | None], ...]
-    seen: bytes
-    due: bytes
-    sizes: bytes
-    notices: bytes
-
-    @classmethod
-    def empty(cls, duration_ns: int) -> SamplerState:
-        """The state before the first message."""
-        return cls(duration_ns, 0, (), b"", b"", b"", b"")
+    watermark_ns: int = 0
+    values: tuple[list[str | None], ...] = ()
+    seen: bytes = b""
+    due: bytes = b""
+    sizes: bytes = b""
+    notices: bytes = b""
 
     def count(self) -> int:
         """How many keys are known."""

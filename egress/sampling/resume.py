@@ -1,4 +1,4 @@
-"""Where a sampler goes on: from a snapshot that the source can still follow, else from the archive's rows.
+"""Where a sampler goes on: a snapshot that the source can still follow, else the archive's rows.
 
     a readable snapshot of the same settings that the stream still follows   the newest is taken
     nothing is covered yet                                                   genesis: an empty state

@@ -1,6 +1,6 @@
 """The sampler: a pure fold over the log. The same settings and messages lead to the same choices (I8).
 
-All times are message times in ns, made to run forward (`message_time.py`). Nothing here reads a clock, and
+All times are message times in ns, made to run forward (`stretches`). Nothing here reads a clock, and
 whether and when a silent key is forgotten changes no choice: a key that was silent for `inspect_duration` is
 as unknown as one never seen, and it is forgotten only once the messages have come that far.
 """
@@ -81,25 +81,21 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling, state: SamplerState | None = None, *, tracks: bool = True) -> None:
-        state = state or SamplerState.empty(sampling.duration_ns)
+        state = state or SamplerState(sampling.duration_ns)
         self._duration = sampling.duration_ns
         self._warn = sampling.warn_ns
         self._size_trigger = sampling.size_trigger or NEVER
         self._tracks = tracks
         self._keys = KeyReader(sampling)
         self._table = Table(state)
-        self._watermark = state.watermark_ns
+        #: The newest message time folded in; 0 before the first.
+        self.watermark_ns = state.watermark_ns
         self._look_again()
 
     @property
     def values(self) -> int:
         """How many keys are known and not expired."""
         return len(self._table) - self._table.notices.count(Notice.EXPIRE)
-
-    @property
-    def watermark_ns(self) -> int:
-        """The newest message time folded in; 0 before the first."""
-        return self._watermark
 
     def fold(self, columns: Columns) -> SampledBatch:
         """Take the next messages of the log, in sequence order, and choose."""
@@ -116,11 +112,11 @@ class Sampler:
         """As `fold`, of messages whose keys are read: with lists of equal length."""
         kept = bytearray(len(keys))
         found: list[Advisory] = []
-        for stretch in stretches(timestamps_ns, self._watermark, self._duration):
+        for stretch in stretches(timestamps_ns, self.watermark_ns, self._duration):
             if stretch.is_set_back:
                 self._set_back(stretch.times[0], found)
             self._take(stretch, keys, forced, sizes, kept, found)
-            self._watermark = stretch.times[-1]
+            self.watermark_ns = stretch.times[-1]
         return SampledBatch(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
 
     def advance(self, now_ns: int, most: int = NEVER) -> list[Advisory]:
@@ -130,9 +126,9 @@ class Sampler:
         keys are handled, and the next call goes on with the others, so that a whole site that fell silent
         holds nobody up. Cheap where nothing is due; else it looks at the whole table.
         """
-        now_ns = max(now_ns, self._watermark)
+        now_ns = max(now_ns, self.watermark_ns)
         is_quiet = not self._tracks or now_ns < self._quiet_until
-        if is_quiet and self._watermark < self._whole_until:
+        if is_quiet and self.watermark_ns < self._whole_until:
             return []
         return self._silent(now_ns, most)
 
@@ -158,7 +154,7 @@ class Sampler:
 
     def freeze(self) -> SamplerState:
         """What is known now, as a value: some milliseconds for a million keys."""
-        return self._table.freeze(self._duration, self._watermark)
+        return self._table.freeze(self._duration, self.watermark_ns)
 
     def _take(
         self,
@@ -234,7 +230,7 @@ class Sampler:
         table, found = self._table, list[Advisory]()
         # By the server's time keys are only told about: forgotten, they would be chosen anew by a clock that
         # is not the messages'.
-        forget = self._watermark - self._duration
+        forget = self.watermark_ns - self._duration
         limits = DueLimits(timeout=forget, expire=forget, forget=forget)
         if self._tracks:
             limits = DueLimits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
@@ -261,13 +257,13 @@ class Sampler:
         What is due at the watermark is handled first, so that it does not matter when that was done last.
         """
         table, duration = self._table, self._duration
-        found.extend(self._silent(self._watermark, NEVER))
+        found.extend(self._silent(self.watermark_ns, NEVER))
         for key, place in table.places.items():
             if table.seen[place] > to_ns:
                 table.seen[place] = to_ns
                 table.notices[place] = Notice.NONE
                 table.due[place] = min(table.due[place], later(to_ns, period_ns(key, duration)))
-        self._watermark = to_ns
+        self.watermark_ns = to_ns
         self._look_again()
 
     def _look_again(self) -> None:

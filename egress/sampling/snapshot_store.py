@@ -1,4 +1,4 @@
-"""A chain's snapshots in the object store: listed, read, put and read back.
+"""A chain's snapshots in the store: read and put, the one to go on from, and when to save the next.
 
 A name carries its content, so nothing is ever overwritten with other bytes, and what a late or a second
 instance writes harms nobody. Whoever can write to the bucket can write here: what is read is bounded, held

@@ -1,4 +1,4 @@
-"""The workers of one parent: started, started again where they end unexpectedly, and ended together."""
+"""The workers of one parent: started, started again where one ends unexpectedly, ended together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from common.clock import Backoff, Clock, SystemClock
 from common.errors import FloeError
@@ -56,15 +57,10 @@ class Crew:
             keeping = [tasks.create_task(self._keep(worker)) for worker in self.workers]
         return worst(task.result() for task in keeping)
 
-    def kill(self) -> None:
-        """SIGKILL for all; may be called from a signal handler."""
+    def send(self, number: int) -> None:
+        """For all; may be called from a signal handler."""
         for worker in self.workers:
-            worker.send(signal.SIGKILL)
-
-    def hang_up(self) -> None:
-        """SIGHUP for all."""
-        for worker in self.workers:
-            worker.send(signal.SIGHUP)
+            worker.send(number)
 
     async def _keep(self, worker: WorkerProcess) -> int:
         """Run one worker until all are to end; the exit code of its last process."""
@@ -134,17 +130,18 @@ async def run_workers(config: str, settings: Settings, count: int) -> int:
 
 async def _run(crew: Crew, health: Health, clock: Clock) -> int:
     def kill(number: int) -> None:
-        crew.kill()
+        crew.send(signal.SIGKILL)
         flush()
         exit_at_once(number)
 
-    hangups.append(crew.hang_up)
+    hang_up = partial(crew.send, signal.SIGHUP)
+    hangups.append(hang_up)
     async with stop_on_signals(second=kill) as stop:
         beating = watched(_beat(health, clock), orphaned, name="beat")
         try:
             return await crew.run(stop)
         finally:
-            hangups.remove(crew.hang_up)
+            hangups.remove(hang_up)
             await end(beating)
 
 

@@ -34,7 +34,7 @@ def test_nothing_comes_of_nothing() -> None:
     assert (choices.kept, choices.keys, choices.missing, choices.forced) == (bytearray(), [], 0, 0)
     assert sampler.advance(START) == []
     assert (sampler.values, sampler.watermark_ns) == (0, 0)
-    assert sampler.freeze() == SamplerState.empty(HOUR)
+    assert sampler.freeze() == SamplerState(HOUR)
 
 
 def test_a_batch_is_read_and_counted() -> None:

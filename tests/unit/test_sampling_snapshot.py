@@ -58,7 +58,7 @@ def test_what_is_written_comes_back(keys: int, outbox: int) -> None:
 
 
 def test_an_empty_state_comes_back() -> None:
-    genesis = Snapshot(CHAIN, 1, HOW.digest, 0, SamplerState.empty(HOUR))
+    genesis = Snapshot(CHAIN, 1, HOW.digest, 0, SamplerState(HOUR))
     assert decode(raw(genesis)) == genesis
     assert len(raw(genesis)) < 400
 
@@ -282,5 +282,5 @@ def test_what_compresses_best_is_not_taken_for_a_bomb() -> None:
     # When, Then
     written = Snapshot(CHAIN, 9, HOW.digest, 0, sampler.freeze(), tuple(told))
     assert content(decode(raw(written))) == content(written)
-    written = replace(written, state=SamplerState.empty(SECOND))
+    written = replace(written, state=SamplerState(SECOND))
     assert decode(raw(written)).outbox == tuple(told)
