@@ -47,6 +47,11 @@ class World:
         return list(found["streams"] or [])
 
 
+@pytest.fixture
+async def world(nats_url: str, tmp_path: Path, client: FloeClient) -> World:
+    return World(tmp_path, nats_url, client)
+
+
 @pytest.mark.servers
 async def test_replay_as_a_command(world: World) -> None:
     world.archive.put(rows_of(1, 3000))
