@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
-from common.jetstream.lease import Leases
 from common.leasing.balancer import LeaseGroup, LeaseScope
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
@@ -86,16 +84,3 @@ class TargetCounts:
 def lease_key(target: str) -> str:
     """The lease of a target."""
     return state_key(ROLE, target)
-
-
-def share_targets(
-    leases: Leases,
-    client: FloeClient,
-    targets: Iterable[str],
-    clock: Clock,
-    rng: random.Random,
-    health: Health,
-) -> LeaseGroup:
-    """This process as one of all that have the same targets."""
-    keys = map(lease_key, targets)
-    return LeaseGroup(leases, client, SCOPE, keys, clock, rng, health, TargetCounts())

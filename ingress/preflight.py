@@ -5,7 +5,7 @@ it take.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from common.errors import ConfigError
@@ -104,17 +104,14 @@ def add_command(settings: TargetSettings) -> str:
 
 def _subjects_option(settings: TargetSettings) -> list[str]:
     """`--subjects`, with what the rules of all sources make; nothing where one of them may make anything."""
-    made = [rule_of(source).pattern() for source in settings.sources]
+    made = [rule_of(source).pattern for source in settings.sources]
     known = [pattern for pattern in made if pattern is not None]
     if not made or len(known) < len(made):
         return []
-    return [f"--subjects {shlex.quote(','.join(_apart(known)))}"]
-
-
-def _apart(patterns: Iterable[str]) -> list[str]:
-    """As they are, without those that another one covers: a stream's subjects must not overlap."""
-    found = sorted(set(patterns))
-    return [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+    # As they are, without those that another one covers: a stream's subjects must not overlap.
+    found = sorted(set(known))
+    apart = [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+    return [f"--subjects {shlex.quote(','.join(apart))}"]
 
 
 def _needed(settings: TargetSettings) -> set[str]:
@@ -178,7 +175,7 @@ def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
     """Sources of which no message could be stored, as far as the configuration alone says."""
     accepting = Accepting(config.get("subjects") or [settings.stream])
     for index, source in enumerate(settings.sources):
-        made = rule_of(source).pattern()
+        made = rule_of(source).pattern
         if made is not None and not accepting.meets(made):
             yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 

@@ -11,6 +11,7 @@ from common.errors import FloeError
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.lease import Leases, new_owner
+from common.leasing.balancer import LeaseGroup
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
@@ -19,7 +20,7 @@ from common.service.process import Threads
 from common.settings.root import Settings
 from common.tasks import Stop, again, end, first_of
 from ingress import metrics
-from ingress.deps import IngressDeps, IngressTuning, share_targets
+from ingress.deps import SCOPE, IngressDeps, IngressTuning, TargetCounts, lease_key
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Sites
@@ -106,7 +107,7 @@ class Controller:
 
     def _parts(self, client: FloeClient, leases: Leases) -> IngressDeps:
         settings, clock, health = self._settings.ingress, self._clock, self._health
-        targets = [target.stream for target in settings.targets]
+        keys = [lease_key(target.stream) for target in settings.targets]
         documents, lookers = self._documents, self._lookers
         sites = Sites(documents, lookers, clock, settings.silent_after)
         return IngressDeps(
@@ -117,7 +118,7 @@ class Controller:
             self._documents,
             self._threads,
             Discovery(documents, lookers, clock, health, settings.poll_seconds, sites),
-            share_targets(leases, client, targets, clock, random.SystemRandom(), health),
+            LeaseGroup(leases, client, SCOPE, keys, clock, random.SystemRandom(), health, TargetCounts()),
             health,
             clock,
             self._pace,

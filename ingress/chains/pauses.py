@@ -18,7 +18,7 @@ import msgspec
 from common.chain import Chain
 from common.errors import Stopped
 from common.jetstream.buckets import state_of_ingress
-from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.service.exits import command, ways
 from common.settings.root import Settings
 from ingress.checkpoint_store import ROLE, StateStore
@@ -76,17 +76,44 @@ class Pauses:
         return found
 
 
+class _Form:
+    """The stored form of the pauses of one target."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def encode(self, pauses: Pauses) -> bytes:
+        paused = {str(chain): pause for chain, pause in pauses.paused.items()}
+        resumed = {str(chain): at for chain, at in pauses.resumed.items()}
+        return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))
+
+    def decode(self, raw: bytes) -> Pauses:
+        wire = _DECODER.decode(raw)
+        if (wire.version, wire.target) != (VERSION, self._target):
+            raise ValueError(f"expected {VERSION} of {self._target}, found {wire.version} {wire.target:.80}")
+        paused = {Chain.parse(chain): pause for chain, pause in wire.paused.items()}
+        return Pauses(paused, {Chain.parse(chain): at for chain, at in wire.resumed.items()})
+
+
 class PauseStore:
     """The pauses of one target. `states`: its state, for whoever asks what it carries."""
 
     def __init__(self, bucket: KeyValue, target: str, states: StateStore | None = None) -> None:
-        self._bucket, self._target, self._key = bucket, target, state_key(PAUSES_ROLE, target)
-        self._states = states
+        key = state_key(PAUSES_ROLE, target)
+
+        def unreadable(why: str) -> Stopped:
+            anew = command("chain resume", f"--target {shlex.quote(target)}", "--all")
+            return Stopped(
+                f"pauses of target {target} cannot be read: {why}",
+                hint=ways((f"restore {key} of {bucket.bucket}; or have nothing paused", anew)),
+                code="E-PAUSES",
+            )
+
+        self._document, self._states = KvDocument(bucket, key, _Form(target), unreadable), states
 
     async def read(self) -> Pauses:
         """What is decided now. Raises Stopped (E-PAUSES) for an unreadable value, and as the bucket does."""
-        entry = await self._bucket.get(self._key)
-        return self._parsed(None if entry is None else entry.value)
+        return (await self._document.get())[0] or Pauses()
 
     async def carried(self) -> list[Chain]:
         """The chains of which the target has a position; none where its state is not known."""
@@ -98,50 +125,15 @@ class PauseStore:
 
     async def change(self, step: Callable[[Pauses], Pauses]) -> Pauses:
         """Have stored what `step` makes of it, whoever else changes it too. Raises as `read`."""
-        return await self._change(lambda value: step(self._parsed(value)))
+        return await self._document.change(lambda found: step(found or Pauses())) or Pauses()
 
     async def resume_all(self, at: str) -> Pauses:
         """Have nothing paused, also where what stands there cannot be read. Raises what the bucket raises."""
-
-        def step(value: bytes | None) -> Pauses:
-            try:
-                return self._parsed(value).resume_all(at)
-            except Stopped:
-                return Pauses()
-
-        return await self._change(step)
-
-    async def _change(self, step: Callable[[bytes | None], Pauses]) -> Pauses:
-        done = Pauses()
-
-        def changed(value: bytes | None) -> bytes:
-            nonlocal done
-            done = step(value)
-            paused = {str(chain): pause for chain, pause in done.paused.items()}
-            resumed = {str(chain): at for chain, at in done.resumed.items()}
-            return _ENCODER.encode(_Wire(VERSION, self._target, paused, resumed))
-
-        await self._bucket.change(self._key, changed)
-        return done
-
-    def _parsed(self, value: bytes | None) -> Pauses:
-        if value is None:
-            return Pauses()
         try:
-            wire = _DECODER.decode(value)
-            if (wire.version, wire.target) != (VERSION, self._target):
-                raise ValueError(
-                    f"expected {VERSION} of {self._target}, found {wire.version} {wire.target:.80}"
-                )
-            paused = {Chain.parse(chain): pause for chain, pause in wire.paused.items()}
-            return Pauses(paused, {Chain.parse(chain): at for chain, at in wire.resumed.items()})
-        except ValueError as error:
-            anew = command("chain resume", f"--target {shlex.quote(self._target)}", "--all")
-            raise Stopped(
-                f"pauses of target {self._target} cannot be read: {error} (begins {value[:40]!r})",
-                hint=ways((f"restore {self._key} of {self._bucket.bucket}; or have nothing paused", anew)),
-                code="E-PAUSES",
-            ) from error
+            return await self.change(lambda pauses: pauses.resume_all(at))
+        except Stopped:
+            await self._document.put(Pauses())
+            return Pauses()
 
 
 @asynccontextmanager

@@ -160,19 +160,12 @@ def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, patience: G
     assert plan.hole is not None, "only holes have a fate"
     part = accepted_part(plan.hole, (gap.range for gap in gaps))
     if part is not None:
-        return GapDecision(GapAction.GIVE_UP, part, _accepted_by(part, gaps))
+        gap = next(gap for gap in gaps if part.first in gap.range)
+        why = f"accepted by {gap.by or 'somebody'}" + (f": {gap.note}" if gap.note else "")
+        return GapDecision(GapAction.GIVE_UP, part, why)
     if plan.phase is Phase.DAMAGED or plan.waiting_since is None:
         return GapDecision(GapAction.WAIT)
     if now - plan.waiting_since < patience.timeout:
         return GapDecision(GapAction.WAIT)
     why = f"no segment within {format_duration(patience.timeout)}"
-    return (
-        GapDecision(GapAction.GIVE_UP, plan.hole, why)
-        if patience.skip
-        else GapDecision(GapAction.HALT, plan.hole, why)
-    )
-
-
-def _accepted_by(part: SequenceRange, gaps: Sequence[AcceptedGap]) -> str:
-    gap = next(gap for gap in gaps if part.first in gap.range)
-    return f"accepted by {gap.by or 'somebody'}" + (f": {gap.note}" if gap.note else "")
+    return GapDecision(GapAction.GIVE_UP if patience.skip else GapAction.HALT, plan.hole, why)

@@ -206,7 +206,9 @@ class Prefetcher:
 
     def _wake(self, chain: ChainState) -> None:
         """The one place that gives a chain a turn."""
-        if self.chains.positions is None or self._waits_for_decisions or not chain.may_run:
+        # None may run before it is known which are paused.
+        is_informed = self.decisions is None or self._decided is not None
+        if self.chains.positions is None or not (is_informed and chain.may_run):
             return
         if chain.turn is Turn.ACTIVE:
             chain.turn = Turn.AGAIN
@@ -322,11 +324,6 @@ class Prefetcher:
         await self._read_decisions()
         now = self._clock.monotonic()
         await self._retry([chain for chain in self.chains if chain.stopped and now >= chain.retry_at])
-
-    @property
-    def _waits_for_decisions(self) -> bool:
-        """Whether it is not known which chains are paused; none may run then."""
-        return self.decisions is not None and self._decided is None
 
     async def _read_decisions(self) -> None:
         """Take over what is decided; it stays as it was where that cannot be read now. Raises Stopped where

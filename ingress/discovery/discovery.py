@@ -134,16 +134,15 @@ class Discovery:
         while True:
             self._anew.clear()
             error = await self._error_of("chains", self.look_up_all())
-            await first_of(self._anew.wait(), self._clock.sleep(TICK if error else LOOK_UP_ALL))
+            await first_of(self._anew.wait(), seconds=TICK if error else LOOK_UP_ALL)
 
     async def _look_at_sites(self) -> None:
         """What egress says of itself; nothing that is carried depends on it."""
-        while self.sites is not None:
+        while True:
             self._new_sites.clear()
-            if self._pairs:
+            if self._pairs and self.sites:
                 await self._error_of("alive", self.sites.look(self._pairs))
-            await first_of(self._new_sites.wait(), self._clock.sleep(LOOK_AT_SITES))
-        await asyncio.Event().wait()
+            await first_of(self._new_sites.wait(), seconds=LOOK_AT_SITES)
 
     async def _error_of(self, what: str, look: Awaitable[None]) -> FloeError | None:
         """What kept the store from answering, told once for each reason; None if nothing did."""

@@ -97,11 +97,17 @@ class Answers(Reply):
         self.acked, self.every = 0, 0
         self.news = asyncio.Event()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has ended the batch."""
+        return self.refusal is not None or self.decisive.done()
+
     def take(self, _subject: bytes, payload: bytes, headers: bytes | None) -> None:
         answer = {} if headers else _parsed(payload)
         kind = answer.get("type")
-        if kind == "ack" and _is_pace(answer):
-            self.acked, self.every = max(self.acked, answer["seq"]), answer["msgs"]
+        acked, every = answer.get("seq"), answer.get("msgs")
+        if kind == "ack" and type(acked) is int and type(every) is int and acked >= 0 and every >= 1:
+            self.acked, self.every = max(self.acked, acked), every
         elif kind in ("err", "gap"):
             self.refusal = self.refusal or _reason(answer)
         else:
@@ -165,28 +171,21 @@ class FastPublisher(RepliedPublisher):
         The first goes alone: its answer says whether there are such batches here, and the pace. While the
         server works on one stretch the next one is put together. Raises Unavailable.
         """
-        end = 1
+        answers, end = batch.answers, 1
         while batch.sent < batch.count:
             frames = batch.compose(batch.sent, end)
             if unclear := await self._wait_for_room(batch, end - batch.sent):
                 return unclear
-            if batch.answers.refusal or batch.answers.decisive.done():
+            if answers.is_over:
                 return None
             self._client.send(frames)
             batch.sent = end
             await self._client.flush_writes()
             failpoint("ingress.mid_batch")
-            if end == 1 < batch.count and (unclear := await self._wait_for_pace(batch)):
-                return unclear
-            end = min(batch.count, batch.sent + max(1, min(batch.answers.every, batch.flow)))
-        return None
-
-    async def _wait_for_pace(self, batch: FastBatch) -> UnknownOutcome | None:
-        """Until the first answer."""
-        answers = batch.answers
-        while not (answers.every or answers.refusal or answers.decisive.done()):
-            if unclear := await self._news(answers):
-                return unclear
+            while end == 1 < batch.count and not (answers.every or answers.is_over):
+                if unclear := await self._news(answers):
+                    return unclear
+            end = min(batch.count, batch.sent + max(1, min(answers.every, batch.flow)))
         return None
 
     async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
@@ -195,7 +194,7 @@ class FastPublisher(RepliedPublisher):
         An answer is sure to come only where `every` messages are on their way.
         """
         answers = batch.answers
-        while not (answers.refusal or answers.decisive.done()):
+        while not answers.is_over:
             under_way = batch.sent - answers.acked
             if under_way < max(1, answers.every) or under_way + more <= AHEAD * answers.every:
                 return None
@@ -245,11 +244,6 @@ def _parsed(payload: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _is_pace(answer: dict[str, Any]) -> bool:
-    acked, every = answer.get("seq"), answer.get("msgs")
-    return type(acked) is int and type(every) is int and acked >= 0 and every >= 1
 
 
 def _reason(answer: dict[str, Any]) -> UnknownOutcome:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from common.settings.ingress import SourceSettings
 from common.subjects import overlaps
@@ -18,18 +17,6 @@ from common.transforms import Transform, compile_transform
 # a source may hold `a.*` as the subject of a message.
 _UNSAFE = re.compile(rb"[\x00\t\n\r ]")
 MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
-
-
-class Rule(Protocol):
-    """What makes the subject at the target of the subject at the source."""
-
-    def apply(self, subject: bytes) -> bytes:
-        """The subject at the target; not yet checked."""
-        ...
-
-    def pattern(self) -> str | None:
-        """A filter that takes whatever it makes of subjects it applies to; None where that is not known."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +36,11 @@ class SubjectRule:
             subject = subject.replace(self.remove, b"").replace(b"..", b".")
         return subject
 
+    @property
     def pattern(self) -> str | None:
-        """`{prefix}.>`, where nothing that is removed can touch the prefix; None elsewhere."""
+        """A filter that takes whatever it makes: `{prefix}.>`, where nothing that is removed can touch the
+        prefix; None elsewhere.
+        """
         kept = (self.prefix + b".").replace(b"..", b".")
         ends = (kept[at:] for at in range(len(kept)))
         if b"" in kept[:-1].split(b".") or (self.remove and self.remove in kept):
@@ -60,27 +50,14 @@ class SubjectRule:
         return kept.decode() + ">"
 
 
-@dataclass(frozen=True, slots=True)
-class TransformRule:
-    """A NATS subject transform. What its source does not match stays as it is, as in a stream of the
-    server."""
-
-    transform: Transform
-
-    def apply(self, subject: bytes) -> bytes:
-        """The subject at the target; not yet checked."""
-        return self.transform.apply(subject)
-
-    def pattern(self) -> str | None:
-        """Of the subjects that its source matches."""
-        return self.transform.pattern
+Rule = SubjectRule | Transform
 
 
 def rule_of(source: SourceSettings) -> Rule:
     """The rule that the configuration of a source names."""
     wanted = source.subject_transform
     if wanted.source:
-        return TransformRule(compile_transform(wanted.source, wanted.destination))
+        return compile_transform(wanted.source, wanted.destination)
     return SubjectRule(source.subject_prefix.encode(), source.subject_remove.encode())
 
 
