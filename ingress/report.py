@@ -64,7 +64,7 @@ class Lags:
 
     def measure(
         self,
-        lanes: Iterable[ChainState],
+        chains: Iterable[ChainState],
         positions: Mapping[Chain, int],
         ready: Iterable[Block],
         intent: Intent | None,
@@ -79,13 +79,13 @@ class Lags:
         found: dict[Labels, Lag] = {}
         stopped = paused = 0
         newest: dict[Labels, ChainState] = {}
-        for lane in lanes:
-            lag = self._lag(lane, positions, counts[lane.chain], times.get(lane.chain), now)
-            labels = self._target, lane.chain.site, lane.chain.feed, str(lane.chain.partition)
+        for state in chains:
+            lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
+            labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
             found.setdefault(labels, Lag()).add(lag)
-            newest[labels] = max(lane, newest.get(labels, lane), key=lambda each: each.chain.incarnation)
-            stopped += lane.stopped is not None
-            paused += lane.phase is Phase.PAUSED
+            newest[labels] = max(state, newest.get(labels, state), key=lambda each: each.chain.incarnation)
+            stopped += state.stopped is not None
+            paused += state.phase is Phase.PAUSED
         metrics.stopped_chains.labels(self._target).set(stopped)
         metrics.paused_chains.labels(self._target).set(paused)
         metrics.intent_open.labels(self._target).set(intent is not None)
@@ -95,10 +95,10 @@ class Lags:
             metrics.lag_seconds.labels(*labels).set(lag.seconds)
             metrics.waiting_seconds.labels(*labels).set(lag.waiting)
             metrics.late_sequences.labels(*labels).set(lag.late)
-            lane = newest[labels]
-            sighting = sites.of(lane.chain) if sites else None
+            state = newest[labels]
+            sighting = sites.of(state.chain) if sites else None
             if sighting is not None:
-                left = sighting.sign.not_archived(lane.chain.incarnation, lane.archived)
+                left = sighting.sign.not_archived(state.chain.incarnation, state.archived)
                 if left is not None:  # else the last value stands
                     metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
         self._shown |= set(found)
@@ -116,35 +116,40 @@ class Lags:
                 each.remove(self._target)
         self._shown.clear()
 
-    def of(self, lane: ChainState, positions: Mapping[Chain, int], now: float) -> float:
+    def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
         """Seconds: age of the oldest message of the chain that is not carried; 0: none, or not measured."""
-        at, since = self._oldest.get(lane.chain, (0, now))
-        return max(0.0, now - since) if at == _position(lane, positions) else 0.0
+        at, since = self._oldest.get(state.chain, (0, now))
+        return max(0.0, now - since) if at == _position(state, positions) else 0.0
 
     def _lag(
-        self, lane: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
+        self,
+        state: ChainState,
+        positions: Mapping[Chain, int],
+        decoded: int,
+        oldest: float | None,
+        now: float,
     ) -> Lag:
-        at = _position(lane, positions)
+        at = _position(state, positions)
         # What lies behind the end of the incarnation is never carried.
-        archived = lane.archived if lane.end is None else min(lane.archived, lane.end)
+        archived = state.archived if state.end is None else min(state.archived, state.end)
         sequences = max(0, archived - at + 1)
-        messages = decoded + max(0, archived - max(at, lane.position) + 1)
-        since = lane.plan.waiting_since
+        messages = decoded + max(0, archived - max(at, state.position) + 1)
+        since = state.plan.waiting_since
         return Lag(
             sequences,
             min(messages, sequences) if sequences else messages,
-            now - self._since(lane, at, oldest, now) if sequences or decoded else 0.0,
+            now - self._since(state, at, oldest, now) if sequences or decoded else 0.0,
             0.0 if since is None else max(0.0, now - since),
-            0 if lane.plan.hole is None else len(lane.plan.hole),
+            0 if state.plan.hole is None else len(state.plan.hole),
         )
 
-    def _since(self, lane: ChainState, at: int, oldest: float | None, now: float) -> float:
+    def _since(self, state: ChainState, at: int, oldest: float | None, now: float) -> float:
         """When the oldest message not carried was published; the same as long as nothing is carried."""
-        known = self._oldest.get(lane.chain)
+        known = self._oldest.get(state.chain)
         if known is None or known[0] != at:
-            segment = lane.stretches[0].segment.modified if lane.stretches else lane.plan.waiting_since
+            segment = state.stretches[0].segment.modified if state.stretches else state.plan.waiting_since
             found = next((time for time in (oldest, segment) if time is not None), now)
-            known = self._oldest[lane.chain] = (at, min(now, found))
+            known = self._oldest[state.chain] = (at, min(now, found))
         return known[1]
 
 
@@ -166,8 +171,8 @@ _OF_CHAINS = (
 )
 
 
-def _position(lane: ChainState, positions: Mapping[Chain, int]) -> int:
-    return positions.get(lane.chain, lane.position or 1)
+def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
+    return positions.get(state.chain, state.position or 1)
 
 
 def _decoded(ready: Iterable[Block], intent: Intent | None) -> tuple[Counter[Chain], dict[Chain, float]]:

@@ -188,51 +188,51 @@ class SegmentLocator:
 
     # Looking
 
-    async def look(self, lane: ChainState) -> None:
+    async def look(self, state: ChainState) -> None:
         """List from the position; where a hole or damage keeps the chain waiting, see what becomes of it.
 
         Raises as `begin`.
         """
-        if lane.is_done:
-            lane.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
+        if state.is_done:
+            state.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
             return
-        plan = (await self._standing(lane, await self._plan(lane))).since(lane.plan)
+        plan = (await self._standing(state, await self._plan(state))).since(state.plan)
         if not plan.waits:
-            lane.looked(plan, self._clock.monotonic())
+            state.looked(plan, self._clock.monotonic())
             return
         if plan.waiting_since is None:
             # A hole at the end of an incarnation has waited since the next one began.
-            plan = replace(plan, waiting_since=await self._threads.run(self._next_began, lane.chain))
-        lane.looked(plan, self._clock.monotonic())
-        await self._settle(lane, plan)
+            plan = replace(plan, waiting_since=await self._threads.run(self._next_began, state.chain))
+        state.looked(plan, self._clock.monotonic())
+        await self._settle(state, plan)
 
-    async def _standing(self, lane: ChainState, plan: ChainPlan) -> ChainPlan:
-        """`plan`; late where the lane stands at a hole filled in part, as long as nothing has come."""
-        gone, lane.gone = lane.gone, None
+    async def _standing(self, state: ChainState, plan: ChainPlan) -> ChainPlan:
+        """`plan`; late where the state stands at a hole filled in part, as long as nothing has come."""
+        gone, state.gone = state.gone, None
         if gone is None or not plan.stretches or plan.stretches[0].segment.key != gone.segment.key:
             return plan
-        if gone.rows.first != lane.position or await self._threads.run(has_news, self._store, gone):
+        if gone.rows.first != state.position or await self._threads.run(has_news, self._store, gone):
             return plan
-        lane.gone = gone
-        since = lane.stands_since[1] if lane.stands_since else gone.segment.modified
+        state.gone = gone
+        since = state.stands_since[1] if state.stands_since else gone.segment.modified
         return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
 
-    async def _plan(self, lane: ChainState) -> ChainPlan:
+    async def _plan(self, state: ChainState) -> ChainPlan:
         # Whoever asks for it meanwhile asks for another look; one that fails is made again everywhere.
-        wanted, lane.look_everywhere = lane.look_everywhere, False
+        wanted, state.look_everywhere = state.look_everywhere, False
         plan = await self._threads.run(
             look,
             self._store,
-            lane.chain,
-            lane.position,
-            lane.end,
-            frozenset(lane.damaged),
-            everywhere=wanted or lane.stopped is not None or lane.plan.waits or lane.is_behind,
-            search=lane.search,
+            state.chain,
+            state.position,
+            state.end,
+            frozenset(state.damaged),
+            everywhere=wanted or state.stopped is not None or state.plan.waits or state.is_behind,
+            search=state.search,
         )
         if wanted and not plan.stretches:
             # What leads on is found before all levels are listed.
-            lane.looked_everywhere_at = self._clock.monotonic()
+            state.looked_everywhere_at = self._clock.monotonic()
         return plan
 
     def _next_began(self, chain: Chain) -> float | None:
@@ -242,69 +242,69 @@ class SegmentLocator:
 
     # Holes
 
-    async def _settle(self, lane: ChainState, plan: ChainPlan) -> None:
-        source = self._chains.source(lane.chain)
+    async def _settle(self, state: ChainState, plan: ChainPlan) -> None:
+        source = self._chains.source(state.chain)
         patience = GapPolicy(source.lost_segment_timeout, source.on_lost == "skip")
-        decision = await self._threads.run(self.gaps.decide, lane.chain, plan, patience)
-        if not self._chains.is_current(lane):
+        decision = await self._threads.run(self.gaps.decide, state.chain, plan, patience)
+        if not self._chains.is_current(state):
             return
-        if lane.gone is not None and decision.fate is GapAction.GIVE_UP:
+        if state.gone is not None and decision.fate is GapAction.GIVE_UP:
             # Go on behind what is missing of a filled hole; the rows that are there are carried.
             assert decision.part is not None, "what is given up is named"
-            part, missing = decision.part, min(lane.gone.missing, len(decision.part))
-            await self._threads.run(self.gaps.pass_missing, lane.chain, part, missing, decision.why)
-            lane.gone = None
-            lane.passed.append(part)
-            await self.look(lane)
+            part, missing = decision.part, min(state.gone.missing, len(decision.part))
+            await self._threads.run(self.gaps.pass_missing, state.chain, part, missing, decision.why)
+            state.gone = None
+            state.passed.append(part)
+            await self.look(state)
         elif decision.fate is GapAction.HALT:
-            await self._halt(lane, plan, decision)
-        elif decision.fate is GapAction.GIVE_UP and lane.damaged and lane.rechecked != lane.position:
+            await self._halt(state, plan, decision)
+        elif decision.fate is GapAction.GIVE_UP and state.damaged and state.rechecked != state.position:
             # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
-            lane.rechecked = lane.position
-            lane.forget_damage()
-            await self.look(lane)
+            state.rechecked = state.position
+            state.forget_damage()
+            await self.look(state)
         elif decision.fate is GapAction.GIVE_UP:
             # Go on behind what is given up, as far as nothing covers it after all.
-            damaged = frozenset(lane.damaged)
-            found = await self._threads.run(self.gaps.give_up, lane.chain, decision, damaged)
+            damaged = frozenset(state.damaged)
+            found = await self._threads.run(self.gaps.give_up, state.chain, decision, damaged)
             if found.leads_on is not None:
-                lane.leads_on(found.leads_on)
+                state.leads_on(found.leads_on)
             elif found.free is not None:
-                lane.gives_up(found.free)
+                state.gives_up(found.free)
 
-    async def _halt(self, lane: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
+    async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
         """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
 
         Looked through once for each hole: from then on the usual looks find what arrives.
         """
         assert decision.part is not None, "what is lost is named"
-        if lane.gone is not None:
-            lane.plan = replace(plan, phase=Phase.LOST)
-            raise _missing(lane.chain, lane.gone, decision.why)
-        if lane.surveyed is None or lane.surveyed[0] != decision.part:
-            damaged = frozenset(lane.damaged)
-            found = await self._threads.run(survey, self._store, lane.chain, decision.part, damaged)
+        if state.gone is not None:
+            state.plan = replace(plan, phase=Phase.LOST)
+            raise _missing(state.chain, state.gone, decision.why)
+        if state.surveyed is None or state.surveyed[0] != decision.part:
+            damaged = frozenset(state.damaged)
+            found = await self._threads.run(survey, self._store, state.chain, decision.part, damaged)
             if found.leads_on is not None:
-                lane.leads_on(found.leads_on)
+                state.leads_on(found.leads_on)
                 return
-            lane.surveyed = decision.part, found.free or decision.part
-        lane.plan = replace(plan, phase=Phase.LOST)
-        chain, part = lane.chain, lane.surveyed[1]
+            state.surveyed = decision.part, found.free or decision.part
+        state.plan = replace(plan, phase=Phase.LOST)
+        chain, part = state.chain, state.surveyed[1]
         message = f"chain {chain}: sequences {part} are lost: {decision.why}"
         raise Stopped(message, hint=hints.way_out(chain, part), code="E-LOST")
 
-    async def look_behind(self, lane: ChainState) -> None:
+    async def look_behind(self, state: ChainState) -> None:
         """Tell what arrived behind gaps that were passed: it is not carried."""
-        found = await self._threads.run(self.gaps.arrived, lane.chain, lane.position)
-        lane.look_behind = False
+        found = await self._threads.run(self.gaps.arrived, state.chain, state.position)
+        state.look_behind = False
         for gap, ref in found:
             first = max(gap.range.first, ref.coverage.first)
-            metrics.behind_gaps.labels(lane.chain.site, lane.chain.feed).inc()
+            metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
             log.warning(
                 "a segment arrived behind a gap that was passed; it is not carried",
                 action="arrived_behind",
                 gap=str(gap.range),
-                to_carry_it=hints.set_position(self._chains.target, lane.chain, first),
+                to_carry_it=hints.set_position(self._chains.target, state.chain, first),
                 **ref.log_context(),
             )
 
