@@ -280,12 +280,7 @@ class Notified:
 
 
 async def follow(
-    settings: Settings,
-    client: FloeClient,
-    layout: Layout,
-    discovery: Discovery,
-    health: Health,
-    clock: Clock,
+    settings: Settings, client: FloeClient, layout: Layout, discovery: Discovery, health: Health, clock: Clock
 ) -> None:
     """Follow what `ingress.events` names, for ever; where it names nothing, wait for ever.
 

@@ -13,20 +13,7 @@ from common.errors import DataError, UsageError
 from common.open import load_settings, open_chains
 from common.segments.documents import TargetPositions
 from common.sequences import MAX_SEQUENCE
-from common.service.cli import (
-    Named,
-    SequenceType,
-    config_option,
-    confirm,
-    dry_run_option,
-    history_options,
-    json_option,
-    print_json,
-    run_command,
-    table,
-    target_option,
-    yes_option,
-)
+from common.service import cli
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -43,13 +30,13 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Named, int]:
+    ) -> tuple[cli.Named, int]:
         from common.segments.naming import parse
 
         name, _, sequence = str(value).rpartition("=")
         try:
             site, feed, *numbers = parse(name)
-            named, at = Named(site, feed or "", *numbers), int(sequence)
+            named, at = cli.Named(site, feed or "", *numbers), int(sequence)
         except (ValueError, UsageError) as error:
             self.fail(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}", param, ctx)
         if not 1 <= at <= MAX_SEQUENCE:
@@ -58,12 +45,12 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
 
 
 @click.command("set")
-@config_option
-@target_option
+@cli.config_option
+@cli.target_option
 @click.option("--site", default="", help="With --feed and --sequence: of this site.")
 @click.option("--feed", default="", help="The feed.")
-@history_options
-@click.option("--sequence", type=SequenceType(), help="The sequence that the chain goes on at.")
+@cli.history_options
+@click.option("--sequence", type=cli.SequenceType(), help="The sequence that the chain goes on at.")
 @click.option("--accept", is_flag=True, help="Take the target as it is now.")
 @click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
 @click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
@@ -71,15 +58,15 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
 @click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
 @click.option("--position", "told", type=PositionParam(), multiple=True, help="With --accept: you know it.")
 @click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
-@dry_run_option
-@yes_option
-@json_option
-@run_command
+@cli.dry_run_option
+@cli.yes_option
+@cli.json_option
+@cli.run_command
 async def checkpoint_set(
     config: str,
     target: str,
-    named: Named | None,
-    told: tuple[tuple[Named, int], ...],
+    named: cli.Named | None,
+    told: tuple[tuple[cli.Named, int], ...],
     repeats: bool,
     dry_run: bool,
     yes: bool,
@@ -125,7 +112,7 @@ async def checkpoint_set(
             _show(target, plan)
         is_done = plan.changes and not dry_run
         if is_done:
-            confirm(f"change what is remembered of {target}?", yes)
+            cli.confirm(f"change what is remembered of {target}?", yes)
             await (desk.apply_again(plan, planning) if at_work else desk.apply(plan))
         if as_json:
             _print_plan(target, plan, dry_run)
@@ -146,8 +133,8 @@ def _way(options: Mapping[str, Any]) -> str:
 
 
 async def _chains(
-    settings: Settings, desk: CheckpointEditor, names: Collection[Named | None]
-) -> dict[Named | None, Chain]:
+    settings: Settings, desk: CheckpointEditor, names: Collection[cli.Named | None]
+) -> dict[cli.Named | None, Chain]:
     """The chains that are meant by the names."""
     state = (await desk.known()).state if names else None
     carried = list(state.checkpoint.positions) if state else []
@@ -170,7 +157,7 @@ def _show(target: str, plan: CheckpointPlan) -> None:
         {**chain.log_context(), "before": before.get(chain), "after": behind.get(chain)}
         for chain in sorted({*before, *behind})
     ]
-    table(rows, POSITION_COLUMNS)
+    cli.table(rows, POSITION_COLUMNS)
     for line in plan.correction.told:
         click.echo(line)
 
@@ -178,7 +165,7 @@ def _show(target: str, plan: CheckpointPlan) -> None:
 def _print_plan(target: str, plan: CheckpointPlan, dry_run: bool) -> None:
     from ingress.operator.status import checkpoint_json
 
-    print_json(
+    cli.print_json(
         {
             "target": target,
             "changed": plan.changes and not dry_run,
@@ -199,10 +186,10 @@ MEANING = (
 
 
 @click.command("release")
-@config_option
+@cli.config_option
 @click.argument("target")
-@yes_option
-@run_command
+@cli.yes_option
+@cli.run_command
 async def checkpoint_release(config: str, target: str, yes: bool) -> None:
     """Let a target go that is not carried any more: nothing is kept in the archive because of it.
 

@@ -178,11 +178,8 @@ class CheckpointEditor:
                     code="E-TARGET-SHARED",
                 )
         if not await self._store_plan(plan):
-            raise Unavailable(
-                f"state of target {self.target}: changed by somebody else meanwhile",
-                hint="look again",
-                code="E-STATE-MOVED",
-            )
+            moved = f"state of target {self.target}: changed by somebody else meanwhile"
+            raise Unavailable(moved, hint="look again", code="E-STATE-MOVED")
 
     async def apply_again(self, plan: CheckpointPlan, again: Callable[[], Awaitable[CheckpointPlan]]) -> None:
         """Store it; where the state moves under a carrier at work, plan it again for a while."""
@@ -200,15 +197,14 @@ class CheckpointEditor:
             try:
                 return await planning()
             except CorrectionRefused:
-                if self._clock.monotonic() > deadline or not await self._is_at_work():
+                if self._clock.monotonic() > deadline:
+                    raise
+                before = await self.known()
+                await self._clock.sleep(STILL)
+                # Where somebody changes the state, the intent that is open now will be closed.
+                if (await self.known()).revision == before.revision:
                     raise
             await self._clock.sleep(BUSY_SPACING)
-
-    async def _is_at_work(self) -> bool:
-        """Whether somebody changes the state: the intent that is open now will be closed."""
-        before = await self.known()
-        await self._clock.sleep(STILL)
-        return (await self.known()).revision != before.revision
 
     async def _store_plan(self, plan: CheckpointPlan) -> bool:
         after, revision = plan.correction.after, plan.known.revision

@@ -345,15 +345,17 @@ def rebuild(
             f"{census.held}: positions behind the newest that stands there are lower bounds",
             hint="restore the state bucket; or store again what the target let go: --accept-repeats",
         )
-    positions = _least(state, reading)
-    for chain, standing in census.chains.items():
-        positions[chain] = max(positions.get(chain, 0), standing.newest + 1)
+    last = reading.last_sequence
+    same = state.checkpoint if state and reading.created == state.checkpoint.target_created else None
+    lost = same.target_sequence - last if same else 0
+    # What the stored state says holds for certain, but where the target lost messages since.
+    positions = dict(same.positions) if same and lost <= 0 else {}
+    for chain, scanned in census.chains.items():
+        positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
     lines = _stands(census)
-    if state is not None and reading.created == state.checkpoint.target_created:
-        lost = state.checkpoint.target_sequence - reading.last_sequence
-        if lost > 0:
-            told = "are carried again: whoever has read them from the target before gets them twice"
-            lines.append(f"the last {lost} messages, which the target has lost, {told}")
+    if lost > 0:
+        told = "are carried again: whoever has read them from the target before gets them twice"
+        lines.append(f"the last {lost} messages, which the target has lost, {told}")
     if census.gone:
         lines.append(f"{census.gone} messages are gone: what of them was newer than what stands is repeated")
     lines += _others(census)
@@ -361,19 +363,10 @@ def rebuild(
         lines.append("stop every paused or cut off instance of ingress first")
     before = state.checkpoint.positions if state else {}
     parked = kept_as(state.checkpoint, reading.created, positions) if state else None
-    last = reading.last_sequence
     checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
     marks = marks_by_listing(entries, checkpoint, census)
     lines += consequences(before, positions) + marks.told()
     return Correction(TargetState(checkpoint), lines, marks)
-
-
-def _least(state: TargetState | None, reading: TargetReading) -> dict[Chain, int]:
-    """What the stored state says for certain: nothing where the target lost messages since."""
-    if state is None or reading.created != state.checkpoint.target_created:
-        return {}
-    behind = reading.last_sequence < state.checkpoint.target_sequence
-    return {} if behind else dict(state.checkpoint.positions)
 
 
 # Begin again

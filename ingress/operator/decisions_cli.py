@@ -14,21 +14,7 @@ import click
 
 from common.errors import Stopped, UsageError
 from common.open import load_settings, open_chains, open_store
-from common.service.cli import (
-    Named,
-    SequenceType,
-    any_chain_options,
-    chain_options,
-    config_option,
-    confirm,
-    dry_run_option,
-    json_option,
-    print_json,
-    run_command,
-    table,
-    target_option,
-    yes_option,
-)
+from common.service import cli
 
 if TYPE_CHECKING:
     from common.chain import Chain
@@ -66,9 +52,9 @@ def gap() -> None:
 
 
 @gap.command("ls")
-@config_option
-@json_option
-@run_command
+@cli.config_option
+@cli.json_option
+@cli.run_command
 async def gap_ls(config: str, as_json: bool) -> None:
     """List the holes of every chain that flows into a target, from where the target stands.
 
@@ -96,9 +82,9 @@ async def gap_ls(config: str, as_json: bool) -> None:
         store.close()
     rows = [hole.row() for hole in found]
     if as_json:
-        print_json(rows)
+        cli.print_json(rows)
         return
-    table(rows, GAP_COLUMNS)
+    cli.table(rows, GAP_COLUMNS)
     # Giving up comes last.
     for hole in found:
         if hole.kind != "hole":
@@ -128,24 +114,17 @@ def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[
 
 
 @gap.command("accept")
-@config_option
-@chain_options
-@click.option("--first", type=SequenceType(), required=True, help="The first sequence that is given up.")
-@click.option("--last", type=SequenceType(), required=True, help="The last one.")
+@cli.config_option
+@cli.chain_options
+@click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence that is given up.")
+@click.option("--last", type=cli.SequenceType(), required=True, help="The last one.")
 @click.option("--note", default="", help="Why; kept with the decision.")
-@dry_run_option
-@yes_option
-@json_option
-@run_command
+@cli.dry_run_option
+@cli.yes_option
+@cli.json_option
+@cli.run_command
 def gap_accept(
-    config: str,
-    named: Named,
-    first: int,
-    last: int,
-    note: str,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
+    config: str, named: cli.Named, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
 ) -> None:
     """Give up sequences that no segment covers: every target goes on behind them, within a poll.
 
@@ -179,14 +158,14 @@ def gap_accept(
         for problem in damaged:
             click.echo(f"damaged, and given up with the gap: {problem}", err=True)
         if not dry_run:
-            confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+            cli.confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
             decision = documents.accept_gap(chain, decision)
     finally:
         store.close()
     if as_json:
         shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
         decided = {"by": decision.by, "at": decision.at, "damaged": damaged, "dry_run": dry_run}
-        print_json({**chain.log_context(), **shown, **decided})
+        cli.print_json({**chain.log_context(), **shown, **decided})
     elif dry_run:
         click.echo(f"{chain} {decision.range} can be given up; nothing was changed")
     else:
@@ -202,19 +181,13 @@ def chain() -> None:
 
 
 @chain.command("pause")
-@config_option
-@target_option
-@chain_options
+@cli.config_option
+@cli.target_option
+@cli.chain_options
 @click.option("--note", default="", help="Why; shown by `floe chain ls`.")
-@json_option
-@run_command
-async def chain_pause(
-    config: str,
-    target: str,
-    named: Named,
-    note: str,
-    as_json: bool,
-) -> None:
+@cli.json_option
+@cli.run_command
+async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_json: bool) -> None:
     """Carry nothing more of a chain into a target until it is resumed; others go on.
 
     What is being stored now is stored. Holds through restarts and take-overs.
@@ -231,20 +204,15 @@ async def chain_pause(
 
 
 @chain.command("resume")
-@config_option
-@target_option
-@any_chain_options
+@cli.config_option
+@cli.target_option
+@cli.any_chain_options
 @click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
-@json_option
-@run_command
+@cli.json_option
+@cli.run_command
 async def chain_resume(
-    config: str,
-    target: str,
-    named: Named | None,
-    is_all: bool,
-    yes: bool,
-    as_json: bool,
+    config: str, target: str, named: cli.Named | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
     """Carry a paused chain again; or have a chain that stopped by itself looked at again at once.
 
@@ -272,14 +240,14 @@ async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
             paused = f"chains paused now: {len((await store.read()).paused)}"
         except Stopped as error:
             paused = error.message
-        confirm(f"have nothing of {target} paused ({paused})?", yes)
+        cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
         return await store.resume_all(at)
 
 
 @chain.command("ls")
-@config_option
-@json_option
-@run_command
+@cli.config_option
+@cli.json_option
+@cli.run_command
 async def chain_ls(config: str, as_json: bool) -> None:
     """List the paused chains of every target.
 
@@ -291,7 +259,7 @@ async def chain_ls(config: str, as_json: bool) -> None:
     async with pause_stores(load_settings(config, quiet=True)) as stores:
         for target, store in stores.items():
             rows += _rows(target, await store.read())
-    print_json(rows) if as_json else table(rows, PAUSE_COLUMNS)
+    cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)
 
 
 @asynccontextmanager
@@ -306,7 +274,9 @@ async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, Paus
         yield settings, stores[target]
 
 
-async def _decide(config: str, target: str, named: Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
+async def _decide(
+    config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses]
+) -> Pauses:
     async with _store(config, target) as (settings, store):
         paused, carried = (await store.read()).paused, await store.carried()
         chain = await asyncio.to_thread(named.chain, settings, paused, carried)
@@ -324,8 +294,8 @@ def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
     """What is paused now; the service sees it within two seconds."""
     rows = _rows(target, pauses)
     if as_json:
-        print_json(rows)
+        cli.print_json(rows)
     elif rows:
-        table(rows, PAUSE_COLUMNS)
+        cli.table(rows, PAUSE_COLUMNS)
     else:
         click.echo(f"no chain of {target} is paused")

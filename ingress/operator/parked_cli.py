@@ -11,19 +11,7 @@ import click
 
 from common.errors import DataError, UsageError
 from common.open import load_settings
-from common.service.cli import (
-    Named,
-    SequenceType,
-    chain_options,
-    config_option,
-    confirm,
-    json_option,
-    print_json,
-    run_command,
-    table,
-    target_option,
-    yes_option,
-)
+from common.service import cli
 from common.service.exits import command, ways
 
 if TYPE_CHECKING:
@@ -39,10 +27,10 @@ def parked() -> None:
 
 
 @parked.command("ls")
-@config_option
+@cli.config_option
 @click.option("--target", default="", metavar="STREAM", help="Only of this target.")
-@json_option
-@run_command
+@cli.json_option
+@cli.run_command
 def parked_ls(config: str, target: str, as_json: bool) -> None:
     """List what was put aside: for which target, since when, why, and what became of it.
 
@@ -56,24 +44,19 @@ def parked_ls(config: str, target: str, as_json: bool) -> None:
         raise UsageError(f"--target: expected one of {', '.join(known) or 'none'}, found {target}")
     stores = [_store(config, name) for name in names]
     rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
-    print_json(rows) if as_json else table(rows, COLUMNS)
+    cli.print_json(rows) if as_json else cli.table(rows, COLUMNS)
 
 
 @parked.command("cat")
-@config_option
-@target_option
-@chain_options
-@click.option("--sequence", type=SequenceType(), required=True, help="The message.")
+@cli.config_option
+@cli.target_option
+@cli.chain_options
+@click.option("--sequence", type=cli.SequenceType(), required=True, help="The message.")
 @click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
-@json_option
-@run_command
+@cli.json_option
+@cli.run_command
 async def parked_cat(
-    config: str,
-    target: str,
-    named: Named,
-    sequence: int,
-    is_headers: bool,
-    as_json: bool,
+    config: str, target: str, named: cli.Named, sequence: int, is_headers: bool, as_json: bool
 ) -> None:
     """Write one parked message to stdout: its payload as it is; with --json everything, bytes in Base64.
 
@@ -95,29 +78,23 @@ async def parked_cat(
         for name in ("subject", "headers", "payload"):
             raw = getattr(message, name)
             row[name] = None if raw is None else base64.b64encode(raw).decode()
-        print_json(row)
+        cli.print_json(row)
     else:
         sys.stdout.buffer.write((message.headers or b"") if is_headers else message.payload)
         sys.stdout.buffer.flush()
 
 
 @parked.command("retry")
-@config_option
-@target_option
-@chain_options
-@click.option("--sequence", type=SequenceType(), help="The message.")
+@cli.config_option
+@cli.target_option
+@cli.chain_options
+@click.option("--sequence", type=cli.SequenceType(), help="The message.")
 @click.option("--all", "is_all", is_flag=True, help="All of the chain.")
-@yes_option
-@json_option
-@run_command
+@cli.yes_option
+@cli.json_option
+@cli.run_command
 async def parked_retry(
-    config: str,
-    target: str,
-    named: Named,
-    sequence: int | None,
-    is_all: bool,
-    yes: bool,
-    as_json: bool,
+    config: str, target: str, named: cli.Named, sequence: int | None, is_all: bool, yes: bool, as_json: bool
 ) -> None:
     """Ask the running service to try messages again, by the limits of now.
 
@@ -139,12 +116,12 @@ async def parked_retry(
     else:
         wanted = [_to_deliver(_entry(store, chain, sequence), target)]
     if not as_json:
-        table([_row(store, entry) for entry in wanted], COLUMNS)
+        cli.table([_row(store, entry) for entry in wanted], COLUMNS)
     if wanted:
-        confirm(f"try {len(wanted)} of them again for {target}?", yes)
+        cli.confirm(f"try {len(wanted)} of them again for {target}?", yes)
         store.ask(*wanted)
     if as_json:
-        print_json([_row(store, entry) for entry in wanted])
+        cli.print_json([_row(store, entry) for entry in wanted])
     else:
         click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
 
@@ -194,7 +171,7 @@ async def _current(config: str, target: str) -> ParkedStore:
     return store
 
 
-def _meant(config: str, store: ParkedStore, named: Named, sequence: int | None) -> Chain:
+def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | None) -> Chain:
     """The chain of which it is parked. Raises UsageError where that may be several."""
     found = {
         name.chain
