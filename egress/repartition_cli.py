@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from common.errors import UsageError
 from common.open import load_settings
-from common.service.cli import config_option, json_option, print_json, run_command
+from common.service.cli import config_option, confirm, json_option, print_json, run_command
 from common.service.logs import escaped
 
 if TYPE_CHECKING:
@@ -59,12 +57,8 @@ async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json:
 def _confirm(plan: RepartitionPlan, left: Sequence[LeftOut], yes: bool) -> None:
     for each in left:
         click.echo(escaped(f"warning: {each}"), err=True)
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError("expected --yes where nobody can be asked")
     cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
-    click.confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), abort=True, err=True)
+    confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), yes)
 
 
 def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
@@ -75,23 +69,18 @@ def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
         "to": [partition.filter_subject for partition in plan.new],
         "ends_at": None if plan.is_done else plan.end,
         "still_to_read": {} if plan.is_done else plan.behind,
-        "left_out": [
-            {
-                "filter": each.filter_subject,
-                "messages": each.found.messages,
-                "subjects": each.found.subjects,
-                "example": each.found.example,
-            }
-            for each in left
-        ],
+        "left_out": [{"filter": each.filter_subject, **each.found.told()} for each in left],
     }
 
 
 def _planned_lines(plan: RepartitionPlan, left: Sequence[LeftOut]) -> list[str]:
+    from egress.report import counted
+
     if plan.is_done:
-        return [_nothing(plan.current)]
+        return [f"{_feed(plan.current)} is cut as configured"]
     behind = [
-        f"partition {number}: {_sequences(count)} still to read" for number, count in plan.behind.items()
+        f"partition {number}: {counted(count, 'sequence') if count else 'nothing'} still to read"
+        for number, count in plan.behind.items()
     ]
     return [
         f"{_feed(plan.current)} would be closed at {plan.end}, and the next incarnation begin behind it",
@@ -114,7 +103,7 @@ def _done(result: RepartitionResult, plan: RepartitionPlan) -> dict[str, Any]:
 
 def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
     if plan.is_done:
-        return [_nothing(result.chain)]
+        return [f"{_feed(result.chain)} is cut as configured"]
     ends = [
         f"partition {number} of {_feed(plan.current)}: " + (f"ends at {end}" if end else "holds nothing")
         for number, end in sorted(result.ends.items())
@@ -126,10 +115,6 @@ def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
     ]
 
 
-def _nothing(chain: Chain) -> str:
-    return f"{_feed(chain)} is cut as configured"
-
-
 def _feed(chain: Chain) -> str:
     """All partitions of an incarnation."""
     return str(chain).rpartition("/")[0]
@@ -139,12 +124,6 @@ def _filters(parts: Sequence[Partition]) -> str:
     from egress.incarnations import filters_text
 
     return filters_text([partition.filter_subject for partition in parts])
-
-
-def _sequences(count: int) -> str:
-    if not count:
-        return "nothing"
-    return f"{count} sequence{'' if count == 1 else 's'}"
 
 
 def _print(found: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import Gauge
+
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, SystemClock
 from common.errors import DataError, FloeError
@@ -81,11 +83,15 @@ class Unmatched:
     example: str = ""
     is_complete: bool = True
 
+    def told(self) -> dict[str, Any]:
+        """For programs."""
+        return {"messages": self.messages, "subjects": self.subjects, "example": self.example}
+
     def __str__(self) -> str:
         """For people: how many messages, on which subjects."""
         least = "" if self.is_complete else "at least "
         such = "" if self.subjects == 1 else "such as "
-        count = f"{least}{_counted(self.messages, 'message')} on {_counted(self.subjects, 'subject')}"
+        count = f"{least}{counted(self.messages, 'message')} on {counted(self.subjects, 'subject')}"
         return f"{count}, {such}{self.example},"
 
 
@@ -101,7 +107,8 @@ class LeftOut:
         return f"{self.filter_subject or '>'}: {self.found} {verb} to no partition any more"
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """So many of `what`, for people."""
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
@@ -133,13 +140,19 @@ class FeedReport:
         begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
         for prefix in ("egress_", "segment_"):
             begin(prefix, site=feed.site, feed=feed.feed)
-        metrics.stalled.labels(*self._labels).set(0)
+        self._set(metrics.stalled, 0)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
         of_chain = metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified
         for each in (*of_chain, metrics.damaged):
             each.labels(*self._labels).set(0)
         for reason in UNREAD:
             metrics.left_out.labels(*self._labels, reason.value)
+
+    def _set(self, gauge: Gauge, value: float) -> None:
+        gauge.labels(*self._labels).set(value)
+
+    def _log(self, level: str, event: str, **context: object) -> None:
+        getattr(log, level)(event, **context, **self._chain.log_context())
 
     def state(self, state: str, *, ready: bool, why: str = "", hint: str = "", code: str = "") -> None:
         """Show what the feed is doing; `why` where it is not ready."""
@@ -151,14 +164,14 @@ class FeedReport:
 
     def standby(self, holder: str | None) -> None:
         """Another instance works on the chain."""
-        metrics.lease_held.labels(*self._labels).set(0)
+        self._set(metrics.lease_held, 0)
         self._left = lambda: math.inf  # whoever holds the lease tells
         self._status.update(holder=owner_text(holder or ""))
         self.state(STANDBY, ready=True)
 
     def working(self) -> None:
         """This instance holds the lease."""
-        metrics.lease_held.labels(*self._labels).set(1)
+        self._set(metrics.lease_held, 1)
         self._status.update(holder="this instance")
         self.state("starting", ready=False, why="starting")
 
@@ -166,69 +179,59 @@ class FeedReport:
         """Messages are read from `first` on, what is before is accounted for; the archive ends at `end`."""
         self._chain = chain
         self._status.update(incarnation=chain.incarnation, position=first, end=end)
-        metrics.incarnation.labels(*self._labels).set(chain.incarnation)
-        metrics.end_sequence.labels(*self._labels).set(end)
-        metrics.stopped.labels(*self._labels).set(0)
+        self._set(metrics.incarnation, chain.incarnation)
+        self._set(metrics.end_sequence, end)
+        self._set(metrics.stopped, 0)
         self.works()
 
     def works(self) -> None:
         """Whatever was asked was answered."""
-        metrics.waiting.labels(*self._labels).set(0)
+        self._set(metrics.waiting, 0)
         self._failure = ""
         self.state("reading", ready=True)
 
     def closing(self, missing: Sequence[int]) -> None:
         """The partition has ended with its incarnation; the others are waited for."""
-        metrics.stopped.labels(*self._labels).set(0)
-        metrics.waiting.labels(*self._labels).set(0)
+        self._set(metrics.stopped, 0)
+        self._set(metrics.waiting, 0)
         self._failure = ""
         numbers = ", ".join(map(str, missing))
         self.state("closing", ready=True, why=f"waiting for partitions {numbers}")
 
     def waits(self, error: FloeError) -> None:
         """A server cannot be reached; it is tried again."""
-        metrics.waiting.labels(*self._labels).set(1)
+        self._set(metrics.waiting, 1)
         if error.message != self._failure:
             self._failure = error.message
-            log.warning(
-                "waiting", action="waiting", code=error.code, error=str(error), **self._chain.log_context()
-            )
+            self._log("warning", "waiting", action="waiting", code=error.code, error=str(error))
         self.state("waiting", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def stopped(self, error: FloeError) -> None:
         """The chain waits for an operator."""
-        metrics.stopped.labels(*self._labels).set(1)
+        self._set(metrics.stopped, 1)
         if error.message != self._failure:
             self._failure = error.message
-            log.error(
-                "chain stopped",
-                action="chain_stopped",
-                code=error.code,
-                error=str(error),
-                **self._chain.log_context(),
-            )
+            self._log("error", "chain stopped", action="chain_stopped", code=error.code, error=str(error))
         self.state("stopped", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def fails(self, error: BaseException) -> None:
         """An error that nobody foresaw ended what was going on; it begins again by itself."""
         known = told(error, "feed", f"chain {self._chain}", **self._chain.log_context())
-        metrics.stopped.labels(*self._labels).set(1)
+        self._set(metrics.stopped, 1)
         self.state("stopped", ready=False, why=known.message, hint=known.hint, code=known.code)
 
     def doubt(self, reason: str, text: str) -> None:
         """A reader was given up."""
         metrics.doubts.labels(*self._labels, reason).inc()
-        log.info("reader given up", action="doubt", reason=reason, text=text, **self._chain.log_context())
+        self._log("info", "reader given up", action="doubt", reason=reason, text=text)
         self.state("checking", ready=False, why=text)
 
     def judged(self, evidence: Evidence, verdict: SourceVerdict) -> None:
         """The stream was compared with the archive."""
-        metrics.unverified.labels(*self._labels).set(verdict.kind is VerdictKind.UNVERIFIED)
+        self._set(metrics.unverified, verdict.kind is VerdictKind.UNVERIFIED)
         if verdict.drifted and not self._status.get("drifted"):
-            log.warning(
-                "created drifted", action="created_drifted", why=verdict.why, **self._chain.log_context()
-            )
-        metrics.drifted.labels(*self._labels).set(verdict.drifted)
+            self._log("warning", "created drifted", action="created_drifted", why=verdict.why)
+        self._set(metrics.drifted, verdict.drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.drifted)
         if evidence.source is not None:
             self.source(evidence.source.last, evidence.source.last_timestamp_ns)
@@ -236,10 +239,10 @@ class FeedReport:
     def source(self, last: int, last_timestamp_ns: int | None) -> None:
         """The stream was asked just now: sequence and time of its last message."""
         self._source_asked = self._clock.now()
-        metrics.source_sequence.labels(*self._labels).set(last)
-        metrics.source_asked.labels(*self._labels).set(self._source_asked)
+        self._set(metrics.source_sequence, last)
+        self._set(metrics.source_asked, self._source_asked)
         if last_timestamp_ns is not None:
-            metrics.source_timestamp.labels(*self._labels).set(last_timestamp_ns / NS_PER_S)
+            self._set(metrics.source_timestamp, last_timestamp_ns / NS_PER_S)
         self._status.update(source_last=last)
         self._health.set_status(self._part, self._status)
 
@@ -264,47 +267,47 @@ class FeedReport:
 
     def lost(self, sequences: int) -> None:
         """So many sequences under existing coverage are in neither archive nor stream."""
-        metrics.lost.labels(*self._labels).set(sequences)
+        self._set(metrics.lost, sequences)
         self._status.update(lost=sequences)
 
     def damaged(self, found: Mapping[str, str]) -> None:
         """Segments beyond the high-water mark that are not what their names promise, by key, and why."""
-        metrics.damaged.labels(*self._labels).set(len(found))
+        self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
-            log.error(
+            self._log(
+                "error",
                 "segment damaged",
                 action="segment_damaged",
                 key=key,
                 error=found[key],
                 hint="left out, and read again as far as the stream holds it; to put it away: "
                 + command("segments quarantine", shlex.quote(key)),
-                **self._chain.log_context(),
             )
         self._status.update(damaged=dict(found))
         self._health.set_status(self._part, self._status)
 
     def stalled(self, pending: str, since: float) -> None:
         """Nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
-        metrics.stalled.labels(*self._labels).set(1)
+        self._set(metrics.stalled, 1)
         if not self._is_stalled:
             self._is_stalled = True
-            log.error(
+            self._log(
+                "error",
                 "chain stalled",
                 action="stalled",
                 code="E-STALLED",
                 pending=pending,
                 seconds=round(since),
-                **self._chain.log_context(),
             )
         why = f"{pending}, and nothing moves for {since:.0f} s"
         self.state("stalled", ready=False, why=why, code="E-STALLED")
 
     def moves(self) -> None:
         """Something was received or archived, or there is nothing to do."""
-        metrics.stalled.labels(*self._labels).set(0)
+        self._set(metrics.stalled, 0)
         if self._is_stalled:
             self._is_stalled = False
-            log.info("chain moves again", action="moves", **self._chain.log_context())
+            self._log("info", "chain moves again", action="moves")
             if self._status.get("state") == "stalled":
                 self.state("reading", ready=True)
 
@@ -318,14 +321,14 @@ class FeedReport:
         """So many messages stand on subjects that no partition takes."""
         metrics.unmatched.labels(*self._labels[:2]).set(found.messages)
         known = self._status.get("unmatched", {"messages": 0, "subjects": 0})
-        told = {"messages": found.messages, "subjects": found.subjects, "example": found.example}
+        told = found.told()
         if found.subjects and found.subjects != known["subjects"]:
-            log.warning(
+            self._log(
+                "warning",
                 "subjects that no partition takes",
                 action="unmatched",
                 complete=found.is_complete,
                 **told,
-                **self._chain.log_context(),
             )
         self._status.update(unmatched=told)
         self._health.set_status(self._part, self._status)
@@ -335,7 +338,8 @@ class FeedReport:
         if self._has_looped:
             return
         self._has_looped = True
-        log.warning(
+        self._log(
+            "warning",
             "messages archived here came back: another site copies what it got from here. They are archived "
             "once and left out as looped, but each leaves one more copy in the stream",
             action="looped",
@@ -343,7 +347,6 @@ class FeedReport:
             messages=count,
             hint="let no `sources` carry back what came from this site; where only Floe writes the stream, "
             "its feed is to say `relay: true`",
-            **self._chain.log_context(),
         )
 
     def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
@@ -369,9 +372,8 @@ class FeedReport:
     def sealed(self, spooled: SpooledSegment, why: Close) -> None:
         """A segment was finished in the spool."""
         metrics.closed.labels(*self._labels, why.value).inc()
-        log.debug(
-            "segment sealed", action="segment_sealed", reason=why.value, coverage=str(spooled.footer.coverage)
-        )
+        coverage = str(spooled.footer.coverage)
+        log.debug("segment sealed", action="segment_sealed", reason=why.value, coverage=coverage)
 
     def put(self, spooled: SpooledSegment, seconds: float) -> None:
         """A segment was put, read back and announced."""
@@ -381,19 +383,19 @@ class FeedReport:
         metrics.raw_bytes.labels(*self._labels).inc(footer.raw_bytes)
         metrics.stored_bytes.labels(*self._labels).inc(spooled.size)
         metrics.put_seconds.labels(*self._labels).observe(seconds)
-        metrics.end_sequence.labels(*self._labels).set(footer.coverage.last)
+        self._set(metrics.end_sequence, footer.coverage.last)
         for reason, count in footer.ledger.counts.items():
             metrics.left_out.labels(*self._labels, str(reason)).inc(count)
         if gone := footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-            log.warning(
+            self._log(
+                "warning",
                 "a hole was filled, but the stream holds no more of it all; ingress stops there",
                 action="gone_from_hole",
                 sequences=gone,
                 range=str(footer.unread),
-                **self._chain.log_context(),
             )
         if footer.last_timestamp_ns is not None:
-            metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NS_PER_S)
+            self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)
         self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)
         self._health.set_status(self._part, self._status)
 

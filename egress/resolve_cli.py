@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from common.errors import UsageError
 from common.open import load_settings
-from common.service.cli import SequenceType, config_option, json_option, print_json, run_command
+from common.service.cli import SequenceType, config_option, confirm, json_option, print_json, run_command
 from common.service.exits import DIFFERENCES
 
 if TYPE_CHECKING:
-    from common.settings.root import Settings
     from egress.context import CommandContext
-    from egress.deps import Tuning
     from egress.resolve import Case
 
 
@@ -52,119 +48,83 @@ async def resolve(
     Example: floe egress resolve -c site.yaml NODE_DATA
              floe egress resolve -c site.yaml NODE_DATA --new-incarnation --from 1201
     """
+    from egress import resolve as resolving
+    from egress.context import feed_named, opened
     from egress.deps import Tuning
+    from egress.partition import partitions_of
 
     if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
         raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
-    wish = ResolveOptions(feed, partition, is_same, is_new, sequence, is_believed, yes, as_json)
-    return await run(load_settings(config, quiet=True), wish, Tuning())
-
-
-@dataclass(frozen=True, slots=True)
-class ResolveOptions:
-    """What the command line asks for."""
-
-    feed: str
-    partition: int | None
-    is_same: bool
-    is_new: bool
-    sequence: int | None
-    is_believed: bool
-    yes: bool
-    as_json: bool
-
-    def confirm(self, question: str) -> None:
-        """Ask, unless `--yes` stands there. Raises UsageError where nobody can be asked."""
-        if self.yes:
-            return
-        if not sys.stdin.isatty():
-            raise UsageError("expected --yes where nobody can be asked")
-        click.confirm(question, abort=True, err=True)
-
-
-async def run(settings: Settings, wish: ResolveOptions, tuning: Tuning) -> int:
-    """Show or decide; the exit code. Raises UsageError for a decision that cannot be made."""
-    from egress.context import feed_named, opened
-    from egress.partition import partitions_of
-    from egress.resolve import look
-
-    parts = partitions_of(settings.site, feed_named(settings, wish.feed))
-    if wish.partition is not None and wish.partition >= len(parts):
-        raise UsageError(f"--partition: expected 0 to {len(parts) - 1}, found {wish.partition}")
-    async with opened(settings, tuning) as components:
-        cases = [await look(components, partition) for partition in parts]
-        chosen = cases if wish.partition is None else [cases[wish.partition]]
-        if wish.is_new:
-            return await _new_incarnation(components, cases, wish)
-        if wish.is_same:
-            return await _same(components, chosen, wish)
-        if wish.is_believed:
-            return await _believe(components, chosen, wish)
-    return _show(chosen, wish.as_json)
-
-
-async def _new_incarnation(opened: CommandContext, cases: Sequence[Case], wish: ResolveOptions) -> int:
-    from egress.resolve import new_incarnation, plan_incarnation, warnings
-
-    decision = plan_incarnation(cases, wish.sequence)
-    told = [warnings(cases[number], first) for number, first in decision.first.items()]
-    for text in filter(None, told):
-        click.echo(f"warning: {text}", err=True)
-    begins = ", ".join(f"partition {number} at {first}" for number, first in sorted(decision.first.items()))
-    wish.confirm(f"end the incarnation of {cases[0].chain}, and begin the next with {begins}?")
-    await new_incarnation(opened, cases, decision)
-    _done(wish, {"decided": "new incarnation", "first": dict(decision.first)})
+    settings = load_settings(config, quiet=True)
+    partitions = partitions_of(settings.site, feed_named(settings, feed))
+    if partition is not None and partition >= len(partitions):
+        raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
+    async with opened(settings, Tuning()) as components:
+        cases = [await resolving.look(components, each) for each in partitions]
+        chosen = cases if partition is None else [cases[partition]]
+        if is_new:
+            result = await _new_incarnation(components, cases, sequence, yes)
+        elif is_same:
+            result = await _same(components, chosen, yes)
+        elif is_believed:
+            result = await _believe(components, chosen, yes)
+        else:
+            return _show(chosen, as_json)
+    if as_json:
+        print_json(result)
+    else:
+        click.echo("decided; a running egress looks again every 30 seconds and goes on by itself")
     return 0
 
 
-async def _same(opened: CommandContext, cases: Sequence[Case], wish: ResolveOptions) -> int:
+async def _new_incarnation(
+    opened: CommandContext, cases: Sequence[Case], sequence: int | None, yes: bool
+) -> dict[str, object]:
+    from egress.resolve import new_incarnation, plan_incarnation, warnings
+
+    decision = plan_incarnation(cases, sequence)
+    for text in filter(None, (warnings(cases[number], first) for number, first in decision.first.items())):
+        click.echo(f"warning: {text}", err=True)
+    begins = ", ".join(f"partition {number} at {first}" for number, first in sorted(decision.first.items()))
+    confirm(f"end the incarnation of {cases[0].chain}, and begin the next with {begins}?", yes)
+    await new_incarnation(opened, cases, decision)
+    return {"decided": "new incarnation", "first": decision.first}
+
+
+async def _same(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
     from egress.resolve import check_same, same
 
     stopped = [case for case in cases if case.code] or cases
     accepted = {str(case.chain): check_same(case).end for case in stopped}
     for chain, end in accepted.items():
-        wish.confirm(
-            f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?"
+        confirm(
+            f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?", yes
         )
     for case in stopped:
         await same(opened, case)
-    _done(wish, {"decided": "same", "accepted": accepted})
-    return 0
+    return {"decided": "same", "accepted": accepted}
 
 
-async def _believe(opened: CommandContext, cases: Sequence[Case], wish: ResolveOptions) -> int:
+async def _believe(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
     from egress.resolve import OF_LISTING, believe_listing
 
     stopped = [case for case in cases if case.code in OF_LISTING] or cases[:1]
     for case in stopped:
-        wish.confirm(f"believe that the archive of {case.chain} ends at {case.end}?")
-    marks = {str(case.chain): await believe_listing(opened, case) for case in stopped}
-    _done(wish, {"decided": "listing", "marks": marks})
-    return 0
-
-
-def _done(wish: ResolveOptions, result: dict[str, object]) -> None:
-    if wish.as_json:
-        print_json(result)
-    else:
-        click.echo("decided; a running egress looks again every 30 seconds and goes on by itself")
+        confirm(f"believe that the archive of {case.chain} ends at {case.end}?", yes)
+    return {"decided": "listing", "marks": {str(c.chain): await believe_listing(opened, c) for c in stopped}}
 
 
 def _show(cases: Sequence[Case], as_json: bool) -> int:
+    from egress.resolve import OF_FEED
+
     if as_json:
         print_json([case.as_json() for case in cases])
     else:
-        for case in _told(cases):
+        # One for each partition; one alone where what is wrong is the feed's.
+        of_feed = next((case for case in cases if case.code in OF_FEED), None)
+        for case in cases if of_feed is None else [of_feed]:
             click.echo("\n".join(_lines(case)))
     return DIFFERENCES if any(case.code for case in cases) else 0
-
-
-def _told(cases: Sequence[Case]) -> Sequence[Case]:
-    """One for each partition; one alone where what is wrong is the feed's."""
-    from egress.resolve import OF_FEED
-
-    first = next((case for case in cases if case.code in OF_FEED), None)
-    return cases if first is None else [first]
 
 
 def _lines(case: Case) -> list[str]:
