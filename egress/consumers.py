@@ -203,7 +203,8 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
     names = await consumer_names(client, wanted.stream)
     ours, former = list(filter(wanted.is_ours, names)), list(filter(wanted.is_former, names))
     if wanted.retention == INTEREST:
-        known = await _known(client, wanted, ours)
+        found = [await consumer_info(client, wanted.stream, name) for name in ours]
+        known = [info for info in found if info is not None]
         ours = [info.name for info in known]
         consumer = await create(client, replace(wanted, first=first(wanted, known)))
         if former or any(filters(info.config) != [wanted.partition.filter_subject] for info in known):
@@ -215,11 +216,6 @@ async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
         await _delete(client, wanted, ours + former)
         consumer = await create(client, wanted)
     return Taken(consumer, tuple(ours))
-
-
-async def _known(client: FloeClient, wanted: WantedMessages, names: list[str]) -> list[ConsumerInfo]:
-    found = [await consumer_info(client, wanted.stream, name) for name in names]
-    return [info for info in found if info is not None]
 
 
 def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:

@@ -144,28 +144,17 @@ class Heartbeats:
             check_stored(answer, subject)
         except FloeError as error:
             metrics.heartbeat_errors.labels(self._site).inc()
-            self._failed(subject, error)
+            if self._failures.get(subject) != error.code:
+                self._failures[subject] = code = error.code
+                context = {"subject": subject, "code": code, "error": str(error)}
+                log.warning("heartbeat not stored", action="heartbeat_failed", **context)
+                self._show()
         else:
             metrics.heartbeats.labels(self._site).inc()
             metrics.heartbeat_seconds.labels(self._site).observe(self._clock.monotonic() - started)
-            self._stored(subject)
-
-    def _failed(self, subject: str, error: FloeError) -> None:
-        if self._failures.get(subject) != error.code:
-            self._failures[subject] = error.code
-            log.warning(
-                "heartbeat not stored",
-                action="heartbeat_failed",
-                subject=subject,
-                code=error.code,
-                error=str(error),
-            )
-            self._show()
-
-    def _stored(self, subject: str) -> None:
-        if self._failures.pop(subject, None) is not None:
-            log.info("heartbeats stored again", action="heartbeat_stored", subject=subject)
-            self._show()
+            if self._failures.pop(subject, None) is not None:
+                log.info("heartbeats stored again", action="heartbeat_stored", subject=subject)
+                self._show()
 
     def _show(self) -> None:
         metrics.heartbeats_leader.labels(self._site).set(self._is_leader)
@@ -246,17 +235,14 @@ class SignOfLife:
         except FloeError as error:
             metrics.alive_errors.labels(self._site).inc()
             self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
-            self._fails(error)
+            if self._failure != error.code:  # told once for each reason, until it works again
+                self._failure = error.code
+                code = error.code
+                log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
         else:
             self._is_put_off = False
             metrics.alive_put.labels(self._site).set(alive.time)
             self._failure = ""
-
-    def _fails(self, error: FloeError) -> None:
-        """Told once for each reason, until it works again."""
-        if self._failure != error.code:
-            self._failure = error.code
-            log.warning("sign of life not stored", action="alive_failed", code=error.code, error=str(error))
 
     async def _ask_sources(self) -> None:
         """How far the stream of each chain is that this process has: also where the store is away, and where

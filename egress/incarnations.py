@@ -267,12 +267,11 @@ class History:
         """
         document = StreamDocument(info.config, info.created, None, configured(self._partition, first))
         found = await self._create_stream(self._feed, document)
-        return await self._threads.run(self._begun, found, document)
-
-    def _begun(self, found: StreamDocument, document: StreamDocument) -> Incarnation:
-        if not found.chains:  # of the first version, which resolved where it begins only afterwards
-            return self._create_chain(self._feed, found, document.chains[self._feed.partition])
-        return self._loaded(self._feed)
+        if found.chains:
+            return await self._threads.run(self._loaded, self._feed)
+        # Of the first version, which resolved where it begins only afterwards.
+        own = document.chains[self._feed.partition]
+        return await self._threads.run(self._create_chain, self._feed, found, own)
 
     async def _create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         """Have the marks of all partitions, then `stream.json`; what that is now."""

@@ -10,6 +10,7 @@ import click
 from common.clock import SystemClock
 from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo, consumer_names, stream_info
+from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.open import load_settings
@@ -42,7 +43,7 @@ async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done]
         name: await stream_info(client, name)
         for name in dict.fromkeys(partition.stream for partition in parts)
     }
-    done = await _buckets(client, settings, [info for info in streams.values() if info])
+    done = await _buckets(client, settings)
     problems: list[FloeError] = [_missing(name) for name, info in streams.items() if info is None]
     for partition in parts:
         if (info := streams[partition.stream]) is not None:
@@ -52,15 +53,8 @@ async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done]
                 done.append(Done("durable", partition.durable, REFUSED, partition.stream, error.code))
                 problems.append(error)
             if (loop := loop_of(partition, partition.chain, info)) is not None:
-                done.append(
-                    Done(
-                        "advisories",
-                        partition.settings.advisory.subject,
-                        REFUSED,
-                        partition.stream,
-                        loop.code,
-                    )
-                )
+                subject = partition.settings.advisory.subject
+                done.append(Done("advisories", subject, REFUSED, partition.stream, loop.code))
                 problems.append(loop)
     for name, info in streams.items():
         if info is not None:
@@ -74,13 +68,12 @@ def _missing(stream: str) -> Stopped:
     )
 
 
-async def _buckets(client: FloeClient, settings: Settings, streams: Sequence[StreamInfo]) -> list[Done]:
+async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:
     egress = settings.egress
-    found = max((int(info.config.get("num_replicas", 1)) for info in streams), default=1)
     done = []
     for bucket, ttl in ((egress.lease_bucket, egress.lease_ttl), (egress.state_bucket, None)):
         was_there = await stream_info(client, f"KV_{bucket}") is not None
-        await KeyValue.open(client, bucket, ttl=ttl, replicas=egress.kv_replicas or found)
+        await KeyValue.open(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress))
         done.append(Done("bucket", bucket, THERE if was_there else MADE))
     return done
 

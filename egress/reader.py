@@ -333,7 +333,8 @@ class Reader:
         if acks.contiguous < len(subjects):
             columns = columns.part(0, acks.contiguous)
         if columns.sequences[0] < self._first:
-            columns = self._from_first(columns)
+            # Delivered once more: it was archived, and its acknowledgement lost.
+            columns = columns.part(bisect_left(columns.sequences, self._first), len(columns))
         if columns:
             self._target.messages(columns)
 
@@ -346,10 +347,6 @@ class Reader:
         self._misses, self._last = 0, acks.sequences[count - 1]
         if acks.sequences[0] < self._first:
             self._behind_first.set()
-
-    def _from_first(self, columns: Columns) -> Columns:
-        """Without what is delivered once more: it was archived, and its acknowledgement lost."""
-        return columns.part(bisect_left(columns.sequences, self._first), len(columns))
 
     def _on_status(self, headers: bytes | None) -> None:
         self._flush()

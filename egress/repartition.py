@@ -12,11 +12,9 @@ behind it what the next run, or the next start of egress, completes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-
-from msgspec import structs
 
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
@@ -31,7 +29,6 @@ from egress.archive import Archive
 from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
 from egress.context import CommandContext
 from egress.feed import lease_key
-from egress.identity import SourceVerdict
 from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
 from egress.partition import Partition, Position, partitions_of
 from egress.report import LeftOut, look
@@ -57,21 +54,6 @@ class PartitionReach:
 def common_end(reaches: Sequence[PartitionReach]) -> int:
     """Where all partitions are to end: the furthest that one of them is."""
     return max(reach.through for reach in reaches)
-
-
-def next_document(
-    config: Mapping[str, object],
-    created: str,
-    ends: Mapping[int, int],
-    cut: Sequence[ChainDocument],
-    end: int,
-) -> StreamDocument:
-    """The `stream.json` of the incarnation that goes on behind `end`, cut as `cut` says.
-
-    `ends`: where the coverage of each old partition ends.
-    """
-    chains = tuple(structs.replace(each, first=end + 1) for each in cut)
-    return StreamDocument(config, created, ends, chains, continues=True)
 
 
 def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
@@ -230,7 +212,8 @@ class Repartition:
             info = await catching.inquiry.info()
         if info is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
-        document = next_document(info.config, info.created, ends, configured(self._new[0]), plan.end)
+        cut = tuple(replace(each, first=plan.end + 1) for each in configured(self._new[0]))
+        document = StreamDocument(info.config, info.created, ends, cut, continues=True)
         await self._make_durables(info, plan.end + 1)
         failpoint("repartition.before_stream")
         if not all(lease.is_usable() for lease in leases):
@@ -313,12 +296,8 @@ class _CatchingUp:
         self._worker.discard()
         closing = await self._worker.handover.closing(current)
         if not await self._worker.handover.reopen(current, closing):
-            raise _closed(current, verdict)
+            raise Unavailable(
+                f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
+                hint="start egress as it was configured, wait until it has gone on, then try again",
+            )
         return Stand(current, archive, evidence.source)
-
-
-def _closed(current: Incarnation, verdict: SourceVerdict) -> Unavailable:
-    return Unavailable(
-        f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
-        hint="start egress as it was configured, wait until it has gone on, then try again",
-    )

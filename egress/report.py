@@ -421,7 +421,9 @@ async def look(
         page = await _page(client, stream, offset, within)
         if not page:
             return found
-        found = _sum(found, await threads.run(unmatched, page, filters))
+        more = await threads.run(unmatched, page, filters)
+        count, subjects = found.messages + more.messages, found.subjects + more.subjects
+        found = Unmatched(count, subjects, found.example or more.example)
         offset += len(page)
     return Unmatched(found.messages, found.subjects, found.example, is_complete=False)
 
@@ -433,11 +435,6 @@ async def _page(client: FloeClient, stream: str, offset: int, within: str) -> di
     if not isinstance(subjects, dict):
         raise DataError(f"STREAM.INFO of {stream}: expected subjects, found {subjects!r:.40}")
     return subjects
-
-
-def _sum(one: Unmatched, other: Unmatched) -> Unmatched:
-    example = one.example or other.example
-    return Unmatched(one.messages + other.messages, one.subjects + other.subjects, example)
 
 
 async def watch(

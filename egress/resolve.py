@@ -23,7 +23,6 @@ from egress.identity import (
     Evidence,
     SourceVerdict,
     VerdictKind,
-    Witness,
     acceptance_of,
     bounds,
     can_be_same,
@@ -127,16 +126,15 @@ class Case:
             "stream_last": source.last if source else None,
             "created_archived": self.current.stream.created if self.current else "",
             "created_found": source.created if source else "",
-            "evidence": [_witness(witness) for witness in (evidence.tips if evidence else ())],
+            "evidence": [
+                {"sequence": witness.tip.sequence, "held": witness.held.value}
+                for witness in (evidence.tips if evidence else ())
+            ],
             "from_first": self.bounds.first if self.bounds else None,
             "from_last": self.bounds.last if self.bounds else None,
             "choices": [{"options": each.options, "meaning": each.meaning} for each in self.choices],
             "advice": self.advice,
         }
-
-
-def _witness(witness: Witness) -> dict[str, Any]:
-    return {"sequence": witness.tip.sequence, "held": witness.held.value}
 
 
 async def look(opened: CommandContext, partition: Partition) -> Case:

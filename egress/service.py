@@ -58,12 +58,6 @@ class SiteCounts:
         metrics.take_overs.labels(self._site).inc()
 
 
-def scope_of(site: str) -> LeaseScope:
-    """The leases of a site: `egress.{site}.{feed}.{partition}`."""
-    members = state_key("egress", "member", site) + "."
-    return LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
-
-
 def share_site(
     leases: Leases,
     client: FloeClient,
@@ -75,7 +69,9 @@ def share_site(
     siblings: int = 1,
 ) -> LeaseGroup:
     """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
-    return LeaseGroup(leases, client, scope_of(site), keys, clock, rng, health, SiteCounts(site), siblings)
+    members = state_key("egress", "member", site) + "."
+    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
+    return LeaseGroup(leases, client, scope, keys, clock, rng, health, SiteCounts(site), siblings)
 
 
 T = TypeVar("T")

@@ -99,16 +99,13 @@ class Worker:
 
     def _monitors(self) -> list[Coroutine[Any, Any, None]]:
         """What looks on beside the work, and tells the report; each for itself."""
-        clock = self._deps.clock
+        deps, clock = self._deps, self._deps.clock
+        looked = deps.partition, deps.client, deps.pools.io, deps.report, clock
         return [
-            again("unmatched", self._watch_unmatched, clock),
+            again("unmatched", lambda: watch(*looked), clock),
             again("expiry", lambda: self._expiry.run(self._deps.tuning.pace.check), clock),
             again("walk", self._walk.run, clock),
         ]
-
-    async def _watch_unmatched(self) -> None:
-        deps = self._deps
-        await watch(deps.partition, deps.client, deps.pools.io, deps.report, deps.clock)
 
     async def _round(self, lease: Lease, stop: Stop) -> None:
         """Judge, then act; once `stop` is set, only what was left unput is still put where it belongs."""
@@ -134,7 +131,7 @@ class Worker:
             await self._flush(lease)  # into the history that it came from, before that is closed
             await self._turn(found, lease, stop)
         else:
-            raise await self._stopped(found)
+            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
 
     async def _judge(
         self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop
@@ -174,7 +171,7 @@ class Worker:
         decision, source = found.decision, found.evidence.source
         halts = self._partition.settings.on_recreated == "halt"
         if source is None or (halts and decision is None):
-            raise await self._stopped(found)
+            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
         if decision is None:
             await self._history.check_interval(found.current.chain, source.first)
         await self._close(found, lease, stop)
@@ -273,10 +270,6 @@ class Worker:
         else:
             await wait_for(stop, self._backoff.next())
 
-    async def _stopped(self, found: Findings) -> Stopped:
-        """Why the chain stops, with the choices that there are."""
-        return await self.stopped(found.current, found.archive, found.evidence, found.verdict)
-
     async def stopped(
         self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
     ) -> Stopped:
@@ -333,7 +326,7 @@ class Worker:
         archive = await self._open_archive(found.current)
         first = self._next_first(archive, found.verdict, decision)
         if first is None:
-            raise await self._stopped(found)
+            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
         require(lease, archive)
         closing = await self.handover.close(found.current, archive, info, first, decision)
         if closing.next is None:
