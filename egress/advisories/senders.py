@@ -139,7 +139,10 @@ class ReliableSender(AdvisorySender):
             try:
                 went_on = self.may_send() and self.client.is_up and await self._step()
             except FloeError as error:
-                await self._fail(error)
+                # A line that is down is told elsewhere; a lost answer is looked for next.
+                if self.client.is_up and not isinstance(error, OutcomeUnknown):
+                    self._tally.fails(error)
+                await self.clock.sleep(self._backoff.next())
             else:
                 if not went_on:
                     await wait_for(self._wake, TICK)
@@ -226,12 +229,6 @@ class ReliableSender(AdvisorySender):
         return found or set()
 
     # What became of it
-
-    async def _fail(self, error: FloeError) -> None:
-        # A line that is down is told elsewhere; a lost answer is looked for next.
-        if self.client.is_up and not isinstance(error, OutcomeUnknown):
-            self._tally.fails(error)
-        await self.clock.sleep(self._backoff.next())
 
     def _remove(self, advisory: Advisory, result: SendResult) -> None:
         self._tally.count(advisory, result)

@@ -43,10 +43,6 @@ class KeySelection:
     silent_ns: int | None = None
     expired_ns: int = 0
 
-    def is_expired(self, known: KnownKey) -> bool:
-        """Whether `known` only waits to be forgotten."""
-        return known.notice == Notice.EXPIRE or known.seen_ns <= self.expired_ns
-
     def takes(self, known: KnownKey) -> bool:
         """Whether `known`, which has not expired, is one of them."""
         if known.seen_ns < self.since_ns:
@@ -69,7 +65,8 @@ class Values:
         self._notices = bytearray()
         self.known = self.expired = 0
         for known in state.known():
-            if selection.is_expired(known):
+            # What only waits to be forgotten.
+            if known.notice == Notice.EXPIRE or known.seen_ns <= selection.expired_ns:
                 self.expired += 1
                 continue
             self.known += 1

@@ -81,18 +81,14 @@ class PreFilter:
 
     def _looped(self, columns: Columns) -> list[int]:
         """The places of the messages that this site froze before and no replay brought back."""
-        if not self._relay:
-            return []
-        return [
-            place
-            for place, block in enumerate(columns.headers)
-            if block is not None and SOURCE in block and self._came_round(block)
-        ]
-
-    def _came_round(self, block: bytes) -> bool:
-        sites = [hop.site for hop in hops(block)]
-        back = REPLAY in block and is_replayed(block) and sites[:1] == [self._site]
-        return self._site in sites and not back
+        places: list[int] = []
+        for place, block in enumerate(columns.headers if self._relay else ()):
+            if block is not None and SOURCE in block:
+                sites = [hop.site for hop in hops(block)]
+                is_back = REPLAY in block and is_replayed(block) and sites[:1] == [self._site]
+                if self._site in sites and not is_back:
+                    places.append(place)
+        return places
 
     def _too_old(self, columns: Columns) -> list[int]:
         """The places of the messages that are too old beside the newest one before them."""
