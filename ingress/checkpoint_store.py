@@ -5,6 +5,7 @@ this version wrote stops the target, and only an operator overwrites it.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -185,27 +186,29 @@ class StateMoved(Exception):
         self.stored = stored
 
 
-class StateKeeper(Protocol):
-    """Where a state is kept: `StateStore`, or what stands before it."""
-
-    async def load(self) -> Stored: ...
-    async def save(self, state: TargetState, revision: int) -> Stored | None: ...
-
-
 class StateStore:
-    """The state of one target under one key."""
+    """The state of one target under one key.
 
-    def __init__(self, bucket: StateBucket, key: str, target: str) -> None:
-        self._bucket = bucket
-        self._key = key
-        self._target = target
+    `seen`: told of each state that is loaded, and of each before it is saved.
+    """
+
+    def __init__(
+        self,
+        bucket: StateBucket,
+        key: str,
+        target: str,
+        seen: Callable[[TargetState], None] = lambda _: None,
+    ) -> None:
+        self._bucket, self._key, self._target, self._seen = bucket, key, target, seen
 
     async def load(self) -> Stored:
         """What is stored now. Raises Stopped where it cannot be read, Unavailable, OutcomeUnknown."""
         entry = await self._bucket.get(self._key)
         if entry is None:
             return Stored(None, 0)
-        return Stored(from_json(self._target, entry.value), entry.revision)
+        state = from_json(self._target, entry.value)
+        self._seen(state)
+        return Stored(state, entry.revision)
 
     async def save(self, state: TargetState, revision: int) -> Stored | None:
         """Store `state` if the revision still is `revision` (0: if there is no value yet).
@@ -213,6 +216,7 @@ class StateStore:
         None where it is not: somebody else stored something. An answer that was lost is settled by reading.
         Raises Unavailable, and OutcomeUnknown where reading does not settle it.
         """
+        self._seen(state)
         value = to_json(self._target, state)
         if len(value) > MAX_STATE:
             raise Stopped(

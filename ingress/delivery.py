@@ -33,7 +33,7 @@ from ingress.checkpoint import (
     open_intent,
     share_intent,
 )
-from ingress.checkpoint_store import StateKeeper, StateMoved, Stored
+from ingress.checkpoint_store import StateMoved, StateStore, Stored
 from ingress.publishers.publisher import WRONG_LAST_SEQUENCE, Outcome, Publisher, UnknownOutcome
 from ingress.rows.rows import Rows
 from ingress.verdict.settle import Reconciler
@@ -124,7 +124,7 @@ class Delivery:
     def __init__(
         self,
         target: str,
-        keeper: StateKeeper,
+        keeper: StateStore,
         settler: Reconciler,
         publisher: Publisher,
         supply: RowSource,

@@ -25,7 +25,7 @@ from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
 from ingress import metrics
-from ingress.checkpoint import ParkedAs
+from ingress.checkpoint import ParkedAs, TargetState
 from ingress.rows.prepare import Oversize
 
 log = get_logger("ingress.parked")
@@ -209,6 +209,10 @@ class ParkedStore:
         self.kept_as = ParkedAs(kept_as) if isinstance(kept_as, str) else kept_as
         self.keys = ParkedKeys(layout, target)
         self._objects = objects
+
+    def adopt(self, state: TargetState) -> None:
+        """Keep messages as this state says: so no mark is put under a former name."""
+        self.kept_as = state.checkpoint.parked_as
 
     # Putting aside
 

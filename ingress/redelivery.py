@@ -16,36 +16,12 @@ from common.tasks import Stop
 from ingress import metrics
 from ingress.chains.prefetch import Decisions, Prefetcher
 from ingress.chains.recall import Recall
-from ingress.checkpoint import Intent, IntentPiece, TargetState
-from ingress.checkpoint_store import StateKeeper, Stored
+from ingress.checkpoint import Intent, IntentPiece
 from ingress.parked import ParkedEntry, ParkedName, ParkedStore, State, waiting
 from ingress.rows.prepare import RowRefused
 from ingress.rows.rows import Block, Rows
 
 log = get_logger("ingress.redelivery")
-
-
-class ParkedKeeper:
-    """The stored state of a target (`ingress.checkpoint_store.StateKeeper`).
-
-    A state that is loaded and is another one is adopted at once, and everything that was made ready before is
-    dropped: so no mark is put under a former name.
-    """
-
-    def __init__(self, keeper: StateKeeper, parked: ParkedStore) -> None:
-        self._keeper, self._parked = keeper, parked
-
-    async def load(self) -> Stored:
-        """As the keeper; the parked messages are then those of what it found."""
-        stored = await self._keeper.load()
-        if stored.state is not None:
-            self._parked.kept_as = stored.state.checkpoint.parked_as
-        return stored
-
-    async def save(self, state: TargetState, revision: int) -> Stored | None:
-        """As the keeper."""
-        self._parked.kept_as = state.checkpoint.parked_as
-        return await self._keeper.save(state, revision)
 
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from common.tasks import Stop, StopReason, beside, either, end, first_of, orphan
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.pauses import PauseStore
 from ingress.chains.prefetch import Prefetcher
-from ingress.checkpoint_store import ROLE, StateKeeper, StateStore
+from ingress.checkpoint_store import ROLE, StateStore
 from ingress.delivery import Delivery, ServerLimits
 from ingress.deps import IngressDeps, lease_key
 from ingress.errors import ends_target, leading, passes_by_itself
@@ -25,7 +25,7 @@ from ingress.parked import ParkedStore
 from ingress.preflight import control_headers, ensure_target, shape_of
 from ingress.publishers.choose import choose, make, offered
 from ingress.publishers.publisher import Replies
-from ingress.redelivery import ParkedKeeper, ParkedSource, Retries
+from ingress.redelivery import ParkedSource, Retries
 from ingress.report import PositionsReport, TargetReport
 from ingress.rows.prepare import TargetLimits, oversize_hint
 from ingress.verdict.settle import Reconciler, SharedSettler
@@ -64,7 +64,7 @@ class Target:
         source = ParkedSource(prefetch, parked, deps.threads)
         retries = Retries(parked, source, deps.threads, deps.clock, chains.renew_limits, decisions)
         retries.spacing = deps.pace.parked
-        keeper = ParkedKeeper(StateStore(bucket, state_key(ROLE, name), name), parked)
+        keeper = StateStore(bucket, state_key(ROLE, name), name, parked.adopt)
         reconciler = self._reconciler(keeper, lease)
         limits = ServerLimits(deps.client, chains, source.reset, oversize_hint(name))
         publisher = make(
@@ -108,7 +108,7 @@ class Target:
             self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock
         )
 
-    def _reconciler(self, keeper: StateKeeper, lease: Lease) -> Reconciler:
+    def _reconciler(self, keeper: StateStore, lease: Lease) -> Reconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)
         looker = TargetStream(deps.client, self._target, deps.connect, headers)
         if self._sending[0] is not lease:

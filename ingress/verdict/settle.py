@@ -15,7 +15,7 @@ from common.clock import Backoff, Clock, doubling
 from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
 from common.service.logs import get_logger
 from ingress.checkpoint import Intent, IntentPiece
-from ingress.checkpoint_store import StateKeeper, StateMoved, Stored
+from ingress.checkpoint_store import StateMoved, StateStore, Stored
 from ingress.rows.rows import Rows
 from ingress.verdict.verdict import (
     Doubt,
@@ -64,7 +64,7 @@ class Reconciler:
     def __init__(
         self,
         choices: TargetErrors,
-        keeper: StateKeeper,
+        keeper: StateStore,
         looker: TargetStream,
         lease: Tenure,
         clock: Clock,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.errors import DataError, Unavailable
+from common.jetstream.kv import KvEntry
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
 from common.segments.keys import Layout, SegmentName
@@ -24,9 +25,9 @@ from common.service.process import Threads
 from common.tasks import Stop
 from ingress.chains.pauses import Pause, Pauses
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState
-from ingress.checkpoint_store import Stored
+from ingress.checkpoint_store import StateStore, to_json
 from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_bytes, to_bytes, waiting
-from ingress.redelivery import EVERYTHING, ParkedKeeper, ParkedSource, Retries
+from ingress.redelivery import EVERYTHING, ParkedSource, Retries
 from ingress.rows.prepare import Oversize
 from ingress.rows.rows import Block, PreparedBatch, Rows
 from tests.support.segments import message
@@ -335,11 +336,12 @@ async def test_messages_are_kept_under_the_name_of_the_stored_state(parked: Park
     """A server may report another creation time after a restart; an operator may have a chain begin anew."""
     kept_as = ParkedAs("t9", ((CHAIN, 5),))
 
-    class Keeper:
-        async def load(self) -> Stored:
-            return Stored(TargetState(Checkpoint(9, "drifted", {}, parked=kept_as)), 3)
+    class Bucket:
+        async def get(self, key: str) -> KvEntry:
+            state = TargetState(Checkpoint(9, "drifted", {}, parked=kept_as))
+            return KvEntry(to_json("FLEET", state), 3)
 
-    await ParkedKeeper(Keeper(), parked).load()  # type: ignore[arg-type]
+    await StateStore(Bucket(), "key", "FLEET", parked.adopt).load()  # type: ignore[arg-type]
     left_out(parked, 4, 5)
 
     assert [name.created for name in parked.entries()] == ["t9", "t9+1"]
