@@ -23,9 +23,17 @@ from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, connect
 from common.settings.service import NatsSettings
 from common.tasks import Stop
-from infra.demo.compare import ArchivedChain, ask_advisories, ask_drill, ask_spark, read_archive, read_chains
+from infra.demo.compare import (
+    COLUMNS,
+    ArchivedChain,
+    DemoResult,
+    ask_advisories,
+    ask_drill,
+    ask_spark,
+    read_archive,
+    read_chains,
+)
 from infra.demo.publish import Load, SitePublisher
-from infra.demo.result import COLUMNS, DemoResult
 from infra.demo.view import DemoView
 from infra.demo.world import ADVISORIES, SAMPLE_SECONDS, TARGET, DemoService, Services, World, run_command
 from infra.fleet import describe, read_facts

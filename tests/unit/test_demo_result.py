@@ -10,9 +10,9 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.segments.segment import Message
+from infra.demo.compare import COLUMNS, DemoResult, Readings, worst
 from infra.demo.demo import DemoOptions, run_demo
 from infra.demo.publish import Load
-from infra.demo.result import COLUMNS, DemoResult, Readings, worst
 from infra.demo.view import QuietView
 from infra.oracle import Comparison, Trace
 
