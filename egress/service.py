@@ -63,7 +63,6 @@ def share_site(
     client: FloeClient,
     site: str,
     keys: Iterable[str],
-    clock: Clock,
     rng: random.Random,
     health: Health,
     siblings: int = 1,
@@ -71,7 +70,7 @@ def share_site(
     """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
     members = state_key("egress", "member", site) + "."
     scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
-    return LeaseGroup(leases, client, scope, keys, clock, rng, health, SiteCounts(site), siblings)
+    return LeaseGroup(leases, client, scope, keys, rng, health, SiteCounts(site), siblings)
 
 
 T = TypeVar("T")
@@ -184,7 +183,7 @@ class EgressService:
         stack.callback(deps.store.close)
         keys = [lease_key(each.chain) for each in partitions]
         siblings = self._place.count if self._place else 1
-        sharing = share_site(leases, control, site, keys, clock, self._rng, self._health, siblings)
+        sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
         feeds = [Feed(each, deps, sharing, self._health, self._reexamine) for each in partitions]
         host, worker = socket.gethostname(), self._place.index if self._place else None
         process, every = process_name(host, settings.instance, worker), self._tuning.pace.alive

@@ -118,7 +118,7 @@ class Controller:
             self._documents,
             self._threads,
             Discovery(documents, lookers, clock, health, settings.poll_seconds, sites),
-            LeaseGroup(leases, client, SCOPE, keys, clock, random.SystemRandom(), health, TargetCounts()),
+            LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, TargetCounts()),
             health,
             clock,
             self._pace,

@@ -236,7 +236,8 @@ def with_context(settings: NatsSettings) -> NatsSettings:
     """
     if not settings.context:
         return settings
-    path = context_path(settings.context)
+    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    path = Path(home) / "nats" / "context" / f"{settings.context}.json"
     found = _translate(_read(path), path)
     tls = {**found.pop("tls"), **settings.tls.model_dump(exclude_unset=True)}
     own = settings.model_dump(exclude_unset=True, exclude={"tls", "context"})
@@ -244,12 +245,6 @@ def with_context(settings: NatsSettings) -> NatsSettings:
         return type(settings).model_validate({**found, **own, "tls": tls})
     except ValueError as error:
         raise ConfigError(f"nats.context {path}: {_first_problem(error)}") from None
-
-
-def context_path(name: str) -> Path:
-    """Where the `nats` command keeps the context `name`."""
-    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    return Path(home) / "nats" / "context" / f"{name}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Leases:
             raise ValueError(
                 f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s"
             )
-        self._kv, self.owner, self.ttl, self._clock = kv, owner, ttl, clock
+        self._kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:
         """The lease on `key`; None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
@@ -58,13 +58,13 @@ class Leases:
             return await self._acquire(key)
 
     async def _acquire(self, key: str) -> Lease | None:
-        started = self._clock.monotonic()
+        started = self.clock.monotonic()
         try:
             revision = await self._kv.create(key, self.owner.encode())
         except OutcomeUnknown:
             revision = None  # it may have been done; the value tells
         if revision is None:
-            started = self._clock.monotonic()
+            started = self.clock.monotonic()
             revision = await self._renew_own(key)
         return None if revision is None else self._lease(key, revision, started)
 
@@ -76,7 +76,7 @@ class Leases:
         return await self._kv.update(key, entry.value, entry.revision)
 
     def _lease(self, key: str, revision: int, started: float) -> Lease:
-        return Lease(self._kv, key, self.owner, revision, started, self.ttl, self._clock)
+        return Lease(self._kv, key, self.owner, revision, started, self.ttl, self.clock)
 
     async def keys(self, prefix: str) -> list[str]:
         """The keys that begin with `prefix` and are held by anybody. Raises as `acquire`."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.lease import Lease, Leases
@@ -165,13 +164,12 @@ class LeaseGroup:
         client: FloeClient,
         scope: LeaseScope,
         keys: Iterable[str],
-        clock: Clock,
         rng: random.Random,
         health: Health,
         counts: Counts,
         siblings: int = 1,
     ) -> None:
-        self._leases, self._clock, self._rng, self._health = leases, clock, rng, health
+        self._leases, self._clock, self._rng, self._health = leases, leases.clock, rng, health
         self._siblings, self._counts, self._part = siblings, counts, scope.part
         self._keys = sorted(set(keys))
         members = f"{scope.members}{circle_of(self._keys)}."
@@ -303,17 +301,15 @@ class LeaseGroup:
 
     async def _ask(self, seat: LeaseSlot) -> Lease | None:
         """The lease; None where it is not free, or not for this member now."""
-        if self._room() <= 0 or self._rests(seat):
+        # Given back just now, and nobody has had it since.
+        rests = self._clock.monotonic() < seat.rests_until and seat.key not in self._bell.taken
+        if self._room() <= 0 or rests:
             return None
         self._asking += 1
         try:
             return await self._leases.acquire(seat.key)
         finally:
             self._asking -= 1
-
-    def _rests(self, seat: LeaseSlot) -> bool:
-        """Whether it was given back just now, and nobody has had it since."""
-        return self._clock.monotonic() < seat.rests_until and seat.key not in self._bell.taken
 
     def _room(self) -> int:
         """How many leases more this member may ask for: those it asks for now count as held."""

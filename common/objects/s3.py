@@ -86,19 +86,11 @@ class S3Options:
                 fields["SSEKMSKeyId"] = self.kms_key_id
         return fields
 
-    def checksum_mode(self) -> dict[str, Any]:
-        """What asks a HEAD for the checksum that the server keeps."""
-        return {"ChecksumMode": "ENABLED"} if self.checksum == "sha256" else {}
-
     def verification(self) -> bool | str | None:
         """Which certificates boto3 trusts: none checked, a file of authorities, or its own default."""
         if self.insecure:
             return False
         return str(self.ca) if self.ca else None
-
-    def addressing(self, endpoint_url: str | None) -> Literal["auto", "path", "virtual"]:
-        """`path` where `auto` meets a server of one's own: it seldom has a name for each bucket."""
-        return "path" if endpoint_url and self.addressing_style == "auto" else self.addressing_style
 
 
 # "Not implemented", "busy" and "full" say that nothing was done; other failures may come after the work.
@@ -329,11 +321,10 @@ class S3Objects:
 
     def head(self, key: str) -> ObjectInfo | None:
         check_key(key)
+        asked: dict[str, Any] = {"ChecksumMode": "ENABLED"} if self._options.checksum == "sha256" else {}
         with self._calling("head", key):
             try:
-                answer = self._client.head_object(
-                    Bucket=self._bucket, Key=key, **self._options.checksum_mode()
-                )
+                answer = self._client.head_object(Bucket=self._bucket, Key=key, **asked)
             except ClientError as error:
                 # The answer to a HEAD has no body, so it says neither what is missing nor why it is refused.
                 if status_of(error.response) < 500 and not self._is_there(key):
@@ -528,12 +519,14 @@ class S3Objects:
 
 
 def _config(options: S3Options, endpoint_url: str | None) -> dict[str, Any]:
+    # A server of one's own seldom has a name for each bucket.
+    is_path = endpoint_url and options.addressing_style == "auto"
     return {
         "retries": {"mode": "standard", "total_max_attempts": options.attempts},
         "max_pool_connections": options.connections,
         "connect_timeout": options.connect_timeout,
         "read_timeout": options.read_timeout,
-        "s3": {"addressing_style": options.addressing(endpoint_url)},
+        "s3": {"addressing_style": "path" if is_path else options.addressing_style},
         # Checksums are set by this module: boto3's own come as trailers, which many stores refuse.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",

@@ -56,7 +56,9 @@ class Listing:
         """
         contents = page.get("Contents", [])
         self._expect("Name", page.get("Name"), self._bucket)
-        self._expect_prefix(page.get("Prefix"))
+        # boto3 asks for encoded keys and decodes the echoed prefix too, which SeaweedFS does not encode.
+        if (prefix := page.get("Prefix")) != unquote_plus(self._prefix):
+            self._expect("Prefix", prefix, self._prefix)
         self._expect("KeyCount", page.get("KeyCount"), len(contents))
         for entry in contents:
             self._add_object(entry)
@@ -84,11 +86,6 @@ class Listing:
         if page.get("IsTruncated") is not True or not token or not count:
             raise self._invalid("the end", "IsTruncated false, or entries and a token", token)
         return str(token)
-
-    def _expect_prefix(self, found: object) -> None:
-        # boto3 asks for encoded keys and decodes the echoed prefix too, which SeaweedFS does not encode.
-        if found != unquote_plus(self._prefix):
-            self._expect("Prefix", found, self._prefix)
 
     def _expect(self, what: str, found: object, expected: object) -> None:
         if found != expected:
@@ -184,7 +181,9 @@ class Upload:
             for number, part in enumerate(chunks(file, size), start=1):
                 digest.update(part)
                 parts.append(self._send_part(number, part))
-        self._check_whole(digest.hexdigest())
+        # The server checks each part only, so the sum over all of them is checked here, before the commit.
+        if self._checksum == "sha256" and self._sha256 not in (None, digest.hexdigest()):
+            raise ChecksumMismatch(f"put {self.place}: expected {self._sha256}, found {digest.hexdigest()}")
         return parts
 
     def commit(self, parts: list[dict[str, Any]], condition: Mapping[str, Any]) -> None:
@@ -203,11 +202,6 @@ class Upload:
     def _expect_etag(self, answer: Mapping[str, Any]) -> None:
         if "ETag" not in answer:
             raise OutcomeUnknown(f"put {self.place}: not an S3 answer: no ETag")
-
-    def _check_whole(self, found: str) -> None:
-        # The server checks each part only, so the sum over all of them is checked here, before the commit.
-        if self._checksum == "sha256" and self._sha256 not in (None, found):
-            raise ChecksumMismatch(f"put {self.place}: expected {self._sha256}, found {found}")
 
     def _send_part(self, number: int, part: bytes) -> dict[str, Any]:
         fields = self._checksum_of(part, None)

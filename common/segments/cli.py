@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import click
-
-from common.open import load_settings, open_chains, open_store
-from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
-from common.service.exits import DIFFERENCES
-
-if TYPE_CHECKING:
-    from common.chain import Chain
-    from common.segments.documents import ChainStore
-    from common.segments.segment import SegmentRef
-    from common.segments.store import SegmentStore
-    from common.settings.root import Settings
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import click
 import pyarrow as pa
 
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
-from common.segments.archive import span
+from common.errors import UsageError
+from common.open import load_settings, open_chains, open_store
+from common.segments.archive import find_chain, read_cover, select_chains, span
 from common.segments.columns import messages
 from common.segments.documents import ChainStore
+from common.segments.naming import configured
+from common.segments.parquet_guard import SegmentGone
+from common.segments.quarantine import quarantine
 from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
 from common.segments.store import SegmentStore
-from common.sequences import cover, holes
+from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
+from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
+from common.service.exits import DIFFERENCES
 from common.service.logs import escaped
+from common.settings.root import Settings
 from common.settings.types import format_duration
 
 _COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
@@ -65,16 +59,12 @@ def list_segments(
         floe segments ls -c central.yaml --cover --format paths us-east/NODE_DATA
         duckdb -c "select count(*) from read_parquet([...])"
     """
-    from common.segments import cli
-    from common.segments.archive import select_chains
-    from common.segments.naming import configured
-
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     rows = []
     for chain in select_chains(chains, what, configured(settings)):
         refs = store.list(chain, level=level)
-        rows += cli.covered(refs) if is_cover else cli.listed(refs)
+        rows += covered(refs) if is_cover else listed(refs)
     if as_json:
         print_json([row.as_json(settings.store.url) for row in rows])
     elif form == "paths":
@@ -101,10 +91,6 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     Example:
         floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
     """
-    from dataclasses import asdict
-
-    from common.segments.quarantine import quarantine
-
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     try:
@@ -144,19 +130,17 @@ def info(config: str, what: str, as_json: bool) -> int:
         floe segments info -c central.yaml us-east/NODE_DATA
         floe segments info -c central.yaml data/site=us-east/…/level=0/….parquet
     """
-    from common.segments import cli
-
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     if (ref := _segment(store, settings, what)) is not None:
-        found = cli.describe_segment(store, ref)
+        found = describe_segment(store, ref)
     else:
         chains = open_chains(settings)
-        found = cli.describe_chain(store, chains, _chain(settings, chains, what))
+        found = describe_chain(store, chains, _chain(settings, chains, what))
     if as_json:
         print_json(found)
     else:
-        table(cli.lines(cli.readable(found)), ("field", "value"))
+        table(lines(readable(found)), ("field", "value"))
     return DIFFERENCES if found.get("holes") else 0
 
 
@@ -179,9 +163,6 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
         floe segments cat -c central.yaml us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
         floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
-    from common.segments import cli
-    from common.segments.archive import read_cover, span
-
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     ref = _segment(store, settings, what)
@@ -192,7 +173,7 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
     if whole is not None:
         within = _within(from_sequence or whole.first, to_sequence or whole.last)
         for batch in read_cover(store, refs, within, problems.append):
-            for line in cli.message_lines(batch, as_json=as_json):
+            for line in message_lines(batch, as_json=as_json):
                 click.echo(line)
     for problem in problems:
         click.echo(problem, err=True)
@@ -207,9 +188,6 @@ def _within(first: int, last: int) -> SequenceRange:
 
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
     """The segment whose key, path or URL is `what`; None where it is not one."""
-    from common.segments.parquet_guard import SegmentGone
-    from common.segments.segment import SegmentRef
-
     key = _key(settings, what)
     name = store.layout.parse_segment(key)
     if name is None:
@@ -227,10 +205,6 @@ def _key(settings: Settings, what: str) -> str:
 
 
 def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
-    from common.errors import UsageError
-    from common.segments.archive import find_chain
-    from common.segments.naming import configured
-
     try:
         return find_chain(chains, what, configured(settings))
     except UsageError as error:

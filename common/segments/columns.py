@@ -116,14 +116,14 @@ def record_batch(
         "subject_raw": raw,
         "headers": pa.array(headers, pa.binary()),
         "payload": pa.array(payloads, pa.binary()),
-        "sample_key": _sample_keys(sample_keys, len(sequences)),
+        "sample_key": (
+            pa.nulls(len(sequences), pa.string())
+            if sample_keys is None
+            else pa.array(sample_keys, pa.string())
+        ),
     }
     _check(columns, len(sequences))
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
-
-
-def _sample_keys(sample_keys: Sequence[str | None] | None, rows: int) -> pa.Array[Any]:
-    return pa.nulls(rows, pa.string()) if sample_keys is None else pa.array(sample_keys, pa.string())
 
 
 def _check(columns: dict[str, Any], rows: int) -> None:

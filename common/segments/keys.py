@@ -142,7 +142,7 @@ class Layout:
     def _is_document(self, key: str) -> bool:
         relative = self._relative(key) or ""
         match = _CHAIN_OBJECT.fullmatch(relative)
-        is_of_chain = match is not None and _of_history(match) is not None
+        is_of_chain = match is not None and _chain(match) is not None
         is_other = _OTHER_OBJECTS.fullmatch(relative) is not None
         return is_of_chain or is_other or bool(self.parse_state(key) or self.parse_tail(key))
 
@@ -360,11 +360,7 @@ def _chain_path(chain: Chain) -> str:
 
 
 def _chain(match: re.Match[str]) -> Chain | None:
-    return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"])
-
-
-def _of_history(match: re.Match[str]) -> Chain | None:
-    """As `_chain`, where the partition may be missing."""
+    """The chain that is named; partition 0 where none may be."""
     return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 

@@ -59,11 +59,6 @@ _READ_AHEAD = 2**20  # bytes of a column chunk that pyarrow holds at a time
 _SCHEMA_DEPTH = 8
 
 
-def native(source: Path | IOBase) -> pa.NativeFile:
-    """`source` as pyarrow reads it, without the interpreter where it is a file on disk. Raises OSError."""
-    return pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.PythonFile(source, mode="r")
-
-
 def all_present(first: int, length: int) -> None:
     """The fetch of a source that is whole."""
 
@@ -328,7 +323,10 @@ def open_file(
     with ExitStack() as cleanup, explained(name):
         if on_close is not None:
             cleanup.callback(on_close)
-        file = cleanup.enter_context(native(source))
+        # Without the interpreter where it is a file on disk.
+        file: pa.NativeFile = cleanup.enter_context(
+            pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.PythonFile(source, mode="r")
+        )
         reader = _open(SegmentSource(file, name, limits, fetch, ExitStack()), expected, rows)
         reader._opened.source.cleanup.push(cleanup.pop_all())
     return reader

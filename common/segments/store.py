@@ -228,7 +228,8 @@ class SegmentStore:
         `level` None: all levels. `limit`: at most so many of each level. Foreign keys are passed over.
         """
         levels = range(MAX_LEVEL + 1) if level is None else (level,)
-        return [ref for each in levels for ref in self._list_level(chain, each, position, limit)]
+        afters = ((each, self.layout.start_after(chain, each, position)) for each in levels)
+        return [ref for each, after in afters for ref in self._list_from(chain, each, after, limit)]
 
     def list_behind(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
         """At most `limit` segments of the chain and level of `ref` that are listed behind it."""
@@ -270,11 +271,6 @@ class SegmentStore:
             for page in self.pages(chain, level, position=within.first):
                 found += [ref for ref in page if ref.coverage.overlaps(within)]
         return found
-
-    def _list_level(
-        self, chain: Chain, level: int, position: int, limit: int | None
-    ) -> builtins.list[SegmentRef]:
-        return self._list_from(chain, level, self.layout.start_after(chain, level, position), limit)
 
     def _list_from(
         self, chain: Chain, level: int, after: str, limit: int | None
@@ -359,12 +355,10 @@ class SegmentStore:
         info = self.objects.head(ref.key)
         if info is None or info.size != ref.size:
             return None
-        proven = info.sha256 is not None and is_verifying(self.objects, self._probe_prefix(ref.chain))
+        probe = f"{self.layout.documents_prefix(ref.chain.site, ref.chain.feed)}probe/"
+        proven = info.sha256 is not None and is_verifying(self.objects, probe)
         sha256 = info.sha256 if proven else self._fetcher.stored_sha256(ref)
         return info if sha256 is not None and sha256.startswith(digest) else None
-
-    def _probe_prefix(self, chain: Chain) -> str:
-        return f"{self.layout.documents_prefix(chain.site, chain.feed)}probe/"
 
     # Opening
 

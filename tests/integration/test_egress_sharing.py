@@ -120,7 +120,7 @@ class Circle:
         )
         keys = list(keys or self.keys)
         clock, rng = SystemClock(), random.Random(1)
-        sharing = share_site(leases, client, self.site, keys, clock, rng, Health(clock), siblings=siblings)
+        sharing = share_site(leases, client, self.site, keys, rng, Health(clock), siblings=siblings)
         self.members.append(Member(sharing, leases.owner, keys, **more))
         return self.members[-1]
 

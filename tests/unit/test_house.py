@@ -20,7 +20,6 @@ MOST_LINES = 31_767
 MOST_PARAMETERS = 8  # of a constructor, beside self
 SMALL = 60  # lines of a file that only one other may not import alone
 CROWDED = {  # as long as work on them goes on
-    "common/leasing/balancer.py LeaseGroup",
 }
 
 # Small files with a single importer, each with its reason.
