@@ -16,7 +16,7 @@ from common.errors import UsageError
 from common.service.exits import LATER
 from common.service.logs import get_logger
 from common.service.metrics import begin
-from common.tasks import Stop, end, told, watched
+from common.tasks import Stop, end, first_of, told, watched
 
 log = get_logger("egress.workers")
 
@@ -132,20 +132,17 @@ class WorkerProcess:
         self.send(signal.SIGTERM)
 
     async def _wait(self, process: asyncio.subprocess.Process, ending: Stop, patience: float) -> int:
-        ended = asyncio.ensure_future(process.wait())
-        asked = asyncio.ensure_future(ending.wait())
         try:
-            await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if not ended.done():
+            await first_of(process.wait(), ending.wait())
+            if process.returncode is None:
                 self.send(signal.SIGTERM)
-                await asyncio.wait({ended}, timeout=patience)
-            if not ended.done():
+                await first_of(process.wait(), seconds=patience)
+            if process.returncode is None:
                 log.error("worker does not end", action="worker_killed", worker=self.index, pid=self.pid)
                 self.send(signal.SIGKILL)
-            return await ended
+            return await process.wait()
         finally:
-            asked.cancel()
-            if not ended.done():
+            if process.returncode is None:
                 self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
