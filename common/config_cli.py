@@ -1,6 +1,4 @@
-"""`floe config`: everything that is wrong with a configuration, before a service is started with it; and
-configurations from those of stream-replicator.
-"""
+"""`floe config`: what is wrong with a configuration, and new ones from those of stream-replicator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which feeds at which sites, and which targets at which centres, the entries of `streams` become. Pure.
+"""Which sites, feeds, centres and targets the entries of `streams` become; heartbeats too. Pure.
 
 An entry of stream-replicator is a path from one stream to another. In Floe the way to the bucket (a feed) and
 the way from it (a source of a target) are apart, so one feed may serve several targets, and entries that are

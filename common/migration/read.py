@@ -1,4 +1,4 @@
-"""How stream-replicator reaches servers, as Floe's section `nats`: URLs, credentials in them, TLS, Choria."""
+"""A configuration of stream-replicator as it is written: its keys, durations, URLs and credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as configuration files: one for each site, one for each centre."""
+"""The import: a plan as configuration files, one for each site and centre, checked as Floe reads them."""
 
 from __future__ import annotations
 

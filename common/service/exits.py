@@ -1,4 +1,4 @@
-"""How a command ends: its errors as lines on stderr, its exit code.
+"""How a command ends: its errors as lines on stderr, its exit code, and the commands to paste next.
 
 0 done, 1 failure, 2 usage, 3 differences found, 4 another writer, 75 try again later, 77 refused,
 78 configuration; 130 interrupted, 141 nobody reads the output any more.

@@ -1,4 +1,4 @@
-"""The metrics registry. Each part declares its metrics once, at import, with these helpers.
+"""The metrics registry and Floe's version. Each part declares its metrics once, at import, with these.
 
 Every name gets the prefix `floe_`. Labels are site, feed, partition, target and small fixed sets (reason,
 level, op, result); never a subject, a sender or a segment, which would grow without bound. Base units only:

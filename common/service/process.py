@@ -1,6 +1,7 @@
-"""SIGTERM and SIGINT: the first asks the service to drain, the second ends the process at once.
+"""Signals and threads of a process: how it is asked to stop, and what it must wait for.
 
-SIGHUP ends nothing: it calls what `hangups` holds, such as reading secrets again.
+The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
+nothing: it calls what `hangups` holds, such as reading secrets again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the models say of themselves: sections, keys, defaults; for messages and for the documentation."""
+"""What the models say of themselves: sections, keys, defaults; for messages and the documentation."""
 
 from __future__ import annotations
 

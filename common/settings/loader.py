@@ -1,4 +1,4 @@
-"""Reads configuration files: all problems at once, each with its place, and never a secret in a message."""
+"""Reads configuration files: all problems at once, each with its place, never a secret in a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole configuration."""
+"""The whole configuration: store, compaction, log, and what is agreed but not built yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What egress and ingress have in common as services."""
+"""What egress and ingress have in common as services: starts, the connection to NATS, leases."""
 
 from __future__ import annotations
 
