@@ -41,11 +41,6 @@ from egress.acks import ReaderResetError
 from egress.partition import Partition, partitions_of
 
 
-def is_set(start: StartSettings) -> bool:
-    """Whether any of the start keys says something."""
-    return bool(start.start_sequence or start.start_time or start.start_delta or start.start_at_end)
-
-
 async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
     """The sequence at which a new feed of the stream begins; without start keys, the first it holds.
 
@@ -345,7 +340,7 @@ def check_start(info: StreamInfo, start: StartSettings) -> None:
     """Raises Stopped where a feed would begin in the middle of a work queue: nobody would ever take what is
     before, and to acknowledge it would throw it away.
     """
-    if info.config.get("retention") == WORK_QUEUE and is_set(start):
+    if info.config.get("retention") == WORK_QUEUE and start.is_set:
         raise Stopped(
             f"stream {info.name}: expected no start_… key for a work queue, which is read from its beginning",
             hint=f"remove the key; what nobody needs is removed by nats stream purge {info.name} --seq SEQ",

@@ -20,7 +20,7 @@ from common.tasks import Stop, StopReason, again, end, orphaned, unless, wait_fo
 from egress.acks import ReaderResetError
 from egress.advisories.advisory import look_for_loop, refuse_loop
 from egress.archive import Archive, ArchiveWalks
-from egress.consumers import LIMITS, check_start, first_sequence, hold, is_set
+from egress.consumers import LIMITS, check_start, first_sequence, hold
 from egress.deps import PartitionDeps
 from egress.evidence import Inquiry
 from egress.handover import Handover
@@ -291,7 +291,7 @@ class Worker:
             refuse_loop(self._partition, self._partition.chain, info)
             first = await first_sequence(self._deps.client, info, self._partition.settings, self._deps.clock)
             found = await self._history.begin(info, first)
-        elif is_set(self._partition.settings) and not self._has_begun:
+        elif self._partition.settings.is_set and not self._has_begun:
             context = self._partition.chain.log_context()
             log.info("start keys ignored, the feed has begun", action="start_ignored", **context)
         self._has_begun = True
