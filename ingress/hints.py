@@ -1,4 +1,4 @@
-"""Commands that an operator pastes about one chain."""
+"""Commands to paste about one chain or one target, and what to do about a hole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from common.chain import Chain
-from common.segments.documents import accept_command, of_chain, way_out, way_out_filled
+from common.segments.documents import of_chain, way_out, way_out_filled
 from common.segments.quarantine import quarantine_command
 from common.sequences import SequenceRange
 from common.service.exits import command
@@ -17,7 +17,7 @@ def set_command(target: str, *options: str) -> str:
     return command("checkpoint set", f"--target {shlex.quote(target)}", *options)
 
 
-__all__ = ["accept_command", "of_chain", "resume", "set_position", "way_out", "way_out_filled", "way_out_of"]
+__all__ = ["resume", "set_position", "way_out", "way_out_filled", "way_out_of"]
 
 SHOWN = 5  # damaged segments
 
