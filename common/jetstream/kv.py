@@ -12,7 +12,6 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import unquote
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
@@ -141,21 +140,6 @@ class KeyValue:
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
         """Replace the value of that revision; the new revision, or None where the key has moved on."""
         return await self._write(key, value, revision)
-
-    async def change(self, key: str, step: Callable[[bytes | None], bytes | None]) -> None:
-        """Have at `key` what `step` makes of its value (None: none is there), whoever else changes it too.
-
-        Where `step` gives None the key stays as it is. What `step` raises is raised.
-        """
-        done = None
-        while done is None:
-            entry = await self.get(key)
-            value = step(None if entry is None else entry.value)
-            if value is None:
-                return
-            done = await (
-                self.create(key, value) if entry is None else self.update(key, value, entry.revision)
-            )
 
     async def put(self, key: str, value: bytes) -> int:
         """Set `key` whatever it holds; its revision."""
@@ -383,11 +367,3 @@ def state_key(*parts: str) -> str:
     return ".".join(
         _FOREIGN.sub(lambda found: b"=%02X" % ord(found[0]), part.encode()).decode() for part in parts
     )
-
-
-def key_parts(key: str) -> list[str]:
-    """The parts that `state_key` joined. Raises ValueError for another key."""
-    parts = [unquote(token.replace("=", "%"), errors="strict") for token in key.split(".")]
-    if state_key(*parts) != key:
-        raise ValueError(f"key {key!r:.80}: not made by state_key")
-    return parts
