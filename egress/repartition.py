@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from common.chain import Chain
 from common.errors import LeaseLost, Stopped, Unavailable, UsageError
 from common.failpoints import failpoint
@@ -212,7 +214,8 @@ class Repartition:
             info = await catching.inquiry.info()
         if info is None:
             raise Unavailable(f"stream {self._settings.stream} does not exist any more")
-        cut = tuple(replace(each, first=plan.end + 1) for each in configured(self._new[0]))
+        configured_now = configured(self._new[0])
+        cut = tuple(msgspec.structs.replace(each, first=plan.end + 1) for each in configured_now)
         document = StreamDocument(info.config, info.created, ends, cut, continues=True)
         await self._make_durables(info, plan.end + 1)
         failpoint("repartition.before_stream")
