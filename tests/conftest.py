@@ -32,6 +32,10 @@ for _name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PRO
     os.environ.pop(_name, None)
 
 
+# A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A busy machine is no fault of an example.
 settings.register_profile("floe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("floe")
