@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.jetstream.client import FloeClient
 from common.segments.segment import Message
 from ingress.parked.names import State
 from ingress.parked.store import ParkedStore
@@ -63,7 +64,7 @@ class Round:
     async def killed(self, failpoint: str) -> None:
         """A service that runs into the failpoint."""
         service = self.start(failpoint)
-        await soon(lambda: not service.runs(), 20)
+        await soon(lambda: not service.runs())
 
 
 def rows_with_large(first: int, large: list[int]) -> list[Message]:
@@ -96,7 +97,7 @@ async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(
             large += (those := [first + 4, first + 13])
             archive.put(rows_with_large(first, those))
             await rounds.killed(failpoint)
-        await carried(rounds, parked, dict.fromkeys(large, State.PARKED))
+        await carried(rounds, client, archive, parked, dict.fromkeys(large, State.PARKED))
         rows = {row.sequence: row for row in archive.rows[CHAIN]}
         check_each_once(
             await arrived(client, centre.target), {s: rows[s] for s in set(rows) - set(large)}, set()
@@ -109,14 +110,22 @@ async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(
             await rounds.killed(failpoint)
         for sequence in large[KILLS:]:
             parked.ask(entries[sequence])
-        await carried(rounds, parked, dict.fromkeys(large, State.DELIVERED))
+        await carried(rounds, client, archive, parked, dict.fromkeys(large, State.DELIVERED))
         check_each_once(await arrived(client, centre.target), rows, set(large))
 
 
-async def carried(rounds: Round, parked: ParkedStore, expected: dict[int, State]) -> None:
-    """A service that is left alone until everything is as expected, and is then drained."""
+async def carried(
+    rounds: Round, client: FloeClient, archive: Archive, parked: ParkedStore, expected: dict[int, State]
+) -> None:
+    """A service that is left alone until everything is as expected and carried, and is then drained."""
     service = rounds.start()
-    await soon(lambda: states(parked) == expected, 20)
+    await soon(lambda: states(parked) == expected)
+    whole = len(archive.rows[CHAIN]) - [*expected.values()].count(State.PARKED)
+
+    async def is_whole() -> bool:
+        return len(await arrived(client, rounds.centre.target)) == whole
+
+    await soon(is_whole, every=0.1)
     assert service.drain(20) == 0
 
 
@@ -133,10 +142,10 @@ async def test_what_an_open_intent_leaves_out_stays_out_when_the_limit_was_raise
         await rounds.killed("ingress.after_intent")
         await raise_limit(client, centre, 100_000)
         archive.put(rows_with_large(21, [25]))
-        await carried(rounds, parked, {5: State.PARKED, 14: State.PARKED})
+        await carried(rounds, client, archive, parked, {5: State.PARKED, 14: State.PARKED})
         for entry in parked.entries().values():
             parked.ask(entry)
-        await carried(rounds, parked, {5: State.DELIVERED, 14: State.DELIVERED})
+        await carried(rounds, client, archive, parked, {5: State.DELIVERED, 14: State.DELIVERED})
         rows = {row.sequence: row for row in archive.rows[CHAIN]}
         check_each_once(await arrived(client, centre.target), rows, {5, 14})
 
