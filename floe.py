@@ -30,13 +30,15 @@ COMMANDS = {
     "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
     "segments": Entry("common.segments.cli:segments", "List, show and verify segments."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
-    "gap": Entry("ingress.decisions.cli:gap", "List holes in the archive, and give them up."),
-    "chain": Entry("ingress.decisions.cli:chain", "Pause single chains, and have them carried again."),
-    "parked": Entry("ingress.parked.cli:parked", "Show and deliver messages that were too large."),
+    "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and give them up."),
+    "chain": Entry(
+        "ingress.operator.decisions_cli:chain", "Pause single chains, and have them carried again."
+    ),
+    "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
     "replay": Entry("ingress.replay.cli:replay", "Put what the archive holds of a feed into a stream."),
     "drill": Entry("ingress.replay.cli:drill", "Replay into a scratch stream, compare, and remove it."),
     "status": Entry("ingress.cli:status", "Show sites, chains and targets at a glance."),
-    "config": Entry("common.service.config_cli:config", "Check a configuration."),
+    "config": Entry("common.config_cli:config", "Check a configuration."),
     "emulate": Entry("infra.cli:emulate", "Publish what a fleet would publish."),
     "demo": Entry("infra.cli:demo", "Run everything on this host, on loopback."),
 }
@@ -85,7 +87,7 @@ def _load(target: str) -> Any:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from common.service.version import version
+        from common.service.metrics import version
 
         click.echo(f"floe {version()} (Python {sys.version.split()[0]})")
         ctx.exit()
@@ -108,7 +110,7 @@ def cli(debug: bool) -> None:
 def main() -> None:
     """The entry point of the command."""
     _refuse_foreign_common()
-    from common.service.endings import end_with
+    from common.service.exits import end_with
     from common.service.lean import without_pandas
 
     if not _uses_spark(sys.argv[1:]):
@@ -144,7 +146,7 @@ def _refuse_foreign_common() -> None:
 
 def _leave(code: int) -> None:
     """Exit, also where a call to a server that never answers still holds a thread."""
-    threads = sys.modules.get("common.service.threads")
+    threads = sys.modules.get("common.service.process")
     if threads is not None and threads.busy_threads():
         from common.service import logs
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import click
 
-from bench.compaction import BENCHES as COMPACTION
+from bench.archive import BENCHES as ARCHIVE
 from bench.egress import BENCHES as EGRESS
 from bench.harness import Bench, report, save
 from bench.ingress import BENCHES as INGRESS
-from bench.latency import BENCHES as LATENCY
-from bench.listing import BENCHES as LISTING
-from bench.replay import BENCHES as REPLAY
 from bench.sampling import BENCHES as SAMPLING
 
-BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *LATENCY, *LISTING, *REPLAY, *COMPACTION]
+BENCHES: list[Bench] = [*EGRESS, *SAMPLING, *INGRESS, *ARCHIVE]
 
 
 @click.command()

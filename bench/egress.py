@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import time
 
-from bench.floors import documents, fill, raw_read
-from bench.harness import Bench, Result, paired
-from bench.place import STREAM, Place, archive_end, peak_mb, place, run, store_of, until
+from bench.harness import Bench, Figure, paired
+from bench.place import (
+    STREAM,
+    BenchPlace,
+    archive_end,
+    documents,
+    fill,
+    peak_mb,
+    place,
+    raw_read,
+    run,
+    store_of,
+    until,
+)
 
 COUNT = 400_000
 SENDERS = 50_000
@@ -19,7 +30,7 @@ SAMPLED = {
 }
 
 
-def freeze(at: Place) -> tuple[float, float]:
+def freeze(at: BenchPlace) -> tuple[float, float]:
     """Messages a second from the first stored segment to the last, and the peak resident size in MB.
 
     From the first segment on, so that the start of the process is left out: a service runs for months.
@@ -35,7 +46,7 @@ def freeze(at: Place) -> tuple[float, float]:
     return (COUNT - first) / (ended - started), peak
 
 
-def unsampled() -> Result:
+def unsampled() -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
         return paired(
@@ -46,13 +57,13 @@ def unsampled() -> Result:
         )
 
 
-def memory() -> Result:
+def memory() -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
-        return Result("memory.egress", freeze(at)[1], "MB")
+        return Figure("memory.egress", freeze(at)[1], "MB")
 
 
-def freeze_sampled(at: Place, count: int) -> float:
+def freeze_sampled(at: BenchPlace, count: int) -> float:
     """Messages a second from one segment to another, first and last left out.
 
     Segments close by age, so all of them are put off by the same second; the last one waits for messages that
@@ -75,7 +86,7 @@ def freeze_sampled(at: Place, count: int) -> float:
     return (last - first) / (ended - started)
 
 
-def sampled(name: str, size: int, count: int) -> Result:
+def sampled(name: str, size: int, count: int) -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, count, documents(size, SENDERS)))
         return paired(

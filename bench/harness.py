@@ -16,7 +16,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Figure:
     """One figure. `floor`: in the same unit, None where nothing compares; `ratio`: value / floor."""
 
     name: str
@@ -33,17 +33,17 @@ class Bench:
     name: str
     unit: str
     ask: str
-    run: Callable[[], Result]
+    run: Callable[[], Figure]
 
 
 def paired(
     name: str, unit: str, floor: Callable[[], float], value: Callable[[], float], repeats: int = REPEATS
-) -> Result:
+) -> Figure:
     """Floor and value in turn, so that a drifting machine hurts both; medians, also of the ratios."""
     pairs = [(floor(), value()) for _ in range(repeats)]
     floors, values = zip(*pairs, strict=True)
     ratios = [v / f for f, v in pairs]
-    return Result(
+    return Figure(
         name,
         round(statistics.median(values), 1),
         unit,
@@ -52,7 +52,7 @@ def paired(
     )
 
 
-def report(results: Iterable[tuple[Bench, Result]]) -> None:
+def report(results: Iterable[tuple[Bench, Figure]]) -> None:
     """Print the table."""
     table = Table("name", "value", "unit", "floor", "ratio", "ask")
     for bench, result in results:
@@ -67,7 +67,7 @@ def _shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
-def save(results: Iterable[Result]) -> None:
+def save(results: Iterable[Figure]) -> None:
     """Keep earlier figures of other names (`ONLY=` runs one), replace those of the same."""
     kept = {r["name"]: r for r in (json.loads(RESULTS.read_text()) if RESULTS.exists() else [])}
     kept.update({result.name: asdict(result) for result in results})

@@ -1,25 +1,43 @@
-"""`ingress.*` and `memory.ingress`: segments in the store to messages stored in the target."""
+"""Segments in the store to messages in the target, and seconds from published at a site to stored there."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bench.floors import client_of, fill, payloads, raw_atomic, raw_fast
-from bench.harness import Bench, Result, paired
-from bench.place import STREAM, Place, archive_end, peak_mb, place, run, store_of, until
+from bench.harness import Bench, Figure, paired
+from bench.place import (
+    STREAM,
+    TARGET,
+    BenchPlace,
+    archive_end,
+    client_of,
+    fill,
+    payloads,
+    peak_mb,
+    place,
+    raw_atomic,
+    raw_fast,
+    run,
+    store_of,
+    until,
+)
 from common.chain import Chain
-from common.jetstream.streams import stream_info
+from common.jetstream.api import create_stream, stream_info
+from common.jetstream.client import FloeClient, frame
+from common.open import load_settings, open_chains
 from common.segments.documents import ChainDocument, StreamDocument
-from common.service.wiring import load_settings, open_chains
 from tests.scenarios.processes import Service
-from tests.segment_files import message, write_segment
-from tests.support import unique
+from tests.support.basics import soon, unique
+from tests.support.segments import message, write_segment
+from tests.support.servers import Notifying
 
 COUNT = 400_000
 CHAINS = 10
@@ -31,7 +49,7 @@ PROVENANCE = b"Floe-Source: bench BENCH 0 0 200000 1700000000000000000\r\n"
 Raw = Callable[[str, str, str, int, bytes], Awaitable[float]]
 
 
-def frozen(at: Place) -> Path:
+def frozen(at: BenchPlace) -> Path:
     """The configuration of a bucket that egress has filled with all messages, as one chain."""
     config = at.config(at.s3.new_bucket())
     store = store_of(config)
@@ -41,7 +59,7 @@ def frozen(at: Place) -> Path:
     return config
 
 
-def written(at: Place, chains: int) -> Path:
+def written(at: BenchPlace, chains: int) -> Path:
     """The configuration of a bucket with all messages in this many chains of equal length."""
     config = at.config(at.s3.new_bucket())
     sites = [f"bench-{number}" for number in range(chains)]
@@ -65,7 +83,7 @@ def _write(config: Path, chain: Chain, count: int) -> None:
     documents.write_tail(chain, count)
 
 
-def melt(at: Place, config: Path, publisher: str) -> tuple[float, float]:
+def melt(at: BenchPlace, config: Path, publisher: str) -> tuple[float, float]:
     """Messages a second from the first stored in the target to the last, and the peak resident size in MB.
 
     Each run has a target of its own and state of its own, so every run carries everything.
@@ -126,7 +144,7 @@ async def _floor(url: str, raw: Raw) -> float:
     return rate
 
 
-def _against(name: str, publisher: str, raw: Raw) -> Result:
+def _against(name: str, publisher: str, raw: Raw) -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
         config = frozen(at)
@@ -138,15 +156,15 @@ def _against(name: str, publisher: str, raw: Raw) -> Result:
         )
 
 
-def atomic() -> Result:
+def atomic() -> Figure:
     return _against("ingress.atomic", "atomic", raw_atomic)
 
 
-def fast() -> Result:
+def fast() -> Figure:
     return _against("ingress.fast", "fast", raw_fast)
 
 
-def ten_chains() -> Result:
+def ten_chains() -> Figure:
     """Ten chains into one target, and as many messages in one chain."""
     with place() as at:
         one, ten = written(at, 1), written(at, CHAINS)
@@ -158,10 +176,113 @@ def ten_chains() -> Result:
         )
 
 
-def memory() -> Result:
+def memory() -> Figure:
     with place() as at:
         run(fill(at.nats.url, STREAM, COUNT))
-        return Result("memory.ingress", melt(at, frozen(at), "auto")[1], "MB")
+        return Figure("memory.ingress", melt(at, frozen(at), "auto")[1], "MB")
+
+
+MESSAGES = 32
+GAPS = (1.1, 2.2)  # seconds between two messages: each is alone in its segment
+SUBJECT = "minio.events"
+SEED = 20_000
+
+
+class Clocked:
+    """When each message was published and when the target had stored it."""
+
+    def __init__(self, client: FloeClient, stream: str) -> None:
+        self._client, self._stream = client, stream
+        self.published: dict[bytes, float] = {}
+        self.stored: dict[bytes, float] = {}
+
+    async def follow(self) -> None:
+        """A consumer of the target hands over what is stored, as it is stored."""
+        inbox = self._client.new_inbox()
+        await self._client.subscribe_raw(inbox, self._sink)
+        config = {"deliver_subject": inbox, "ack_policy": "none", "deliver_policy": "all"}
+        request = {"stream_name": self._stream, "config": config}
+        await self._client.api(f"CONSUMER.CREATE.{self._stream}", request)
+
+    def _sink(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        self.stored.setdefault(payload, time.perf_counter())
+
+    async def send(self, payload: bytes) -> None:
+        self.published[payload] = time.perf_counter()
+        self._client.send(frame(b"bench.a", payload))
+        await self._client.flush_writes()
+
+    def seconds(self) -> list[float]:
+        return [self.stored[payload] - at for payload, at in self.published.items()]
+
+
+async def _measure(url: str, stream: str, rng: random.Random) -> list[float]:
+    client = await client_of(url)
+    await soon(lambda: stream_info(client, stream), seconds=30)
+    clocked = Clocked(client, stream)
+    await clocked.follow()
+    await clocked.send(b"warm")
+    await soon(lambda: b"warm" in clocked.stored, seconds=70, every=0.1)
+    clocked.published.clear()
+    for number in range(MESSAGES):
+        await asyncio.sleep(rng.uniform(*GAPS))
+        await clocked.send(b"%d" % number)
+    await soon(lambda: clocked.stored.keys() >= clocked.published.keys(), seconds=70, every=0.1)
+    await client.aclose()
+    return clocked.seconds()
+
+
+async def _prepare(url: str) -> None:
+    client = await client_of(url)
+    await create_stream(client, {"name": STREAM, "subjects": ["bench.>"], "storage": "file"})
+    await client.aclose()
+
+
+def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[str, Any]) -> tuple[Path, Path]:
+    """One for each service: egress writes through `endpoint_url`."""
+    central = at.config(bucket, {"segment": {"max_age": "1s"}})
+    document = yaml.safe_load(central.read_text())
+    document["ingress"] = {
+        **{k: v for k, v in document["ingress"].items() if k != "poll_interval"},
+        **ingress,
+    }
+    central.write_text(yaml.safe_dump(document))
+    document["store"]["endpoint_url"] = endpoint_url
+    site = central.with_name("site.yaml")
+    site.touch(mode=0o600)
+    site.write_text(yaml.safe_dump(document))
+    return site, central
+
+
+def latencies(at: BenchPlace, endpoint_url: str, ingress: Mapping[str, Any]) -> list[float]:
+    """Seconds of each message, in the order in which they were published."""
+    bucket = at.s3.new_bucket()
+    site, central = _configs(at, bucket, endpoint_url, ingress)
+    run(_prepare(at.nats.url))
+    services = [
+        at.service("egress", "egress", "run", "-c", str(site)),
+        at.service("ingress", "ingress", "run", "-c", str(central)),
+    ]
+    try:
+        return run(_measure(at.nats.url, f"{TARGET}_{bucket}", random.Random(SEED)))
+    except AssertionError:
+        print(*(service.tail() for service in services), sep="\n")
+        raise
+    finally:
+        for service in services:
+            service.kill()
+
+
+def poll() -> Figure:
+    with place() as at:
+        found = latencies(at, at.s3.endpoint_url, {"poll_interval": "1s"})
+    return Figure("latency.poll", round(statistics.median(found), 3), "s")
+
+
+def events() -> Figure:
+    with place() as at, Notifying(at.s3.endpoint_url, at.nats.url, SUBJECT) as s3:
+        found = latencies(at, s3.url, {"events": f"nats://{SUBJECT}"})
+    return Figure("latency.events", round(statistics.median(found), 3), "s")
 
 
 BENCHES = [
@@ -169,4 +290,6 @@ BENCHES = [
     Bench("ingress.atomic", "msg/s", "ratio >= 0.8", atomic),
     Bench("ingress.ten_chains", "msg/s", "ratio >= 0.9", ten_chains),
     Bench("memory.ingress", "MB", "<= 300", memory),
+    Bench("latency.poll", "s", "value <= 2.5", poll),
+    Bench("latency.events", "s", "value <= 1.8", events),
 ]

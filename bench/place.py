@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +17,15 @@ import uvloop
 import yaml
 
 from common.chain import Chain
+from common.jetstream.api import create_consumer, create_stream, delete_consumer, stream_info
+from common.jetstream.client import FloeClient, connect, frame
+from common.open import load_settings, open_store
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
 from tests.scenarios.processes import Service
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
 
 STREAM = "BENCH"
 CHAIN = Chain("bench", STREAM)
@@ -29,7 +36,7 @@ run = uvloop.run
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchPlace:
     """A server, an S3 server and a folder."""
 
     folder: Path
@@ -76,12 +83,12 @@ class Place:
 
 
 @contextmanager
-def place() -> Iterator[Place]:
+def place() -> Iterator[BenchPlace]:
     """Servers for one benchmark, stopped at the end."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder, NatsServer() as nats, SeaweedFS() as s3:
-        yield Place(Path(folder), nats, SharedS3(s3))
+        yield BenchPlace(Path(folder), nats, SharedS3(s3))
 
 
 def archive_end(store: SegmentStore) -> int:
@@ -112,3 +119,180 @@ def peak_mb(service: Service) -> float:
     status = Path(f"/proc/{service.pid}/status").read_text()
     kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
     return round(kib * 1024 / 1e6, 1)
+
+
+MESSAGE_BYTES = 1000  # of payload
+PULL_BATCH = 10_000
+PULL_BYTES = 16 * 2**20
+FILL_AHEAD = 3_000  # messages that may be on their way into a stream
+ATOMIC_BATCH = 1000
+FAST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
+FAST_AHEAD = 2  # acknowledgements that may be owed
+
+
+async def client_of(url: str) -> FloeClient:
+    """A connection as the services make it."""
+    return await connect(NatsSettings(url=url), name="bench")
+
+
+def payloads(count: int = 500) -> list[bytes]:
+    """Documents of 1 KB that compress about as well as JSON does: half text that repeats, half noise."""
+    rng = random.Random(1)
+    text = json.dumps({"facts": {f"key{n}": n for n in range(40)}}).encode()[: MESSAGE_BYTES // 2]
+    return [
+        text + rng.randbytes(MESSAGE_BYTES // 2).hex().encode()[: MESSAGE_BYTES // 2] for _ in range(count)
+    ]
+
+
+def documents(size: int, senders: int) -> Callable[[int], bytes]:
+    """Registrations of `size` bytes in turn by `senders` nodes; the sender stands first, as Choria has it."""
+    rng = random.Random(1)
+    bodies = [
+        json.dumps({"facts": {f"key{n}": rng.randbytes(9).hex() for n in range(size // 31)}}).encode()[1:]
+        for _ in range(50)
+    ]
+
+    def document(number: int) -> bytes:
+        sender = number % senders
+        return b'{"sender":"node%06d.location.example.net",%b' % (sender, bodies[sender % len(bodies)])
+
+    return document
+
+
+async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes] | None = None) -> None:
+    """A file stream of `count` messages over 1,000 subjects; without `payload` of 1 KB."""
+    client = await client_of(url)
+    bodies = payloads()
+    make = payload or (lambda number: bodies[number % len(bodies)])
+    await create_stream(
+        client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file", "retention": "limits"}
+    )
+    for start in range(0, count, 1000):
+        numbers = range(start, min(count, start + 1000))
+        client.send(b"".join(frame(f"{stream}.{n % 1000}".encode(), make(n)) for n in numbers))
+        await client.flush_writes()
+        await stored(client, stream, start - FILL_AHEAD)
+    await stored(client, stream, count)
+    await client.aclose()
+
+
+async def stored(client: FloeClient, stream: str, count: int) -> None:
+    """Return when the stream holds `count` messages. A server drops what comes faster than it stores."""
+    while count > 0 and ((info := await stream_info(client, stream)) is None or info.messages < count):
+        await asyncio.sleep(0.005)
+
+
+async def raw_read(url: str, stream: str, count: int, size: int = MESSAGE_BYTES) -> float:
+    """Messages a second that one client reads with big pull requests into a sink that only counts.
+
+    `size`: of a message; a server cuts off a client to which it owes more than 64 MiB.
+    """
+    batch = min(PULL_BATCH // 2, PULL_BYTES // size)
+    client, done, seen = await client_of(url), asyncio.Event(), 0
+    consumer = await create_consumer(
+        client, stream, {"name": f"b{secrets.token_hex(4)}", "ack_policy": "none", "mem_storage": True}
+    )
+    inbox = client.new_inbox()
+    ask = frame(
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer.name}".encode(),
+        json.dumps({"batch": batch, "expires": 60_000_000_000}).encode(),
+        reply=inbox.encode(),
+    )
+
+    def sink(_subject: bytes, _reply: bytes, _payload: bytes, _headers: bytes | None) -> None:
+        nonlocal seen
+        seen += 1
+        if seen % batch == 0:
+            client.send(ask)
+        if seen == count:
+            done.set()
+
+    await client.subscribe_raw(inbox, sink)
+    started = time.perf_counter()
+    client.send(ask + ask)
+    await done.wait()
+    elapsed = time.perf_counter() - started
+    await delete_consumer(client, stream, consumer.name)
+    await client.aclose()
+    return count / elapsed
+
+
+async def raw_atomic(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
+    """Messages a second that one client stores in atomic batches of 1,000, one in flight.
+
+    `header`: a line that each message carries beside those of the batch, so that sizes are those of Floe.
+    """
+    client, bodies = await client_of(url), payloads()
+    await create_stream(
+        client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_atomic": True}
+    )
+    inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
+    await client.subscribe_raw(inbox, lambda _s, _r, payload, _h: answers.put_nowait(payload))
+    started = time.perf_counter()
+    for base in range(0, count, ATOMIC_BATCH):
+        batch = secrets.token_hex(8).encode()
+        for number in range(1, ATOMIC_BATCH + 1):
+            lines = b"NATS/1.0\r\nNats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (batch, number)
+            lines += b"Nats-Expected-Last-Sequence: %d\r\n" % base if number == 1 else b""
+            lines += b"Nats-Batch-Commit: 1\r\n" if number == ATOMIC_BATCH else b""
+            block = lines + header + b"\r\n"
+            body = bodies[number % len(bodies)]
+            reply = inbox.encode() if number == ATOMIC_BATCH else b""
+            client.send(
+                b"HPUB %b.%d %b %d %d\r\n%b%b\r\n"
+                % (subject.encode(), number, reply, len(block), len(block) + len(body), block, body)
+            )
+        await client.flush_writes()
+        ack = json.loads(await asyncio.wait_for(answers.get(), 10))
+        assert ack.get("seq") == base + ATOMIC_BATCH, ack
+    elapsed = time.perf_counter() - started
+    await client.aclose()
+    return count / elapsed
+
+
+async def raw_fast(url: str, stream: str, subject: str, count: int, header: bytes = b"") -> float:
+    """Messages a second that one client stores in one fast-ingest batch, at the server's pace.
+
+    The expected sequence stands on every message. `header`: a line that each message carries beside it, so
+    that sizes are those of Floe.
+    """
+    client, bodies = await client_of(url), payloads()
+    await create_stream(
+        client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_batched": True}
+    )
+    inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
+    await client.subscribe_raw(f"{inbox}.>", lambda _s, _r, payload, _h: answers.put_nowait(payload))
+    to = f"{inbox}.{secrets.token_hex(8)}.{FAST_FLOW}.fail".encode()
+    name, acked, every, sent = subject.encode(), 0, 1, 0
+
+    def frames(start: int, stop: int) -> bytes:
+        made: list[bytes] = []
+        for number in range(start + 1, stop + 1):
+            operation = 2 if number == count else 1 if number > 1 else 0
+            block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b\r\n" % (number - 1, header)
+            body = bodies[number % len(bodies)]
+            made.append(
+                b"HPUB %b.%d %b.%d.%d.$FI %d %d\r\n%b%b\r\n"
+                % (name, number, to, number, operation, len(block), len(block) + len(body), block, body)
+            )
+        return b"".join(made)
+
+    started = time.perf_counter()
+    while sent < count:
+        stop = min(count, sent + every)
+        ready = frames(sent, stop)
+        while (sent and sent + every > acked + FAST_AHEAD * every) or not answers.empty():
+            ack = json.loads(await asyncio.wait_for(answers.get(), 10))
+            assert ack.get("type") == "ack", ack
+            acked, every = ack["seq"], ack["msgs"]
+        client.send(ready)
+        await client.flush_writes()
+        if not sent:
+            every = json.loads(await asyncio.wait_for(answers.get(), 10))["msgs"]
+        sent = stop
+    while (ack := json.loads(await asyncio.wait_for(answers.get(), 10))).get("type") == "ack":
+        pass
+    elapsed = time.perf_counter() - started
+    assert ack.get("seq") == count, ack
+    await client.aclose()
+    return count / elapsed

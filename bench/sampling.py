@@ -12,17 +12,18 @@ import threading
 import time
 from pathlib import Path
 
-from bench.harness import REPEATS, Bench, Result
+from bench.harness import REPEATS, Bench, Figure
 from common.chain import Chain
 from common.objects.open import open_objects
-from common.segments.layout import Layout
-from common.segments.rows import Columns
+from common.segments.columns import Columns
+from common.segments.keys import Layout
+from common.segments.store import SegmentStore
 from common.settings.egress import FeedSettings
-from common.settings.store import StoreSettings
-from egress.sampling.fold import Sampler
+from common.settings.root import StoreSettings
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import Snapshots
+from egress.sampling.snapshot_store import Snapshots
 
 SENDERS = 1_000_000
 BATCH = 1_000  # messages that the reader hands over at once
@@ -68,13 +69,13 @@ def longest_turn(sampler: Sampler, batches: list[Columns], is_over: threading.Ev
 def pause(sampler: Sampler, batches: list[Columns], folder: Path) -> float:
     """The longest pause, in milliseconds: freezing, or a batch while another thread writes the snapshot."""
     objects = open_objects(StoreSettings.model_validate({"url": f"file://{folder}"}))
-    snapshots, is_over = Snapshots(objects, Layout("data"), CHAIN), threading.Event()
+    store, is_over = SegmentStore(objects, Layout("data"), spool_dir=folder), threading.Event()
     began = time.perf_counter()
     state = sampler.freeze()
     frozen = (time.perf_counter() - began) * 1000
 
     def write() -> None:
-        snapshots.save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()), folder / "spool")
+        Snapshots(store, CHAIN).save(Snapshot(CHAIN, 7, "0" * 64, 1, state, ()))
         is_over.set()
 
     thread = threading.Thread(target=write)
@@ -115,13 +116,13 @@ BENCHES = [
         "memory.senders.1m",
         "MB",
         "<= 400",
-        lambda: Result("memory.senders.1m", round(measured()["memory"], 1), "MB"),
+        lambda: Figure("memory.senders.1m", round(measured()["memory"], 1), "MB"),
     ),
     Bench(
         "pause.snapshot",
         "ms",
         "<= 50",
-        lambda: Result("pause.snapshot", round(measured()["pause"], 1), "ms"),
+        lambda: Figure("pause.snapshot", round(measured()["pause"], 1), "ms"),
     ),
 ]
 

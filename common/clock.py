@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 import time
-from collections.abc import Awaitable
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
 
-T = TypeVar("T")
+NS_PER_S = 1_000_000_000
+
+
+TIME_FORM = "a time with its zone such as 2026-01-02T03:04:05Z"
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|z|[+-]\d\d:\d\d)", re.ASCII)
+_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def parse_time(text: str) -> int:
+    """Nanoseconds since 1970 UTC, from RFC 3339 with a zone and up to nine digits of a second.
+
+    Raises ValueError.
+    """
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}")
+    try:
+        at = datetime.fromisoformat(f"{match[1].upper()}{match[3].upper().replace('Z', '+00:00')}")
+    except ValueError as error:
+        raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}: {error}") from error
+    return (at - _BEGIN) // timedelta(seconds=1) * NS_PER_S + int((match[2] or "").ljust(9, "0"))
+
+
+def format_time(nanoseconds: int) -> str:
+    """RFC 3339 UTC with nanoseconds where there are any; the bare number for years that it does not have."""
+    seconds, rest = divmod(nanoseconds, NS_PER_S)
+    try:
+        text = datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00")
+    except (ValueError, OverflowError, OSError):
+        return str(nanoseconds)
+    return f"{text}.{rest:09d}Z" if rest else f"{text}Z"
 
 
 class Clock(Protocol):
@@ -72,36 +105,33 @@ class ManualClock:
         self._monotonic += seconds
 
 
-async def wait_for(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until `event` is set or `seconds` have passed; whether it was set.
+DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
-    Not by `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
+
+def doubling(first: float, last: float) -> tuple[float, ...]:
+    """Seconds from `first` to `last`, each twice the one before."""
+    delays = [first]
+    while delays[-1] < last:
+        delays.append(min(last, delays[-1] * 2))
+    return tuple(delays)
+
+
+class Backoff:
+    """`delays` (seconds) one after another, the last again and again.
+
+    `rng`: for 50 to 100 % of each, so that instances that failed together do not come back together.
     """
-    if not event.is_set():
-        await first_of(event.wait(), seconds=seconds)
-    return event.is_set()
 
+    def __init__(self, rng: random.Random | None, delays: Sequence[float] = DELAYS) -> None:
+        self._rng, self._delays = rng, delays
+        self._failures = 0
 
-async def within(future: asyncio.Future[T], seconds: float) -> T:
-    """The result of `future`, cancelled where it does not come in `seconds`: then raises TimeoutError.
+    def next(self) -> float:
+        """Seconds to wait now."""
+        delay = self._delays[min(self._failures, len(self._delays) - 1)]
+        self._failures += 1
+        return delay if self._rng is None else delay * self._rng.uniform(0.5, 1.0)
 
-    Instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
-    """
-    try:
-        await asyncio.wait((future,), timeout=seconds)
-        if not future.done():
-            raise TimeoutError
-        return future.result()
-    finally:
-        future.cancel()
-
-
-async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
-    """Return when one of `waits` is done or `seconds` have passed; the others are cancelled."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def reset(self) -> None:
+        """Something succeeded."""
+        self._failures = 0

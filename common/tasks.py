@@ -1,36 +1,119 @@
-"""Ending tasks for certain, and what becomes of errors that nobody awaits.
-
-One rule for all that the event loop or a connection calls, and for every task in the background: an error
-ends its owner (a session, a target, a monitor), loudly, and the owner begins again after a pause that grows.
-Only what has no owner ends the service: `to_its_end` raises it as E-UNEXPECTED. What a transport reports is
-handled where connections are made again, and ends nothing.
-"""
+"""Tasks with an owner: waiting, ending, what becomes of their errors, and the one signal that stops them."""
 
 from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
-from common.clock import Clock, first_of
+from common.clock import Backoff, Clock, doubling
 from common.errors import FloeError, OutcomeUnknown, Unavailable, Unforeseen
 from common.service.logs import get_logger
 from common.service.metrics import counter
 
-P = ParamSpec("P")
+log = get_logger("common.clock")
+
 T = TypeVar("T")
 
+
+class StopReason(StrEnum):
+    """Why work ends."""
+
+    SHUTDOWN = "shutdown"  # of the process
+    GIVE_BACK = "give_back"  # of the lease, to who shall have it
+    LEASE_LOST = "lease_lost"
+    RESET = "reset"  # whoever works is to begin anew
+    DECISION = "decision"  # an operator's
+
+
+class Stop:
+    """The one signal that work is to end, with its reason: the first one stays, but for GIVE_BACK, which
+    leaves time and gives way to any other.
+
+    `parents`: signals of whoever started the work; it ends with the first of them, for the same reason.
+    """
+
+    def __init__(self, *parents: Stop) -> None:
+        self.reason: StopReason | None = None
+        self._event = asyncio.Event()
+        self._children: WeakSet[Stop] = WeakSet()
+        for parent in parents:
+            parent._children.add(self)
+            if parent.reason is not None:
+                self.set(parent.reason)
+
+    @property
+    def is_set(self) -> bool:
+        return self.reason is not None
+
+    def set(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
+        """On the event loop only."""
+        if self.reason is None or (self.reason is StopReason.GIVE_BACK and reason is not self.reason):
+            self.reason = reason
+            self._event.set()
+            for child in list(self._children):
+                child.set(reason)
+
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it is set, or `seconds` have passed; whether it is set."""
+        if not self.is_set:
+            await first_of(self._event.wait(), seconds=seconds)
+        return self.is_set
+
+
+async def wait_for(event: asyncio.Event | Stop, seconds: float) -> bool:
+    """Wait until `event` is set or `seconds` have passed; whether it was set.
+
+    Not by `asyncio.wait_for`, which in Python 3.11 loses a cancellation that comes together with the event.
+    """
+    if not _is_set(event):
+        await first_of(event.wait(), seconds=seconds)
+    return _is_set(event)
+
+
+def _is_set(event: asyncio.Event | Stop) -> bool:
+    return event.is_set if isinstance(event, Stop) else event.is_set()
+
+
+async def within(future: asyncio.Future[T], seconds: float) -> T:
+    """The result of `future`, cancelled where it does not come in `seconds`: then raises TimeoutError.
+
+    Instead of `asyncio.wait_for`, for the reason that `wait_for` gives.
+    """
+    try:
+        await asyncio.wait((future,), timeout=seconds)
+        if not future.done():
+            raise TimeoutError
+        return future.result()
+    finally:
+        future.cancel()
+
+
+async def first_of(*waits: Awaitable[object], seconds: float | None = None) -> None:
+    """Return when one of `waits` is done or `seconds` have passed; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+P = ParamSpec("P")
+
 AGAIN = 0.5  # seconds until a task that goes on is cancelled once more
-FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds until what was ended by an error begins again
+PAUSES = doubling(1.0, 60.0)  # seconds until what was ended by an error begins again
 MAX_TRACE = 4000  # characters: the end of a traceback says where
 GOOD_WHILE = 60.0  # seconds that it ran before its end counts as the first
 
 #: Takes an error on behalf of its owner.
 Tell = Callable[[Exception], None]
 
-log = get_logger("common.tasks")
 
 #: The parts that an error may end; `service`: it had no owner.
 PARTS = (
@@ -138,7 +221,7 @@ async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock:
 
     Raises what is a FloeError and no `Unforeseen`: that was foreseen, and is the caller's to deal with.
     """
-    pause = FIRST_PAUSE
+    backoff = Backoff(None, PAUSES)
     while True:
         began = clock.monotonic()
         try:
@@ -148,10 +231,10 @@ async def again(part: str, work: Callable[[], Coroutine[Any, Any, None]], clock:
             if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
                 raise
             if clock.monotonic() - began >= GOOD_WHILE:
-                pause = FIRST_PAUSE
+                backoff.reset()
+            pause = backoff.next()
             told(error, part, part, pause=pause)
         await clock.sleep(pause)
-        pause = min(LAST_PAUSE, pause * 2)
 
 
 async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
@@ -208,7 +291,7 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
             task.exception()
 
 
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless(stop: asyncio.Event | Stop, work: Coroutine[Any, Any, T]) -> T | None:
     """What `work` returns; None where `stop` is set first: then it is cancelled."""
     task = asyncio.create_task(work)
     try:
@@ -219,18 +302,18 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
 
 
 @asynccontextmanager
-async def either(*events: asyncio.Event, seconds: float | None = None) -> AsyncIterator[asyncio.Event]:
-    """An event of its own that is set as soon as one of `events` is, for the length of the block.
+async def either(*events: asyncio.Event | Stop, seconds: float | None = None) -> AsyncIterator[Stop]:
+    """A signal of its own that is set as soon as one of `events` is, for the length of the block.
 
     `seconds`: it is set after that time at the latest.
     """
-    one = asyncio.Event()
+    one = Stop()
 
-    async def pass_on(event: asyncio.Event) -> None:
+    async def pass_on(event: asyncio.Event | Stop) -> None:
         await first_of(event.wait(), seconds=seconds)
         one.set()
 
-    if any(event.is_set() for event in events):
+    if any(map(_is_set, events)):
         one.set()
     tasks = [asyncio.create_task(pass_on(event), name="either") for event in events]
     try:

@@ -9,19 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from common.errors import DataError
-from common.service.cli import (
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    print_json,
-    run_command,
-    table,
-)
+from common.open import load_settings, open_chains, open_store
+from common.service.cli import config_option, json_option, print_json, run_command, table
 
 if TYPE_CHECKING:
-    from common.segments.foreign import Foreign
     from common.segments.store import SegmentStore
     from common.settings.root import Settings
     from compaction.failures import Failure
@@ -94,7 +85,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     Example: floe segments verify -c central.yaml us-east/NODES --deep
     """
     from common.segments.archive import select_chains
-    from common.segments.foreign import look_for_foreign
+    from common.segments.checks import look_for_foreign
     from common.segments.naming import configured
     from compaction import report
     from compaction.verify import verify_chain
@@ -110,19 +101,14 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
         print_json([report.verify_json(chain) for chain in found] + report.foreign_json(foreign))
     else:
         table([report.verify_row(chain) for chain in found], report.VERIFY_COLUMNS)
-        _show_foreign(foreign)
+        for line in foreign.lines():
+            click.echo(line, err=True)
+        _offer(foreign.keys)
     problems = [(chain.chain, problem) for chain in found for problem in chain.problems]
     for chain, problem in problems:
         text = f"{chain}: {problem.kind}: {problem.text}"
         click.echo(DataError(text, hint=problem.hint, code="E-VERIFY").line(), err=True)
     return DataError.exit_code if problems else 0
-
-
-def _show_foreign(foreign: Foreign) -> None:
-    """Name what is none of Floe's, and the commands that put it away."""
-    for line in foreign.lines():
-        click.echo(line, err=True)
-    _offer(foreign.keys)
 
 
 def _overridden(settings: Settings, engine: str | None, verify: str | None, master: str | None) -> Settings:
@@ -148,11 +134,9 @@ def _check_names(settings: Settings, selection: Selection) -> None:
 @contextmanager
 def _compaction(settings: Settings, store: SegmentStore) -> Iterator[Compaction]:
     """The parts put together as configured; Spark starts when there is work for it."""
-    from compaction.job import SparkRunner
     from compaction.proof import SparkProver
-    from compaction.run import Compaction
-    from compaction.session import Spark
-    from compaction.work import LocalRunner, ReadingProver
+    from compaction.run import Compaction, LocalRunner, ReadingProver
+    from compaction.spark import Spark, SparkRunner
 
     chosen = settings.compaction
     with Spark(chosen.spark.master, chosen.spark.conf) as spark:
@@ -169,10 +153,8 @@ def _run(compaction: Compaction, selection: Selection, as_json: bool, strict: bo
     done = compaction.run(selection)
     if as_json:
         print_json(report.report_json(done))
-    elif rows := report.report_rows(done):
-        table(rows, report.COLUMNS)
     else:
-        click.echo("nothing to do")
+        _show(report.report_rows(done), report.COLUMNS)
     return _ending(done.failures, [] if strict else done.told)
 
 
@@ -183,11 +165,16 @@ def _preview(compaction: Compaction, selection: Selection, as_json: bool, strict
     problems = [problem for survey in surveys for problem in survey.problems]
     if as_json:
         print_json(report.preview_json(surveys))
-    elif rows := report.preview_rows(surveys):
-        table(rows, report.PREVIEW_COLUMNS)
+    else:
+        _show(report.preview_rows(surveys), report.PREVIEW_COLUMNS)
+    return _ending(problems, [] if strict else compaction.told(problems))
+
+
+def _show(rows: list[list[object]], columns: Sequence[str]) -> None:
+    if rows:
+        table(rows, columns)
     else:
         click.echo("nothing to do")
-    return _ending(problems, [] if strict else compaction.told(problems))
 
 
 def _ending(failures: list[Failure], told: list[Failure]) -> int:

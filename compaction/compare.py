@@ -12,12 +12,14 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from common.errors import DataError
-from common.segments.parquet import SCHEMA, SegmentReader
+from common.segments.columns import CONTENT_COLUMNS, first_difference
+from common.segments.parquet_guard import fork
+from common.segments.reader import SCHEMA, SegmentReader
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch
-from compaction.rows import CONTENT_COLUMNS, Values, first_difference, fork, pc
 from compaction.supersede import Supersession
+from compaction.union import Values, pc
 
 
 def prove_by_reading(store: SegmentStore, supersession: Supersession) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from common.chain import Chain
 from common.errors import FloeError, SegmentCorrupt
-from common.segments.faults import Forked, SegmentGone
+from common.segments.parquet_guard import Forked, SegmentGone
 from common.segments.segment import SegmentRef
 
 # Whichever of these failed, the first of them is what the operator has to hear.

@@ -12,36 +12,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from common.chain import Chain
-from common.segments.layout import MAX_LEVEL
+from common.segments.keys import MAX_LEVEL
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from compaction.supersede import Supersession, outstanding
 
-
-class Policy(Protocol):
-    """What is merged from level `from_` to level `to`. Ages: seconds by the store's clock; sizes: stored."""
-
-    @property
-    def from_(self) -> int: ...
-    @property
-    def to(self) -> int: ...
-    @property
-    def min_age(self) -> float: ...
-    @property
-    def max_wait(self) -> float: ...
-    @property
-    def min_count(self) -> int: ...
-    @property
-    def max_count(self) -> int: ...
-    @property
-    def min_size(self) -> int: ...
-    @property
-    def max_size(self) -> int: ...
+if TYPE_CHECKING:
+    from common.settings.root import LevelSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +45,6 @@ class Output:
         """Stored bytes of the inputs."""
         return sum(s.size for s in self.inputs)
 
-    @property
-    def is_disjoint(self) -> bool:
-        """Whether no two inputs overlap."""
-        return len(self.coverage) == sum(len(s.coverage) for s in self.inputs)
-
     def log_context(self) -> dict[str, object]:
         return {
             **self.chain.log_context(),
@@ -80,22 +56,14 @@ class Output:
         }
 
 
-def plan(
-    segments: Sequence[SegmentRef], policy: Policy, now: float, *, damaged: AbstractSet[str] = frozenset()
-) -> list[Output]:
-    """The outputs that are due among one chain's `segments` (all levels), ascending; empty if none is.
-
-    `now`: seconds since 1970 UTC by the store's clock. `damaged`: keys of segments that cannot be read; they
-    are left out as if they were not there, and the runs end beside them.
-    """
-    planner = Planner(policy, now)
-    return [*planner.add([s for s in segments if s.key not in damaged]), *planner.end()]
-
-
 class Planner:
-    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock."""
+    """Plans one chain by one policy. `now`: seconds since 1970 UTC by the store's clock.
 
-    def __init__(self, policy: Policy, now: float) -> None:
+    Segments that cannot be read are left out of what is added, as if they were not there: runs end beside
+    them.
+    """
+
+    def __init__(self, policy: LevelSettings, now: float) -> None:
         self._policy, self._now = policy, now
         self._group = _Group()
         self._reach = 0  # where the run ends so far
@@ -110,7 +78,7 @@ class Planner:
         ascending.
         """
         outputs: list[Output] = []
-        for block in _blocks(outstanding(window, self._policy.from_)):
+        for block in blocks(outstanding(window, self._policy.from_)):
             if self._now - block.newest < self._policy.min_age:
                 continue
             if block.coverage.first != self._reach + 1:
@@ -141,8 +109,8 @@ def unite(late: Iterable[Supersession]) -> list[Output]:
     for supersession in late:
         for segment in (*supersession.superseded, *supersession.superseding):
             by_chain[segment.chain][segment.key] = segment
-    blocks = [block for _, found in sorted(by_chain.items()) for block in _blocks(found.values())]
-    outputs = [Output(1 + max(s.level for s in block.segments), block.segments) for block in blocks]
+    together = [block for _, found in sorted(by_chain.items()) for block in blocks(found.values())]
+    outputs = [Output(1 + max(s.level for s in block.segments), block.segments) for block in together]
     return [output for output in outputs if output.level <= MAX_LEVEL]
 
 
@@ -177,20 +145,20 @@ class _Group:
         self.segments += block.segments
         self.size += block.size
 
-    def has_room(self, block: _Block, policy: Policy) -> bool:
+    def has_room(self, block: _Block, policy: LevelSettings) -> bool:
         fits = self.size + block.size <= policy.max_size
         return fits and self.count + len(block.segments) <= policy.max_count
 
-    def reaches_minimum(self, policy: Policy) -> bool:
+    def reaches_minimum(self, policy: LevelSettings) -> bool:
         # A single segment is promoted only for its size: rewriting it alone for its count would gain nothing.
         return self.size >= policy.min_size or 1 < self.count >= policy.max_count
 
-    def has_waited(self, policy: Policy, now: float) -> bool:
+    def has_waited(self, policy: LevelSettings, now: float) -> bool:
         enough = self.count >= max(policy.min_count, 2)  # so of an empty one no age is asked
         return enough and now - min(s.modified for s in self.segments) > policy.max_wait
 
 
-def _blocks(segments: Iterable[SegmentRef]) -> Iterator[_Block]:
+def blocks(segments: Iterable[SegmentRef]) -> Iterator[_Block]:
     """The overlapping segments together, ascending; no two blocks overlap."""
     members: list[SegmentRef] = []
     coverage: SequenceRange | None = None

@@ -13,20 +13,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
-from common.segments.parquet import SCHEMA
+from common.segments.columns import CONTENT_COLUMNS
+from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure
-from compaction.rows import CONTENT_COLUMNS
-from compaction.session import Spark, spark_error
+from compaction.run import unproved
+from compaction.spark import Spark, spark_error
 from compaction.supersede import Supersession
-from compaction.work import unproved
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -64,13 +64,13 @@ class SparkProver:
 
     def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
         """As `Prover.prove`."""
-        summed = [s for s in supersessions if s.exact and _is_disjoint(s)]
+        summed = [s for s in supersessions if s.exact and s.is_disjoint]
         verdicts = {id(s): verdict for part in _parts(summed) for s, verdict in self._by_sums(part)}
         return [verdicts[id(s)] if id(s) in verdicts else self._one(s) for s in supersessions]
 
     def _by_sums(self, part: list[Supersession]) -> Iterable[tuple[Supersession, Failure | None]]:
         try:
-            sums = self._sums([stretch for s in part for stretch in _both_sides(s)])
+            sums = self._sums([each for s in part for each in (*map(_whole, s.superseded), *s.stretches)])
         except FloeError as error:
             if len(part) == 1:
                 return [(part[0], unproved(self._store, part[0], error))]
@@ -81,7 +81,7 @@ class SparkProver:
         for supersession in part:
             middle = place + len(supersession.superseded)
             end = middle + len(supersession.stretches)
-            below, above = (_total(sums, range(*bounds)) for bounds in ((place, middle), (middle, end)))
+            below, above = _total(sums, range(place, middle)), _total(sums, range(middle, end))
             verdicts.append((supersession, self._compared(supersession, below, above)))
             place = end
         return verdicts
@@ -111,20 +111,18 @@ class SparkProver:
         """Sums by the place in `stretches`; those without rows are not among them."""
         frame = self._frame(stretches)
         grouped = frame.groupBy("segment").agg(*_sum_columns(_hash(SCHEMA.names)))
-        return {row["segment"]: _as_sums(row) for row in _collected("proof", grouped)}
+        return {row["segment"]: _as_sums(row) for row in _collected(grouped)}
 
     def _distinct_sums(self, supersession: Supersession) -> tuple[Sums, Sums]:
-        below = _content(self._frame([_whole(s) for s in supersession.superseded])).distinct()
-        above = _content(self._frame(supersession.stretches))
         from pyspark.sql.functions import col
 
-        [left], [right] = (_collected("proof", f.agg(*_sum_columns(col("hash")))) for f in (below, above))
-        return _as_sums(left), _as_sums(right)
+        sides = [frame.agg(*_sum_columns(col("hash"))) for frame in self._contents(supersession)]
+        [below], [above] = map(_collected, sides)
+        return _as_sums(below), _as_sums(above)
 
     def _missing(self, supersession: Supersession) -> Failure | None:
-        below = _content(self._frame([_whole(s) for s in supersession.superseded])).distinct()
-        above = _content(self._frame(supersession.stretches))
-        rows = _collected("proof", below.join(above, ["sequence", "hash"], "left_anti").limit(1))
+        below, above = self._contents(supersession)
+        rows = _collected(below.join(above, ["sequence", "hash"], "left_anti").limit(1))
         if not rows:
             return None
         error = DataError(
@@ -134,6 +132,11 @@ class SparkProver:
             code="E-ROWS-MISSING",
         )
         return unproved(self._store, supersession, error)
+
+    def _contents(self, supersession: Supersession) -> tuple[DataFrame, DataFrame]:
+        """Sequence and hash of each row below, each once, and above."""
+        below = self._frame([_whole(s) for s in supersession.superseded])
+        return _content(below).distinct(), _content(self._frame(supersession.stretches))
 
     def _frame(self, stretches: Sequence[Stretch[SegmentRef]]) -> DataFrame:
         """The rows of `stretches` as they are, with their place among them in the column `segment`."""
@@ -145,11 +148,6 @@ class SparkProver:
             self._is_registered = True
         named = [[s.segment.key, [s.rows.first, s.rows.last]] for s in stretches]
         return session.read.format(FORMAT).option("segments", json.dumps(named)).load()
-
-
-def _is_disjoint(supersession: Supersession) -> bool:
-    ranges = [s.coverage for s in supersession.superseded]
-    return all(not b.overlaps(a) for a, b in pairwise(ranges))
 
 
 def _parts(supersessions: Sequence[Supersession]) -> list[list[Supersession]]:
@@ -164,10 +162,6 @@ def _parts(supersessions: Sequence[Supersession]) -> list[list[Supersession]]:
         parts[-1].append(supersession)
         room -= size
     return parts
-
-
-def _both_sides(supersession: Supersession) -> list[Stretch[SegmentRef]]:
-    return [*map(_whole, supersession.superseded), *supersession.stretches]
 
 
 def _whole(segment: SegmentRef) -> Stretch[SegmentRef]:
@@ -203,14 +197,11 @@ def _as_sums(row: Any) -> Sums:
 
 
 def _total(sums: Mapping[int, Sums], places: Iterable[int]) -> Sums:
-    total = Sums()
-    for place in places:
-        total = total.plus(sums.get(place, Sums()))
-    return total
+    return reduce(Sums.plus, (sums.get(place, Sums()) for place in places), Sums())
 
 
-def _collected(what: str, frame: DataFrame) -> list[Any]:
+def _collected(frame: DataFrame) -> list[Any]:
     try:
         return list(frame.collect())
     except Exception as error:  # Spark raises its own, py4j's and the source's errors
-        raise spark_error(what, error) from error
+        raise spark_error("proof", error) from error

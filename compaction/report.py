@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from common.chain import Chain
-from common.segments.foreign import Foreign
-from common.segments.layout import SegmentName
+from common.segments.checks import Foreign
+from common.segments.documents import SnapshotRef
+from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
-from common.segments.snapshots import SnapshotRef
+from common.service.cli import print_json
+from common.service.exits import end_with
+from common.settings import loader
+from common.settings.root import Settings
 from compaction.merge import Merged
 from compaction.plan import Output
-from compaction.run import Report, Survey
+from compaction.run import ChainSurvey, Report
+from compaction.spark import Spark
 from compaction.verify import ChainReport
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row
+
 
 COLUMNS = ("action", "chain", "level", "sequences", "segments", "bytes", "into")
 VERIFY_COLUMNS = ("chain", "coverage", "segments", "bytes", "overlapping", "accepted", "problems")
@@ -54,7 +65,7 @@ def report_json(report: Report) -> dict[str, Any]:
     }
 
 
-def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
+def preview_rows(surveys: Iterable[ChainSurvey]) -> list[list[object]]:
     """A row for each object that would be read or deleted: its key and bytes."""
     rows: list[list[object]] = []
     for survey in surveys:
@@ -70,7 +81,7 @@ def preview_rows(surveys: Iterable[Survey]) -> list[list[object]]:
 PREVIEW_COLUMNS = ("action", "key", "bytes", "into")
 
 
-def preview_json(surveys: Iterable[Survey]) -> dict[str, Any]:
+def preview_json(surveys: Iterable[ChainSurvey]) -> dict[str, Any]:
     surveys = list(surveys)
     return {
         "outputs": [
@@ -99,7 +110,7 @@ def verify_row(report: ChainReport) -> list[object]:
 def verify_json(report: ChainReport) -> dict[str, Any]:
     coverage = report.coverage
     return {
-        **_chain_json(report.chain),
+        **report.chain.log_context(),
         "first": coverage and coverage.first,
         "last": coverage and coverage.last,
         "segments": {str(level): count for level, count in report.segments.items()},
@@ -147,7 +158,7 @@ def _pruned_rows(snapshots: Iterable[SnapshotRef]) -> list[list[object]]:
 
 def _output_json(made: SegmentName | Output, inputs: int, size: int) -> dict[str, Any]:
     return {
-        **_chain_json(made.chain),
+        **made.chain.log_context(),
         "level": made.level,
         "first": made.coverage.first,
         "last": made.coverage.last,
@@ -160,5 +171,52 @@ def _segment_json(segment: SegmentRef | SnapshotRef) -> dict[str, Any]:
     return {"key": segment.key, "size": segment.size}
 
 
-def _chain_json(chain: Chain) -> dict[str, Any]:
-    return dict(chain.log_context())
+CHAIN_COLUMNS = ("site", "feed", "incarnation", "partition")
+
+
+def summarise(settings: Settings) -> list[dict[str, object]]:
+    """For each chain: messages, distinct sequences and subjects, bytes of payloads, first and last sequence.
+
+    Empty where the archive holds no message. Raises ConfigError where PySpark or Java is missing, Unavailable
+    where Spark fails.
+    """
+    from compaction.source import source_of
+
+    with Spark(settings.compaction.spark.master, settings.compaction.spark.conf) as spark:
+        session = spark.session()
+        session.dataSource.register(source_of(settings, "floe"))
+        return [_document(row) for row in _counted(session.read.format("floe").load()).collect()]
+
+
+def _counted(archive: DataFrame) -> DataFrame:
+    from pyspark.sql import functions as f
+
+    return (
+        archive.groupBy(*CHAIN_COLUMNS)
+        .agg(
+            f.count("*").alias("messages"),
+            f.count_distinct("sequence").alias("sequences"),
+            f.count_distinct("subject").alias("subjects"),
+            f.sum(f.octet_length("payload")).alias("payload_bytes"),
+            f.min("sequence").alias("first"),
+            f.max("sequence").alias("last"),
+        )
+        .orderBy(*CHAIN_COLUMNS)
+    )
+
+
+def _document(row: Row) -> dict[str, object]:
+    counts = {name: value for name, value in row.asDict().items() if name not in CHAIN_COLUMNS}
+    return {"chain": str(Chain(row.site, row.feed, row.incarnation, row.partition)), **counts}
+
+
+@click.command()
+@click.option("-c", "--config", "path", required=True, help="The configuration that names the store.")
+def main(path: str) -> None:
+    """Count the messages of the archive with a Spark query."""
+    print_json(summarise(loader.load(path)))
+
+
+if __name__ == "__main__":
+    with end_with():
+        main(standalone_mode=False)

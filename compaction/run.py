@@ -18,38 +18,107 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from common.chain import Chain
-from common.errors import DataError, FloeError, Refused
+from common.errors import DataError, FloeError, Refused, SegmentCorrupt
 from common.failpoints import failpoint
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore
-from common.segments.gaps import carry_late
+from common.segments.documents import ChainStore, SnapshotRef, carry_late, list_snapshots
 from common.segments.segment import SegmentRef
-from common.segments.snapshots import SnapshotRef
 from common.segments.store import SegmentStore
 from common.segments.table import WINDOW, SegmentTable
+from common.sequences import SequenceRange
 from common.service.logs import get_logger
+from compaction.compare import prove_by_reading
 from compaction.failures import Failure
-from compaction.merge import Merged
-from compaction.plan import Output, Planner, Policy, unite
-from compaction.reported import Reported
-from compaction.snapshots import Pruning
-from compaction.supersede import Supersession, contained, made_by
-from compaction.tombstones import TombstoneIndex, Tombstones
-from compaction.work import Prover, Runner, merge_one
+from compaction.merge import Merged, merge
+from compaction.plan import Output, Planner, unite
+from compaction.supersede import Reported, Supersession, contained, made_by
+from compaction.tombstones import TombstoneIndex, Tombstones, outdated
+
+if TYPE_CHECKING:
+    from common.settings.root import LevelSettings
 
 log = get_logger("compaction.run")
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 LISTINGS_AT_ONCE = 8
 SEGMENTS_OF_A_TOMBSTONE = 10_000  # about 1 MB
 BATCH = 30_000  # segments that are read in one batch of merges and proofs at least, where there are as many
 ROUNDS = 3  # of planning again because of segments that were damaged or gone
 
-T = TypeVar("T")
-U = TypeVar("U")
+
+class Runner(Protocol):
+    """Somewhere to work."""
+
+    def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
+        """What `work` answers for each item, in their order; the first items are begun first."""
+        ...
+
+
+class Prover(Protocol):
+    """Proves I5, by other code than wrote the segments."""
+
+    def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
+        """For each of them None where every superseded row was found, else why it was not."""
+        ...
+
+
+class LocalRunner:
+    """This process, one item after the other."""
+
+    def __init__(self, store: SegmentStore) -> None:
+        self._store = store
+
+    def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
+        results = []
+        for number, item in enumerate(items, 1):
+            results.append(work(self._store, item))
+            log.info("item done", action="item_done", work=work.__name__, item=number, of=len(items))
+        return results
+
+
+class ReadingProver:
+    """Reads both sides again and compares them row by row."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
+        return self._runner.map(prove_one, supersessions)
+
+
+def merge_one(store: SegmentStore, output: Output) -> Merged | Failure:
+    try:
+        merged = merge(store, output)
+    except FloeError as error:
+        what = f"merge of {output.coverage} of {output.chain} to level {output.level}"
+        return Failure.of(what, error, output.chain)
+    log.info("segment merged", action="segment_merged", **output.log_context(), rows=merged.rows)
+    return merged
+
+
+def prove_one(store: SegmentStore, supersession: Supersession) -> Failure | None:
+    try:
+        prove_by_reading(store, supersession)
+    except FloeError as error:
+        return unproved(store, supersession, error)
+    return None
+
+
+def unproved(store: SegmentStore, supersession: Supersession, error: FloeError) -> Failure:
+    """The failure of a proof, and which of the superseding segments are damaged in the store."""
+    chain, last = supersession.superseded[0].chain, supersession.superseding[-1]
+    count = len(supersession.superseded)
+    what = f"proof of {chain}: {count} segments by {last.name} of level {last.level}"
+    failure = Failure.of(what, error, chain)
+    if not isinstance(error, SegmentCorrupt):
+        return failure
+    damaged = frozenset(s.key for s in supersession.superseding if not store.is_intact(s))
+    return replace(failure, damaged=damaged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +144,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class ChainSurvey:
     """What is to be done in one chain, or in one window of it. `in_use`: keys of segments that contain some
     of `leftovers` and that an earlier survey of the same listing merges. `going`, `outdated`: what may be
     deleted now, which only a preview works out.
@@ -84,10 +153,10 @@ class Survey:
     chain: Chain
     outputs: tuple[Output, ...] = ()
     leftovers: tuple[Supersession, ...] = ()
-    going: tuple[SegmentRef, ...] = ()
     problems: tuple[Failure, ...] = ()
-    outdated: tuple[SnapshotRef, ...] = ()
     in_use: frozenset[str] = frozenset()
+    going: tuple[SegmentRef, ...] = ()
+    outdated: tuple[SnapshotRef, ...] = ()
 
     @property
     def segments(self) -> int:
@@ -96,7 +165,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedChain:
     """What one chain's listings showed. `problems`: with objects among the tombstones."""
 
     chain: Chain
@@ -114,7 +183,7 @@ class Compaction:
     def __init__(
         self,
         store: SegmentStore,
-        policies: Sequence[Policy],
+        policies: Sequence[LevelSettings],
         grace: float | None,
         runner: Runner,
         prover: Prover,
@@ -122,57 +191,23 @@ class Compaction:
         window: int = WINDOW,
         batch: int = BATCH,
     ) -> None:
-        self._store, self._window, self._batch = store, window, batch
+        self._store, self._policies, self._grace = store, policies, grace
+        self._runner, self._prover = runner, prover
+        self._window, self._batch = window, batch
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
         self._reported = Reported(store.objects, store.layout)
-        self._policies, self._grace = policies, grace
-        self._pruning = Pruning(store, grace) if grace is not None else None
-        self._runner, self._prover = runner, prover
-
-    def preview(self, selection: Selection) -> list[Survey]:
-        """What a run would begin with, chain by chain; all of it at once in memory.
-
-        It writes nothing but the object that tells the store's time.
-        """
-        try:
-            now = self._tombstones.now()
-        except Refused:
-            now = 0.0  # a credential that may only read: the youngest object of each chain is its time
-        chains = self._selected(selection)
-        return _at_once(lambda chain: self._foretold(chain, selection, now), chains)
-
-    def _foretold(self, chain: Chain, selection: Selection, now: float) -> Survey:
-        listed = self._listed(chain)
-        surveys = list(self._survey(listed, selection, now, frozenset()))
-        whole = Survey(
-            chain,
-            tuple(output for survey in surveys for output in survey.outputs),
-            tuple(leftover for survey in surveys for leftover in survey.leftovers),
-            problems=listed.problems,
-        )
-        if self._grace is None or self._pruning is None:
-            return whole
-        going = listed.tombstones.deletable(now or listed.segments.newest, self._grace)
-        due = self._pruning.due(chain, now)
-        return replace(
-            whole,
-            going=tuple(segment for each in going for segment in each.superseded),
-            outdated=tuple(due.refs),
-            problems=(*whole.problems, *due.failures),
-        )
 
     def run(self, selection: Selection) -> Report:
         """Do all that is due. Raises what the store raises when it cannot even be listed."""
-        report = Report()
-        chains = self._selected(selection)
+        report, chains = Report(), self._selected(selection)
         damaged = self._work(chains, selection, frozenset(), report)
         if self._grace is not None:
             found = self._delete(chains, self._grace, report)
             if found - damaged:
                 # What a damaged output was made of is still there: merged again, it is put right.
                 self._work(chains, selection, damaged | found, report)
-            self._prune(chains, report)
+            self._prune(chains, self._grace, report)
         report.failures = list(dict.fromkeys(report.failures))
         # A run over one level does not meet what is wrong with others.
         self._remember(chains if selection.level is None else [], report)
@@ -186,7 +221,13 @@ class Compaction:
         for round_number in range(1, ROUNDS + 1):
             now, failures = self._tombstones.now(), []
             for surveys in self._batches(chains, selection, now, damaged):
-                failures += self._merge_and_prove(surveys, report)
+                outputs = [output for survey in surveys for output in survey.outputs]
+                supersessions, failed = self._merge(outputs, report)
+                supersessions += [leftover for survey in surveys for leftover in survey.leftovers]
+                late, refused = self._prove(supersessions, report)
+                in_use = {s.key for o in outputs for s in o.inputs}.union(*(s.in_use for s in surveys))
+                failures += [problem for survey in surveys for problem in survey.problems]
+                failures += failed + refused + self._unite(late, in_use, report)
             report.failures += [f for f in failures if not f.is_stale or round_number == ROUNDS]
             found = frozenset(key for failure in failures for key in failure.damaged)
             if not any(f.is_stale for f in failures) and found <= damaged:
@@ -195,19 +236,7 @@ class Compaction:
             log.info("planning again", action="plan_again", failures=len(failures), damaged=len(damaged))
         return damaged
 
-    def told(self, failures: Iterable[Failure]) -> list[Failure]:
-        """Those of `failures` that an earlier run has told."""
-        return self._reported.told(failures)
-
-    def _remember(self, chains: Sequence[Chain], report: Report) -> None:
-        """Tell what was told before from what is new; without that memory all of it is new."""
-        try:
-            report.told = self._reported.told(report.failures)
-            self._reported.remember(chains, report.failures)
-        except FloeError as error:
-            report.failures.append(Failure.of("memory of what was told", error))
-
-    # Deciding
+    # List and plan
 
     def _selected(self, selection: Selection) -> list[Chain]:
         chains = self._chains.chains(selection.site, selection.feed)
@@ -215,11 +244,11 @@ class Compaction:
 
     def _batches(
         self, chains: Sequence[Chain], selection: Selection, now: float, damaged: frozenset[str]
-    ) -> Iterator[list[Survey]]:
+    ) -> Iterator[list[ChainSurvey]]:
         """What is to be done in all chains, some of it at a time: enough for many executors."""
-        batch: list[Survey] = []
+        batch: list[ChainSurvey] = []
         count = 0
-        for listed in _ahead(self._listed, chains):
+        for listed in _at_once(self._listed, chains):
             for survey in self._survey(listed, selection, now, damaged):
                 batch.append(survey)
                 count += survey.segments
@@ -229,30 +258,29 @@ class Compaction:
                     count = 0
         yield batch
 
-    def _listed(self, chain: Chain) -> Listed:
+    def _listed(self, chain: Chain) -> ListedChain:
         segments = self._store.table(chain)
-        index, problems = self._index(chain, segments, self._tombstones.names(chain))
+        listed = self._index(chain, segments, self._tombstones.names(chain))
         failpoint("compaction.list")
-        return Listed(chain, segments, index, tuple(problems))
+        return listed
 
-    def _index(
-        self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]
-    ) -> tuple[TombstoneIndex, list[Failure]]:
+    def _index(self, chain: Chain, segments: SegmentTable, names: Iterable[ObjectInfo]) -> ListedChain:
         """What the tombstones say of `segments`, and what objects beside them are none; one at a time."""
         index, problems = TombstoneIndex(segments), []
         for info in names:
             try:
                 stone = self._tombstones.read(chain, info)
             except DataError as error:
-                problems.append(_unsound(chain, info.key, error))
+                failure = Failure.of(f"tombstones of {chain}", error, chain)
+                problems.append(replace(failure, suspects=(info.key,)))
             else:
                 if stone is not None:
                     index.add(stone)
-        return index, problems
+        return ListedChain(chain, segments, index, tuple(problems))
 
     def _survey(
-        self, listed: Listed, selection: Selection, now: float, damaged: frozenset[str]
-    ) -> Iterator[Survey]:
+        self, listed: ListedChain, selection: Selection, now: float, damaged: frozenset[str]
+    ) -> Iterator[ChainSurvey]:
         """What is to be done in one chain, window by window; pure."""
         chain, segments, buried = listed.chain, listed.segments, listed.tombstones.buried()
         policies = [p for p in self._policies if selection.level in (None, p.from_)]
@@ -267,33 +295,38 @@ class Compaction:
             # What is contained in an input of a merge waits for that merge: see `_unite`. So it is held back,
             # with all of its window, while a group is open that a later window may make an output of.
             open_ = {ref.key for planner in planners for ref in planner.open}
-            ready = [found for found in held if not _is_in(open_, found)]
+            ready = tuple(s for found in held if not _is_in(open_, found) for s in found)
             held = [found for found in held if _is_in(open_, found)]
             in_use = frozenset(merged)
             # The same window may have had a merge too, which is over when the rest of it is taken up.
             merged.update(s.key for output in outputs for s in output.inputs)
             merged &= {above.key for found in held for s in found for above in s.superseding}
             failpoint("compaction.plan")
-            yield Survey(chain, tuple(outputs), tuple(s for found in ready for s in found), in_use=in_use)
+            yield ChainSurvey(chain, tuple(outputs), ready, in_use=in_use)
         outputs = [output for planner in planners for output in planner.end()]
         left = tuple(s for found in held for s in found)
-        yield Survey(chain, tuple(outputs), left, problems=listed.problems, in_use=frozenset(merged))
+        yield ChainSurvey(chain, tuple(outputs), left, listed.problems, frozenset(merged))
 
-    # Doing
+    # Merge
 
-    def _merge_and_prove(self, surveys: Sequence[Survey], report: Report) -> list[Failure]:
-        outputs = [output for survey in surveys for output in survey.outputs]
-        supersessions, failures = self._merge(outputs, report)
-        supersessions += [leftover for survey in surveys for leftover in survey.leftovers]
-        refused = self._prove(supersessions, report)
-        late = [(s, f) for s, f in refused if _is_late(s, f)]
-        failures += [f for s, f in refused if not _is_late(s, f)]
-        in_use = {s.key for output in outputs for s in output.inputs}.union(*(s.in_use for s in surveys))
-        return [
-            *(problem for survey in surveys for problem in survey.problems),
-            *failures,
-            *self._unite(late, in_use, report),
-        ]
+    def _merge(self, outputs: Sequence[Output], report: Report) -> tuple[list[Supersession], list[Failure]]:
+        """Make `outputs`, the largest first: what each of them supersedes, and what failed."""
+        if not outputs:
+            return [], []
+        total = sum(output.size for output in outputs)
+        log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
+        outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
+        supersessions: list[Supersession] = []
+        failures: list[Failure] = []
+        for output, result in zip(outputs, self._runner.map(merge_one, outputs), strict=True):
+            if isinstance(result, Failure):
+                failures.append(result)
+                continue
+            report.merged.append(result)
+            supersessions.append(made_by(result.ref, output.inputs))
+            if result.late is not None:
+                failures.append(_came_late(result.ref, *result.late))
+        return supersessions, failures
 
     def _unite(
         self, late: Sequence[tuple[Supersession, Failure]], in_use: AbstractSet[str], report: Report
@@ -312,94 +345,158 @@ class Compaction:
             if supersession.superseded[0].key not in taken
         ]
         supersessions, failures = self._merge(outputs, report)
-        return left + failures + [failure for _, failure in self._prove(supersessions, report)]
+        still_late, refused = self._prove(supersessions, report)
+        return left + failures + refused + [failure for _, failure in still_late]
 
-    def _merge(self, outputs: Sequence[Output], report: Report) -> tuple[list[Supersession], list[Failure]]:
-        """Make `outputs`, the largest first: what each of them supersedes, and what failed."""
-        if not outputs:
-            return [], []
-        total = sum(output.size for output in outputs)
-        log.info("merging", action="merge_started", outputs=len(outputs), bytes=total)
-        outputs = sorted(outputs, key=lambda o: o.size, reverse=True)
-        results = self._runner.map(merge_one, outputs)
-        merged = [result for result in results if isinstance(result, Merged)]
-        report.merged += merged
-        failures = [result for result in results if isinstance(result, Failure)]
-        failures += [failure for m in merged if (failure := _came_late(m))]
-        both = zip(results, outputs, strict=True)
-        return [made_by(m.ref, output.inputs) for m, output in both if isinstance(m, Merged)], failures
+    # Prove and tombstone
 
-    def _prove(self, supersessions: list[Supersession], report: Report) -> list[tuple[Supersession, Failure]]:
-        """Prove them and write tombstones for those that hold; the others, with the reason."""
+    def _prove(
+        self, supersessions: list[Supersession], report: Report
+    ) -> tuple[list[tuple[Supersession, Failure]], list[Failure]]:
+        """Prove them and write tombstones for those that hold. Which single segments came late, with a row
+        that what contains them has not; why others do not hold.
+        """
         failpoint("compaction.verify")
-        refused = []
+        late: list[tuple[Supersession, Failure]] = []
+        refused: list[Failure] = []
         while supersessions:
-            verdicts = self._prover.prove(supersessions)
             doubtful: list[Supersession] = []
-            for supersession, failure in zip(supersessions, verdicts, strict=True):
+            for supersession, failure in zip(supersessions, self._prover.prove(supersessions), strict=True):
+                count, is_contained = len(supersession.superseded), not supersession.exact
                 if failure is None:
                     # Only now: everything that the tombstone names was found in what replaces it.
                     for part in supersession.parts(SEGMENTS_OF_A_TOMBSTONE):
                         report.tombstones.append(self._tombstones.put(part))
                         failpoint("compaction.tombstone")
-                elif _may_hold_in_part(supersession, failure):
-                    doubtful += supersession.parts(-(-len(supersession.superseded) // 2))
+                elif is_contained and count > 1 and _is_about_rows(failure):
+                    # One late segment may be keeping the others from being proved.
+                    doubtful += supersession.parts(-(-count // 2))
+                elif is_contained and count == 1 and failure.code == "E-ROWS-MISSING":
+                    late.append((supersession, failure))
                 else:
-                    refused.append((supersession, failure))
+                    refused.append(failure)
             supersessions = doubtful
-        return refused
+        return late, refused
+
+    # Delete
 
     def _delete(self, chains: Sequence[Chain], grace: float, report: Report) -> frozenset[str]:
         """Delete what may go; the keys of replacing segments that are damaged."""
         now = self._tombstones.now()
         failpoint("compaction.grace")
-        failures: list[Failure] = []
-        for deleted, problems in _at_once(lambda chain: self._delete_in(chain, now, grace), chains):
+        damaged: set[str] = set()
+        for deleted, failures in _at_once(lambda chain: self._delete_in(chain, now, grace), chains):
             report.deleted.absorb(deleted)
-            failures += problems
-        report.failures += failures
-        return frozenset(key for failure in failures for key in failure.damaged)
+            report.failures += failures
+            damaged.update(key for failure in failures for key in failure.damaged)
+        return frozenset(damaged)
 
     def _delete_in(self, chain: Chain, now: float, grace: float) -> tuple[SegmentTable, list[Failure]]:
         names, deleted = self._tombstones.names(chain), SegmentTable()
-        if not names:
-            return deleted, []
-        index, _problems = self._index(chain, self._store.table(chain), names)
         failures: list[Failure] = []
+        if not names:
+            return deleted, failures
+        index = self._index(chain, self._store.table(chain), names).tombstones
         for stone in index.deletable(now, grace):
             damaged = [s for s in stone.superseding if not self._store.is_intact(s)]
             failures += [_not_intact(s) for s in damaged]
             for segment in () if damaged else stone.superseded:
                 failpoint("compaction.delete_some")
-                failure = _attempt(f"delete of {segment.key}", partial(self._store.delete, segment))
-                failures += [failure] if failure else []
-                deleted.extend([] if failure else [segment])
+                try:
+                    self._store.delete(segment)
+                    deleted.extend([segment])
+                except FloeError as error:
+                    failures.append(Failure.of(f"delete of {segment.key}", error))
         for key in index.done():
-            self._tombstones.delete(key)
+            self._store.objects.delete(key)
         if deleted:
             log.info("inputs deleted", action="inputs_deleted", **chain.log_context(), segments=len(deleted))
         return deleted, failures
 
-    def _prune(self, chains: Sequence[Chain], report: Report) -> None:
-        """Clear away snapshots of samplers."""
-        if self._pruning is None:
-            return
-        now, pruning = self._tombstones.now(), self._pruning
-        for pruned in _at_once(lambda chain: pruning.prune(chain, now), chains):
-            report.pruned += pruned.refs
-            report.failures += pruned.failures
+    # The snapshots of samplers
+
+    def _prune(self, chains: Sequence[Chain], grace: float, report: Report) -> None:
+        now = self._tombstones.now()
+        for pruned, failures in _at_once(lambda chain: self._prune_in(chain, now, grace), chains):
+            report.pruned += pruned
+            report.failures += failures
+
+    def _prune_in(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
+        due, failures = self._outdated(chain, now, grace)
+        pruned: list[SnapshotRef] = []
+        for ref in due:
+            failpoint("compaction.delete_snapshot")
+            try:
+                self._store.objects.delete(ref.key)
+            except FloeError as error:
+                failures.append(Failure.of(f"delete of {ref.key}", error))
+                break
+            pruned.append(ref)
+        if pruned:
+            log.info(
+                "snapshots pruned", action="snapshots_pruned", **chain.log_context(), snapshots=len(pruned)
+            )
+        return pruned, failures
+
+    def _outdated(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:
+        """Which snapshots may go; a listing that fails is a failure of this chain alone."""
+        try:
+            refs = list_snapshots(self._store.objects, self._store.layout, chain)
+        except FloeError as error:
+            return [], [Failure.of(f"snapshots of {chain}", error)]
+        return outdated(refs, now or max((ref.modified for ref in refs), default=0.0), grace), []
+
+    # Tell
+
+    def preview(self, selection: Selection) -> list[ChainSurvey]:
+        """What a run would begin with, chain by chain; all of it at once in memory.
+
+        It writes nothing but the object that tells the store's time.
+        """
+        try:
+            now = self._tombstones.now()
+        except Refused:
+            now = 0.0  # a credential that may only read: the youngest object of each chain is its time
+        return list(_at_once(lambda chain: self._foretold(chain, selection, now), self._selected(selection)))
+
+    def _foretold(self, chain: Chain, selection: Selection, now: float) -> ChainSurvey:
+        listed = self._listed(chain)
+        surveys = list(self._survey(listed, selection, now, frozenset()))
+        outputs = tuple(output for survey in surveys for output in survey.outputs)
+        leftovers = tuple(leftover for survey in surveys for leftover in survey.leftovers)
+        if self._grace is None:
+            return ChainSurvey(chain, outputs, leftovers, listed.problems)
+        deletable = listed.tombstones.deletable(now or listed.segments.newest, self._grace)
+        snapshots, failures = self._outdated(chain, now, self._grace)
+        return ChainSurvey(
+            chain,
+            outputs,
+            leftovers,
+            (*listed.problems, *failures),
+            going=tuple(segment for each in deletable for segment in each.superseded),
+            outdated=tuple(snapshots),
+        )
+
+    def told(self, failures: Iterable[Failure]) -> list[Failure]:
+        """Those of `failures` that an earlier run has told."""
+        return self._reported.told(failures)
+
+    def _remember(self, chains: Sequence[Chain], report: Report) -> None:
+        """Tell what was told before from what is new; without that memory all of it is new."""
+        try:
+            report.told = self._reported.told(report.failures)
+            self._reported.remember(chains, report.failures)
+        except FloeError as error:
+            report.failures.append(Failure.of("memory of what was told", error))
 
 
-def _at_once(work: Callable[[U], T], items: Sequence[U]) -> list[T]:
-    """`work` of each chain, several at once: it mostly waits for the store."""
+def _at_once(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """`work` of each item in their order, several at once: it mostly waits for the store.
+
+    No more results are kept than are worked on at once.
+    """
     with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
-        return list(pool.map(work, items))
-
-
-def _ahead(work: Callable[[U], T], items: Iterable[U]) -> Iterator[T]:
-    """As `_at_once`, where no more results are kept than are worked on at once."""
-    with ThreadPoolExecutor(LISTINGS_AT_ONCE) as pool:
-        running: deque[Future[T]] = deque()
+        running: deque[Future[R]] = deque()
         for item in items:
             running.append(pool.submit(work, item))
             if len(running) >= LISTINGS_AT_ONCE:
@@ -413,43 +510,19 @@ def _is_in(keys: AbstractSet[str], supersessions: Iterable[Supersession]) -> boo
     return any(above.key in keys for s in supersessions for above in s.superseding)
 
 
-def _may_hold_in_part(supersession: Supersession, failure: Failure) -> bool:
-    """Whether one late segment may be keeping others, found contained along with it, from being proved."""
-    is_about_data = failure.exit_code == DataError.exit_code and not failure.damaged and not failure.is_stale
-    return is_about_data and not supersession.exact and len(supersession.superseded) > 1
+def _is_about_rows(failure: Failure) -> bool:
+    return failure.exit_code == DataError.exit_code and not failure.damaged and not failure.is_stale
 
 
-def _came_late(merged: Merged) -> Failure | None:
+def _came_late(ref: SegmentRef, count: int, rows: SequenceRange) -> Failure:
     """What is to be told of rows that another segment had not read: a target may have passed them by then."""
-    if merged.late is None:
-        return None
-    chain, (count, rows) = merged.ref.chain, merged.late
     error = DataError(
         f"{count} rows of {rows} came with a segment that was put later than one that had not read them; "
         "they are united now; a target whose position was behind them when they came does not hold them",
-        hint=carry_late(chain, rows),
+        hint=carry_late(ref.chain, rows),
         code="E-LATE-ROWS",
     )
-    return Failure.of(f"merge of {merged.ref.coverage} of {chain}", error, chain)
-
-
-def _is_late(supersession: Supersession, failure: Failure) -> bool:
-    """Whether it is one segment with a row that what contains it has not: it arrived behind the merge."""
-    is_one = not supersession.exact and len(supersession.superseded) == 1
-    return is_one and failure.code == "E-ROWS-MISSING"
-
-
-def _unsound(chain: Chain, key: str, error: FloeError) -> Failure:
-    """An object among the tombstones of `chain` that is none."""
-    return replace(Failure.of(f"tombstones of {chain}", error, chain), suspects=(key,))
-
-
-def _attempt(what: str, action: Callable[[], None]) -> Failure | None:
-    try:
-        action()
-    except FloeError as error:
-        return Failure.of(what, error)
-    return None
+    return Failure.of(f"merge of {ref.coverage} of {ref.chain}", error, ref.chain)
 
 
 def _not_intact(segment: SegmentRef) -> Failure:

@@ -11,8 +11,9 @@ filters unless `spark.sql.python.filterPushdown.enabled` is on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,81 @@ from pyspark.sql.types import (
 )
 
 from common.chain import Chain
-from common.errors import SegmentCorrupt
-from common.objects.open import layout_of, open_objects
+from common.errors import DataError, SegmentCorrupt
+from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.segments.documents import ChainStore
+from common.segments.keys import Layout
+from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
-from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover
+from common.segments.unread import open_stretch
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
 from common.settings.root import Settings
-from compaction.reading import read_segment, read_stretch
-from compaction.source_columns import HEADERS_PARSED, arranged, segment_columns
-from compaction.source_options import ReadOptions, has_pushdown, parse_options
+from compaction.source_options import (
+    HEADERS_PARSED,
+    ReadOptions,
+    arranged,
+    has_pushdown,
+    parse_options,
+    segment_columns,
+)
+
+
+def read_stretch(
+    store: SegmentStore, stretch: Stretch[SegmentRef], columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of `stretch` in order: `columns` of the segment schema, or all.
+
+    With what others have of what its segment did not read (`common.segments.unread`). Where the segment is
+    gone or cannot be read, the rest is read through the cover of what else is there. Raises the segment's own
+    error (SegmentGone, SegmentCorrupt) where nothing else accounts for the rows.
+    """
+    wanted = [name for name in SCHEMA.names if columns is None or name in columns]
+    for batch in _Reading(store, stretch).batches([*{"sequence", *wanted}]):
+        yield batch.select(wanted)
+
+
+def read_segment(
+    store: SegmentStore, stretch: Stretch[SegmentRef], columns: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of `stretch` from its own segment and no other. Raises SegmentGone, SegmentCorrupt."""
+    with store.open(stretch.segment, rows=stretch.rows) as reader:
+        yield from reader.batches(rows=stretch.rows, columns=columns)
+
+
+class _Reading:
+    """One stretch being read. `_avoided`: keys of segments that failed."""
+
+    def __init__(self, store: SegmentStore, stretch: Stretch[SegmentRef]) -> None:
+        self._store = store
+        self._pending = [stretch]
+        self._avoided: set[str] = set()
+
+    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        while self._pending:
+            stretch = self._pending.pop(0)
+            position = stretch.rows.first
+            try:
+                with open_stretch(self._store, stretch, avoided=self._avoided) as reader:
+                    for batch in reader.batches(columns=columns):
+                        yield batch
+                        position = batch.column("sequence")[-1].as_py() + 1
+            except (SegmentGone, SegmentCorrupt) as error:
+                with suppress(ValueError):  # nothing of the stretch is left to read
+                    rest = SequenceRange(position, stretch.rows.last)
+                    self._pending[:0] = self._elsewhere(stretch.segment, rest, error)
+
+    def _elsewhere(
+        self, failed: SegmentRef, rows: SequenceRange, error: DataError
+    ) -> list[Stretch[SegmentRef]]:
+        self._avoided.add(failed.key)
+        listed = self._store.list(failed.chain, position=rows.first)
+        stretches = cover([s for s in listed if s.key not in self._avoided], rows.first, rows.last)
+        if holes([s.rows for s in stretches], rows):
+            raise error
+        return stretches
+
 
 _LISTINGS_AT_ONCE = 8
 
@@ -158,13 +223,10 @@ class _FilteringReader(_Reader):
         for condition in filters:
             low, high = _bounds(condition)
             first, last = max(first, low), min(last, high)
-        self._options = replace(self._options, rows=_range_or_nothing(first, last))
+        if first > last:  # an empty range has no value of its own, and no segment reaches the very last one
+            first = last = MAX_SEQUENCE
+        self._options = replace(self._options, rows=SequenceRange(first, last))
         return filters
-
-
-def _range_or_nothing(first: int, last: int) -> SequenceRange:
-    # No segment reaches the very last sequence of all, and an empty range has no value of its own.
-    return SequenceRange(first, last) if first <= last else SequenceRange(MAX_SEQUENCE, MAX_SEQUENCE)
 
 
 def _bounds(condition: Filter) -> tuple[int, int]:
@@ -213,5 +275,5 @@ def _open_store(options: ReadOptions) -> tuple[ObjectStore, SegmentStore]:
     if identity not in _stores:
         objects = open_objects(settings)
         spool_dir = Path(options.spool_dir) if options.spool_dir else None
-        _stores[identity] = objects, SegmentStore(objects, layout_of(settings), spool_dir=spool_dir)
+        _stores[identity] = objects, SegmentStore(objects, Layout(settings.prefix), spool_dir=spool_dir)
     return _stores[identity]

@@ -11,13 +11,56 @@ from pydantic import ValidationError
 
 from common.chain import Chain
 from common.errors import UsageError
+from common.jetstream.headers import parse_block
 from common.segments.archive import among
 from common.segments.documents import ChainStore
 from common.segments.naming import Pair, chosen, configured
-from common.segments.parquet import SCHEMA
+from common.segments.reader import SCHEMA
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.settings.store import StoreSettings
-from compaction.source_columns import CHAIN_FIELDS, HEADERS_PARSED, SEGMENT
+from common.settings.root import StoreSettings
+from compaction.union import Values
+
+_CHAIN = {"site": pa.string(), "feed": pa.string(), "incarnation": pa.int32(), "partition": pa.int32()}
+
+CHAIN_FIELDS = pa.schema([pa.field(name, kind, nullable=False) for name, kind in _CHAIN.items()])
+HEADERS_PARSED = pa.field(
+    "headers_parsed",
+    pa.list_(pa.field("element", pa.struct([pa.field("name", pa.string()), pa.field("value", pa.string())]))),
+)
+SEGMENT = pa.field("segment", pa.int32(), nullable=False)
+
+
+def segment_columns(schema: pa.Schema) -> list[str]:
+    """The columns of segments that a result of `schema` is made from."""
+    wanted = {"headers"} if "headers_parsed" in schema.names else set()
+    return [name for name in SCHEMA.names if name in schema.names or name in wanted]
+
+
+def arranged(batch: pa.RecordBatch, schema: pa.Schema, chain: Chain, segment: int) -> pa.RecordBatch:
+    """`batch`, a segment's rows, as `schema` wants them; `segment` is what its column `segment` says."""
+    parts = {**chain.log_context(), "segment": segment}
+
+    def column(name: str) -> Values:
+        if name == HEADERS_PARSED.name:
+            return pa.array(map(_pairs, batch.column("headers").to_pylist()), HEADERS_PARSED.type)
+        if name in parts:
+            return pa.repeat(pa.scalar(parts[name], schema.field(name).type), batch.num_rows)
+        return batch.column(name)
+
+    arrays = [column(name) for name in schema.names]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _pairs(block: bytes | None) -> list[dict[str, str]] | None:
+    """Names and values in order with repeats, as text; null where a message has no header block."""
+    if block is None:
+        return None
+    return [{"name": _text(name), "value": _text(value)} for name, value in parse_block(block)]
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "backslashreplace")
+
 
 _STORE_OPTIONS = {
     "url",
@@ -107,7 +150,7 @@ def _store(given: Mapping[str, str]) -> tuple[StoreSettings, str, frozenset[Pair
     if path := given.get("config"):
         if fields:
             raise UsageError(f"option config: excludes {', '.join(sorted(fields))}")
-        from common.service.config import load
+        from common.settings.loader import load
 
         settings = load(path)
         return settings.store, settings.spool_dir, configured(settings)

@@ -8,13 +8,21 @@ before anything is written down, and `compaction.tombstones` says what may go.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+from common.chain import Chain
+from common.errors import DataError
+from common.objects.port import ObjectStore
+from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch, cover
+from compaction.failures import Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,11 @@ class Supersession:
     def superseding(self) -> tuple[SegmentRef, ...]:
         """The segments of `stretches`, each once."""
         return tuple({s.segment.key: s.segment for s in self.stretches}.values())
+
+    @property
+    def is_disjoint(self) -> bool:
+        """Whether no two superseded segments overlap."""
+        return all(not b.coverage.overlaps(a.coverage) for a, b in pairwise(self.superseded))
 
     def parts(self, limit: int) -> list[Supersession]:
         """The same cut into several of at most `limit` superseded segments; then none of them is `exact`."""
@@ -149,3 +162,50 @@ class _Cover:
                 return tuple(taken)
             position, index = rows.last + 1, index + 1
         return ()
+
+
+MAX_BYTES = 64 * 1024  # of one note
+
+
+class Reported:
+    """What was told of the chains of one store."""
+
+    def __init__(self, objects: ObjectStore, layout: Layout) -> None:
+        self._objects, self._layout = objects, layout
+
+    def told(self, failures: Iterable[Failure]) -> list[Failure]:
+        """Those of `failures` that an earlier run has told."""
+        known = self._listed()
+        return [failure for failure in failures if self._key(failure) in known]
+
+    def remember(self, chains: Sequence[Chain], failures: Iterable[Failure]) -> None:
+        """`failures` are all that is wrong with `chains` now: write down what is new, remove what is over."""
+        known = self._listed()
+        found = {key: failure for failure in failures if (key := self._key(failure))}
+        for key, failure in found.items():
+            if key not in known:
+                body = {"what": failure.what, "error": failure.line, "objects": failure.suspects}
+                self._objects.put(key, json.dumps(body, sort_keys=True).encode())
+        looked_at = tuple(map(self._layout.reported_prefix, chains))
+        for key in sorted(known - found.keys()):
+            if key.startswith(looked_at) and self._is_over(key):
+                self._objects.delete(key)
+
+    def _is_over(self, key: str) -> bool:
+        """Whether an object is gone that the note at `key` names, or it names none."""
+        raw = self._objects.get(key, length=MAX_BYTES) or b""
+        try:
+            named = json.loads(raw)["objects"]
+            return not named or any(self._objects.head(str(each)) is None for each in named)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return True
+
+    def _listed(self) -> set[str]:
+        return {info.key for info in self._objects.list(self._layout.reported_prefix())}
+
+    def _key(self, failure: Failure) -> str:
+        """Where the failure is noted; empty for one that is not about the data of one chain."""
+        if failure.chain is None or failure.exit_code != DataError.exit_code:
+            return ""
+        digest = hashlib.sha256(failure.line.encode()).hexdigest()[:16]
+        return f"{self._layout.reported_prefix(failure.chain)}{digest}.json"

@@ -14,18 +14,23 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown
-from common.objects.port import ObjectInfo, ObjectStore
-from common.segments.layout import Layout
+from common.objects.port import ObjectInfo, ObjectStore, store_now
+from common.segments.documents import SnapshotRef, newest_first
+from common.segments.keys import Layout
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange, holes
+from common.service.logs import get_logger
 from compaction.supersede import Supersession, may_supersede
+
+log = get_logger("compaction.tombstones")
+
 
 FORMAT_VERSION = 1
 MAX_BYTES = 16 << 20
@@ -35,17 +40,14 @@ _NAME = re.compile(r"(?P<last>\d{20})-(?P<first>\d{20})-(?P<digest>[0-9a-f]{16})
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Segments that were proved to be in others. Their `modified` is 0: a tombstone holds no times."""
+    """Segments that were proved to be in others. What is written holds no times; `modified` is 0 there."""
 
     superseded: tuple[SegmentRef, ...]
     superseding: tuple[SegmentRef, ...]
 
     @classmethod
     def of(cls, supersession: Supersession) -> Tombstone:
-        return cls(
-            tuple(sorted(map(_timeless, supersession.superseded), key=_order)),
-            tuple(sorted(map(_timeless, supersession.superseding), key=_order)),
-        )
+        return cls(_timeless(supersession.superseded), _timeless(supersession.superseding))
 
     @property
     def chain(self) -> Chain:
@@ -85,13 +87,11 @@ class Tombstone:
     def from_json(cls, raw: bytes, layout: Layout, chain: Chain) -> Tombstone:
         """Raises ValueError, naming what is wrong, unless `raw` is one of `chain` that keeps the rules."""
         document = json.loads(raw)
-        if not isinstance(document, dict) or not document.keys() >= {"format_version"}:
-            raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
-        if document["format_version"] != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version: expected {FORMAT_VERSION}, found {document['format_version']!r:.40}"
-            )
-        if not document.keys() >= _FIELDS:  # others are a newer version's
+        fields = document.keys() if isinstance(document, dict) else set()
+        version = document["format_version"] if "format_version" in fields else FORMAT_VERSION
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {version!r:.40}")
+        if not fields >= _FIELDS:  # others are a newer version's
             raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
         tombstone = cls(
             _refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain)
@@ -105,7 +105,7 @@ _FIELDS = {"format_version", "superseded", "superseding"}
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StoredTombstone:
     """A tombstone that is in the store. `written`: seconds since 1970 UTC by the store's clock."""
 
     tombstone: Tombstone
@@ -128,26 +128,15 @@ class Buried:
     superseding: array[int] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Deletable:
-    """What may be deleted by the tombstone at `key`, while `superseding` are intact."""
-
-    key: str
-    superseding: tuple[SegmentRef, ...]
-    superseded: tuple[SegmentRef, ...]
-
-
 class TombstoneIndex:
     """What the tombstones of one chain say of its listed segments. Pure; `add` all before asking anything."""
 
-    def __init__(self, listed: SegmentTable, standing: Iterable[Standing] = ()) -> None:
+    def __init__(self, listed: SegmentTable) -> None:
         self._listed = listed
         self._condemned = bytearray(len(listed))  # by any: none of these may supersede another
         self._stones: list[Buried] = []
-        for stone in standing:
-            self.add(stone)
 
-    def add(self, stone: Standing) -> None:
+    def add(self, stone: StoredTombstone) -> None:
         """Take a tombstone; what it names and is not listed is forgotten."""
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
@@ -185,8 +174,8 @@ class TombstoneIndex:
                 found[place] = 1
         return found
 
-    def deletable(self, now: float, grace: float) -> Iterator[Deletable]:
-        """What may be deleted, by tombstone; the caller still checks what stays.
+    def deletable(self, now: float, grace: float) -> Iterator[Tombstone]:
+        """What may be deleted, by tombstone, as listed; the caller still checks what stays.
 
         `now`: by the store's clock; `grace`: seconds since a tombstone was written. A segment that reaches
         the chain's greatest end stays, and so does one whose length is not what the tombstone says.
@@ -199,10 +188,7 @@ class TombstoneIndex:
             same = (place for place in stone.superseded if place not in stone.changed)
             may_go = tuple(self._listed[each] for each in same if self._listed.end_of(each) < greatest)
             if may_go:
-                yield Deletable(stone.key, self._refs(stone.superseding), may_go)
-
-    def _refs(self, places: Iterable[int] | None) -> tuple[SegmentRef, ...]:
-        return tuple(self._listed[place] for place in places or ())
+                yield Tombstone(may_go, tuple(self._listed[place] for place in stone.superseding or ()))
 
     def done(self) -> list[str]:
         """The keys of the tombstones whose superseded segments are all gone from the listing."""
@@ -219,15 +205,19 @@ class Tombstones:
         """The objects where the chain's tombstones stand, by range."""
         return self._objects.list(self._layout.tombstones_prefix(chain))
 
-    def read(self, chain: Chain, info: ObjectInfo) -> Standing | None:
+    def read(self, chain: Chain, info: ObjectInfo) -> StoredTombstone | None:
         """One of `names`; None if it was deleted meanwhile. Raises DataError (E-STATE-JSON) for what is not
         a sound tombstone.
         """
         try:
-            tombstone = self._read(chain, info.key, info.size)
+            tombstone = self._parsed(chain, info)
         except (ValueError, RecursionError) as error:
-            raise _unsound(info.key, error) from error
-        return None if tombstone is None else Standing(tombstone, info.key, info.modified)
+            raise DataError(
+                f"tombstone {info.key}: {error}",
+                hint="nothing is deleted by it; look who wrote it, then put it away",
+                code="E-STATE-JSON",
+            ) from error
+        return None if tombstone is None else StoredTombstone(tombstone, info.key, info.modified)
 
     def put(self, supersession: Supersession) -> str:
         """Write it down, read it back, and return its key; an equal one that is there already keeps its age.
@@ -244,27 +234,17 @@ class Tombstones:
                 raise OutcomeUnknown(f"tombstone {key}: what was read back is not what was written")
         return key
 
-    def delete(self, key: str) -> None:
-        """Remove one whose work is done."""
-        self._objects.delete(key)
-
     def now(self) -> float:
-        """Seconds since 1970 UTC by the store's clock, taken from an object written for it."""
-        key = self._layout.clock()
-        self._objects.put(key, b"")
-        info = self._objects.head(key)
-        if info is None:
-            raise OutcomeUnknown(f"object {key}: written and not found")
-        return info.modified
+        return store_now(self._objects, self._layout.clock())
 
-    def _read(self, chain: Chain, key: str, size: int) -> Tombstone | None:
+    def _parsed(self, chain: Chain, info: ObjectInfo) -> Tombstone | None:
         """None if it was deleted meanwhile; raises ValueError for one that is not sound."""
-        match = _NAME.fullmatch(key.rpartition("/")[2])
+        match = _NAME.fullmatch(info.key.rpartition("/")[2])
         if not match:
             raise ValueError("foreign name")
-        if size > MAX_BYTES:
-            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {size}")
-        raw = self._objects.get(key, length=MAX_BYTES + 1)
+        if info.size > MAX_BYTES:
+            raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
+        raw = self._objects.get(info.key, length=MAX_BYTES + 1)
         if raw is None:
             return None
         if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
@@ -272,20 +252,10 @@ class Tombstones:
         return Tombstone.from_json(raw, self._layout, chain)
 
 
-def _unsound(key: str, error: Exception) -> DataError:
-    return DataError(
-        f"tombstone {key}: {error}",
-        hint="nothing is deleted by it; look who wrote it, then put it away",
-        code="E-STATE-JSON",
-    )
-
-
-def _timeless(segment: SegmentRef) -> SegmentRef:
-    return SegmentRef(segment.segment, segment.key, segment.size, 0.0)
-
-
-def _order(segment: SegmentRef) -> tuple[int, str]:
-    return segment.level, segment.name
+def _timeless(segments: Iterable[SegmentRef]) -> tuple[SegmentRef, ...]:
+    """By level and name, without times."""
+    found = sorted(segments, key=lambda segment: (segment.level, segment.name))
+    return tuple(replace(segment, modified=0.0) for segment in found)
 
 
 def _entry(segment: SegmentRef) -> dict[str, Any]:
@@ -299,9 +269,7 @@ def _refs(entries: Any, layout: Layout, chain: Chain) -> tuple[SegmentRef, ...]:
 
 
 def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
-    if not isinstance(entry, dict) or not entry.keys() >= {"level", "name", "size"}:
-        raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
-    level, name, size = entry["level"], entry["name"], entry["size"]
+    level, name, size = (entry.get(n) if isinstance(entry, dict) else None for n in ("level", "name", "size"))
     if type(level) is not int or type(name) is not str or type(size) is not int:
         raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
     key = layout.segments_prefix(chain, level) + name
@@ -309,3 +277,16 @@ def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
     if segment is None:
         raise ValueError(f"expected the name of a segment, found {name!r:.80}")
     return SegmentRef(segment, key, size, 0.0)
+
+
+KEPT = 3
+
+
+def outdated(refs: Sequence[SnapshotRef], now: float, grace: float) -> list[SnapshotRef]:
+    """Which of one chain's snapshots may go, the oldest position first.
+
+    `now`: seconds since 1970 by the store's clock. `grace`: seconds.
+    """
+    last_stored = max((ref.modified for ref in refs), default=0.0)
+    behind = sorted(refs, key=newest_first)[KEPT:]
+    return [ref for ref in reversed(behind) if ref.modified < min(last_stored, now - grace)]

@@ -9,14 +9,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
-from common.segments.parquet import SegmentReader
+from common.segments.columns import CONTENT_COLUMNS, first_difference
+from common.segments.parquet_guard import fork
+from common.segments.reader import SegmentReader
 from common.segments.segment import SegmentRef
 from common.sequences import preference
 from compaction.failures import naming
-from compaction.rows import CONTENT_COLUMNS, Values, count_up_to, first_difference, fork, pc
+
+# pyarrow's stubs cannot say what its kernels take: arrays and chunked arrays, and the kernels, are not typed.
+Values = Any
+pc: Any = pyarrow.compute
+
+
+def count_up_to(sequences: Values, last: int) -> int:
+    """How many of the ascending `sequences` are at most `last`."""
+    return int(pc.sum(pc.less_equal(sequences, pa.scalar(last, pa.int64()))).as_py() or 0)
+
 
 Open = Callable[[SegmentRef], SegmentReader]
 _Parts = list[tuple[SegmentRef, pa.RecordBatch]]

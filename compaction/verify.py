@@ -20,10 +20,9 @@ from typing import TypeVar
 from common.chain import Chain
 from common.errors import DataError
 from common.objects.port import HiddenObject, Versioned
-from common.segments.behind import behind, ways_on
-from common.segments.documents import ChainStore
-from common.segments.faults import Forked
-from common.segments.gaps import carry_late, way_out, way_out_filled
+from common.segments.archive import behind, ways_on
+from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
+from common.segments.parquet_guard import Forked
 from common.segments.quarantine import quarantine_command
 from common.segments.segment import Footer, Reason, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
@@ -31,6 +30,7 @@ from common.segments.table import WINDOW, SegmentTable
 from common.segments.unread import StretchReader, open_stretch
 from common.sequences import Covered, SequenceRange, cover, holes
 from compaction.compare import prove_by_reading
+from compaction.plan import blocks
 from compaction.supersede import Supersession, contained
 from compaction.union import union
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class VerifyProblem:
     """One thing that is wrong. `kind`: hole, gone, late, damaged, rows, fork, document, behind.
 
     `hint`: what to do.
@@ -64,28 +64,7 @@ class ChainReport:
     size: int = 0
     overlapping: int = 0
     accepted: list[SequenceRange] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-
-class _Sound:
-    """What is known of all segments that are what they should be. `behind`: those that reach behind the end
-    of the incarnation, `end`.
-    """
-
-    def __init__(self, end: int | None) -> None:
-        self.end = end
-        self.covered = Covered()
-        self.behind = SegmentTable()
-
-    def add(self, segments: Sequence[SegmentRef], report: ChainReport) -> None:
-        """Account for the segments of a window, and count them in `report`."""
-        for segment in sorted(segments, key=lambda s: s.coverage):
-            self.covered.add(segment.coverage)
-            report.segments[segment.level] = report.segments.get(segment.level, 0) + 1
-            report.size += segment.size
-            if self.end is not None and segment.coverage.last > self.end:
-                self.behind.extend([segment])
-        report.overlapping += _overlapping(segments)
+    problems: list[VerifyProblem] = field(default_factory=list)
 
 
 def verify_chain(
@@ -96,113 +75,179 @@ def verify_chain(
     Segments that are deleted meanwhile are passed over, where others account for them. `window`: how many are
     looked at together at least.
     """
-    report = ChainReport(chain)
-    # Before the listing: what is written meanwhile can only make the coverage reach further.
-    bounds = _documents(chains, report)
-    end = _reading(report, lambda: chains.read_end(chain))
-    table = store.table(chain)
-    accepted = [gap.range for gap in chains.gaps(chain)]
-    sound, found = _Sound(end), ChainReport(chain)
-    for places in table.windows(window):
-        segments = [table[place] for each in places for place in each]
-        footers = _sound(store, segments, report, deep=deep)
-        segments = [s for s in segments if s.key in footers]
-        sound.add(segments, report)
-        _check_unread(store, segments, footers, accepted, found)
-        _check_levels(segments, footers, found)
-        if deep:
-            _check_rows(store, segments, found)
-    report.segments = dict(sorted(report.segments.items()))
-    _check_coverage(store, sound, bounds, accepted, report)
-    _check_end(sound, accepted, report)
-    report.accepted += found.accepted
-    report.problems += found.problems
-    return report
+    return _Verification(store, chain).run(chains, window, deep=deep)
 
 
-def _documents(chains: ChainStore, report: ChainReport) -> tuple[int | None, int | None]:
-    """Where the chain must begin and where its tail says it ends; None where nothing says so."""
-    tail = chains.read_tail(report.chain)
-    document = _reading(report, lambda: chains.read_chain(report.chain))
-    floor = _reading(report, lambda: chains.read_floor(report.chain))
-    return (max(document.first, floor or 1) if document else floor), tail
+class _Verification:
+    """One chain being looked at. `_found`: told behind what is found of its documents and single segments.
+
+    `_behind`: segments that reach behind the end of the incarnation, `_end`.
+    """
+
+    def __init__(self, store: SegmentStore, chain: Chain) -> None:
+        self._store, self._chain, self._report = store, chain, ChainReport(chain)
+        self._found: list[VerifyProblem] = []
+        self._accepted_in_windows: list[SequenceRange] = []
+        self._accepted: list[SequenceRange] = []
+        self._covered, self._behind = Covered(), SegmentTable()
+        self._end: int | None = None
+
+    def run(self, chains: ChainStore, window: int, *, deep: bool) -> ChainReport:
+        # Before the listing: what is written meanwhile can only make the coverage reach further.
+        tail = chains.read_tail(self._chain)
+        document = self._read(lambda: chains.read_chain(self._chain))
+        floor = self._read(lambda: chains.read_floor(self._chain))
+        first = max(document.first, floor or 1) if document else floor
+        self._end = self._read(lambda: chains.read_end(self._chain))
+        table = self._store.table(self._chain)
+        self._accepted = [gap.range for gap in chains.gaps(self._chain)]
+        for places in table.windows(window):
+            segments = [table[place] for each in places for place in each]
+            footers = self._footers(segments, deep=deep)
+            segments = [s for s in segments if s.key in footers]
+            self._add(segments)
+            self._check_unread(segments, footers)
+            self._check_levels(segments, footers)
+            if deep:
+                self._check_rows(segments)
+        report = self._report
+        report.segments = dict(sorted(report.segments.items()))
+        self._check_coverage(first, tail or 0)
+        self._check_end()
+        report.accepted += self._accepted_in_windows
+        report.problems += self._found
+        return report
+
+    def _read(self, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except DataError as error:
+            self._report.problems.append(VerifyProblem("document", error.message))
+            return None
+
+    # One window
+
+    def _footers(self, segments: Sequence[SegmentRef], *, deep: bool) -> dict[str, Footer]:
+        """Of the segments that are what they should be, by key; a problem for each other one."""
+        footers: dict[str, Footer] = {}
+        # Whole segments are read one after the other: each may need much memory.
+        with ThreadPoolExecutor(1 if deep else REQUESTS_AT_ONCE) as pool:
+            found = pool.map(partial(check_segment, self._store, deep=deep), segments)
+            for segment, footer in zip(segments, found, strict=True):
+                if isinstance(footer, Footer):
+                    footers[segment.key] = footer
+                elif footer is not None:
+                    self._report.problems.append(footer)
+        return footers
+
+    def _add(self, segments: Sequence[SegmentRef]) -> None:
+        """Account for sound segments, and count them."""
+        report = self._report
+        for segment in sorted(segments, key=lambda s: s.coverage):
+            self._covered.add(segment.coverage)
+            report.segments[segment.level] = report.segments.get(segment.level, 0) + 1
+            report.size += segment.size
+            if self._end is not None and segment.coverage.last > self._end:
+                self._behind.extend([segment])
+        report.overlapping += _overlapping(segments)
+
+    def _check_unread(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
+        """What others have of what a segment did not read, and what of a filled hole nobody has."""
+        for stretch in cover(segments, 1):
+            if footers[stretch.segment.key].unread is None:
+                continue
+            try:
+                with open_stretch(self._store, stretch, refs=segments) as reader:
+                    self._found += _late(reader, stretch.segment, self._chain)
+                    self._found += self._gone(reader)
+            except SegmentGone:
+                continue
+            except Forked as error:
+                self._found.append(VerifyProblem("fork", error.message, error.hint))
+
+    def _gone(self, reader: StretchReader) -> Iterator[VerifyProblem]:
+        if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
+            return
+        left = holes(self._accepted, reader.unread)
+        self._accepted_in_windows += holes(left, reader.unread)
+        for rows in left:
+            if missing := reader.still_missing(rows):
+                text = f"{missing} of {rows} were gone from the source when the hole there was filled"
+                yield VerifyProblem("gone", text, way_out_filled(self._chain, rows))
+
+    def _check_levels(self, segments: Sequence[SegmentRef], footers: dict[str, Footer]) -> None:
+        """Where segments lie side by side below one that covers exactly the same: the same number of rows."""
+        for supersession in contained(segments):
+            below, [above, *others] = supersession.superseded, supersession.superseding
+            is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
+            if is_same and not holes([s.coverage for s in below], above.coverage):
+                rows, found = sum(footers[s.key].rows for s in below), footers[above.key].rows
+                if rows != found:
+                    text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, "
+                    self._found.append(VerifyProblem("rows", f"{text}found {found}"))
+
+    def _check_rows(self, segments: Sequence[SegmentRef]) -> None:
+        for block in blocks(segments):
+            try:
+                for _batch in union(block.segments, self._store.open) if len(block.segments) > 1 else ():
+                    pass  # equal sequences of different segments are compared as they are united
+            except DataError as error:
+                away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
+                hint = f"{error.hint}:\n{away}" if away else ""
+                self._found.append(VerifyProblem("fork", error.message, hint))
+        for supersession in contained(segments):
+            self._found += _missing_rows(self._store, supersession)
+
+    # All of it
+
+    def _check_coverage(self, first: int | None, tail: int) -> None:
+        """`first`: where the chain must begin, None where nothing says so; `tail`: where its tail says it
+        ends, 0 where there is none.
+        """
+        stretches = self._covered.stretches()
+        last = max(self._covered.end, tail) if self._end is None else self._end
+        first = first or (stretches[0].first if stretches else 1)
+        if stretches:
+            self._report.coverage = SequenceRange(stretches[0].first, stretches[-1].last)
+        if last < first:
+            return
+        for hole in holes(stretches, SequenceRange(first, last)):
+            left = holes(self._accepted, hole)
+            self._report.accepted += holes(left, hole)
+            for part in left:
+                text = f"sequences {part} are in no segment that can be read"
+                hint = _brought_back(self._store, self._chain, part)
+                self._report.problems.append(VerifyProblem("hole", text, hint))
+
+    def _check_end(self) -> None:
+        """What lies behind the end of the incarnation, which nobody delivers; holes there are no fault."""
+        for rows in behind(self._covered.stretches(), self._end, self._accepted):
+            count = sum(s.coverage.overlaps(rows) for s in self._behind)
+            segments_text = f"{count} segment{'' if count == 1 else 's'}"
+            text = (
+                f"sequences {rows}, in {segments_text}, lie behind the end of the incarnation, {self._end}: "
+            )
+            text += "nobody delivers them"
+            self._report.problems.append(VerifyProblem("behind", text, ways_on(self._chain, rows)))
 
 
-def _reading(report: ChainReport, read: Callable[[], T]) -> T | None:
+def check_segment(store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer | VerifyProblem | None:
+    """None for a segment that is gone: whether its coverage is missed is judged by the others."""
     try:
-        return read()
-    except DataError as error:
-        report.problems.append(Problem("document", error.message))
-        return None
-
-
-def _sound(
-    store: SegmentStore, segments: Sequence[SegmentRef], report: ChainReport, *, deep: bool
-) -> dict[str, Footer]:
-    """The footers of the segments that are what they should be, by key; a problem for each other one."""
-    if deep:
-        found = {s.key: _check_deep(store, s) for s in segments}
-    else:
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            checks = pool.map(partial(_check_shallow, store), segments)
-            found = dict(zip((s.key for s in segments), checks, strict=True))
-    report.problems += [problem for problem in found.values() if isinstance(problem, Problem)]
-    return {key: footer for key, footer in found.items() if isinstance(footer, Footer)}
-
-
-def _check_shallow(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | None:
-    def check() -> Footer:
+        if deep:
+            with store.open(segment) as reader:
+                for _batch in reader.batches():
+                    pass  # the reader checks order, range, counts and page checksums as it goes
+                return reader.footer
         footer = store.footer(segment)
         if not store.is_intact(segment):
             raise DataError(f"segment {segment.key}: expected the bytes that its name promises, found others")
         return footer
-
-    return _checked(segment, check)
-
-
-def _check_deep(store: SegmentStore, segment: SegmentRef) -> Footer | Problem | None:
-    def check() -> Footer:
-        with store.open(segment) as reader:
-            for _batch in reader.batches():
-                pass  # the reader checks order, range, counts and page checksums as it goes
-            return reader.footer
-
-    return _checked(segment, check)
-
-
-def _checked(segment: SegmentRef, check: Callable[[], Footer]) -> Footer | Problem | None:
-    """None for a segment that is gone: whether its coverage is missed is judged by the others."""
-    try:
-        return check()
     except SegmentGone:
         return None
     except DataError as error:
         away = quarantine_command(segment.key)
-        return Problem("damaged", error.message, f"put a good copy back, or put it away:\n{away}")
-
-
-def _check_coverage(
-    store: SegmentStore,
-    sound: _Sound,
-    bounds: tuple[int | None, int | None],
-    accepted: Sequence[SequenceRange],
-    report: ChainReport,
-) -> None:
-    first, tail = bounds
-    stretches = sound.covered.stretches()
-    last = max(sound.covered.end, tail or 0) if sound.end is None else sound.end
-    first = first or (stretches[0].first if stretches else 1)
-    if stretches:
-        report.coverage = SequenceRange(stretches[0].first, stretches[-1].last)
-    if last < first:
-        return
-    for hole in holes(stretches, SequenceRange(first, last)):
-        left = holes(accepted, hole)
-        report.accepted += holes(left, hole)
-        text = "sequences {} are in no segment that can be read"
-        report.problems += [
-            Problem("hole", text.format(part), _brought_back(store, report.chain, part)) for part in left
-        ]
+        return VerifyProblem("damaged", error.message, f"put a good copy back, or put it away:\n{away}")
 
 
 def _brought_back(store: SegmentStore, chain: Chain, hole: SequenceRange) -> str:
@@ -227,38 +272,7 @@ def deleted_segments(store: SegmentStore, chain: Chain, hole: SequenceRange) -> 
     return [each for each, name in named if name is not None and name.coverage.overlaps(hole)]
 
 
-def _check_end(sound: _Sound, accepted: Sequence[SequenceRange], report: ChainReport) -> None:
-    """What lies behind the end of the incarnation, which nobody delivers; holes there are no fault."""
-    for rows in behind(sound.covered.stretches(), sound.end, accepted):
-        count = sum(s.coverage.overlaps(rows) for s in sound.behind)
-        segments_text = f"{count} segment{'' if count == 1 else 's'}"
-        text = f"sequences {rows}, in {segments_text}, lie behind the end of the incarnation, {sound.end}: "
-        text += "nobody delivers them"
-        report.problems.append(Problem("behind", text, ways_on(report.chain, rows)))
-
-
-def _check_unread(
-    store: SegmentStore,
-    segments: Sequence[SegmentRef],
-    footers: dict[str, Footer],
-    accepted: Sequence[SequenceRange],
-    report: ChainReport,
-) -> None:
-    """What others have of what a segment of the cover did not read, and what of a filled hole nobody has."""
-    for stretch in cover(segments, 1):
-        if footers[stretch.segment.key].unread is None:
-            continue
-        try:
-            with open_stretch(store, stretch, refs=segments) as reader:
-                report.problems += _late(reader, stretch.segment, report.chain)
-                report.problems += _gone(reader, accepted, report)
-        except SegmentGone:
-            continue
-        except Forked as error:
-            report.problems.append(Problem("fork", error.message, error.hint))
-
-
-def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[Problem]:
+def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[VerifyProblem]:
     found: dict[str, list[int]] = {}  # first, last and number of the rows that a segment has
     for part in reader.parts(reader.unread, ("sequence",)) if reader.others else ():
         if part.segment.key != segment.key:
@@ -269,30 +283,7 @@ def _late(reader: StretchReader, segment: SegmentRef, chain: Chain) -> Iterator[
         rows = SequenceRange(first, last)
         text = f"{key} has {count} rows of {rows} that {segment.name} had not read: a target whose position "
         text += "was behind them when it came does not hold them; the next `floe compact` unites the two"
-        yield Problem("late", text, carry_late(chain, rows))
-
-
-def _gone(reader: StretchReader, accepted: Sequence[SequenceRange], report: ChainReport) -> Iterator[Problem]:
-    if reader.unread is None or not reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-        return
-    left = holes(accepted, reader.unread)
-    report.accepted += holes(left, reader.unread)
-    for rows in left:
-        if missing := reader.still_missing(rows):
-            text = f"{missing} of {rows} were gone from the source when the hole there was filled"
-            yield Problem("gone", text, way_out_filled(report.chain, rows))
-
-
-def _check_levels(segments: Sequence[SegmentRef], footers: dict[str, Footer], report: ChainReport) -> None:
-    """Where segments lie side by side below one that covers exactly the same: the same number of rows."""
-    for supersession in contained(segments):
-        below, [above, *others] = supersession.superseded, supersession.superseding
-        is_same = not others and sum(len(s.coverage) for s in below) == len(above.coverage)
-        if is_same and not holes([s.coverage for s in below], above.coverage):
-            rows = sum(footers[s.key].rows for s in below)
-            if rows != footers[above.key].rows:
-                text = f"{above.key}: expected {rows} rows as in the {len(below)} segments below it, found "
-                report.problems.append(Problem("rows", f"{text}{footers[above.key].rows}"))
+        yield VerifyProblem("late", text, carry_late(chain, rows))
 
 
 def _overlapping(segments: Sequence[SegmentRef]) -> int:
@@ -305,19 +296,7 @@ def _overlapping(segments: Sequence[SegmentRef]) -> int:
     return count
 
 
-def _check_rows(store: SegmentStore, segments: Sequence[SegmentRef], report: ChainReport) -> None:
-    for block in _blocks(segments):
-        try:
-            for _batch in union(block, store.open):
-                pass  # equal sequences of different segments are compared as they are united
-        except DataError as error:
-            away = "\n".join(map(quarantine_command, error.keys)) if isinstance(error, Forked) else ""
-            report.problems.append(Problem("fork", error.message, f"{error.hint}:\n{away}" if away else ""))
-    for supersession in contained(segments):
-        report.problems += _missing_rows(store, supersession)
-
-
-def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[Problem]:
+def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[VerifyProblem]:
     for part in supersession.parts(-(-len(supersession.superseded) // 2)):
         try:
             prove_by_reading(store, part)
@@ -328,19 +307,4 @@ def _missing_rows(store: SegmentStore, supersession: Supersession) -> Iterator[P
                 yield from _missing_rows(store, part)
             elif error.code != "E-FORK":  # those were named above
                 late = "the next `floe compact` merges it with what contains it"
-                yield Problem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")
-
-
-def _blocks(segments: Sequence[SegmentRef]) -> Iterator[list[SegmentRef]]:
-    """The segments of all levels that are connected by overlaps, where they are more than one."""
-    block: list[SegmentRef] = []
-    reach = 0
-    for segment in sorted(segments, key=lambda s: s.coverage):
-        if segment.coverage.first > reach:
-            if len(block) > 1:
-                yield block
-            block = []
-        block.append(segment)
-        reach = max(reach, segment.coverage.last)
-    if len(block) > 1:
-        yield block
+                yield VerifyProblem("rows", error.message, late if error.code == "E-ROWS-MISSING" else "")

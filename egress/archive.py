@@ -5,92 +5,65 @@ The listing says what is archived; the mark is there to catch a listing that sho
 
 from __future__ import annotations
 
-import json
+import asyncio
+import heapq
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from common.chain import Chain
-from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
+from common.clock import Clock
+from common.errors import FloeError, SegmentCorrupt, Stopped, Unavailable
 from common.failpoints import failpoint
-from common.jetstream.kv import KeyValue, state_key
 from common.segments.documents import ChainStore
-from common.segments.faults import SegmentGone
+from common.segments.keys import MAX_LEVEL
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
-from common.sequences import SequenceRange, extends
+from common.sequences import Covered, SequenceRange, extends
 from common.service.logs import get_logger
-from common.service.threads import Threads
-from egress.listing import FIRST_PAGE, View, at, newest, reaching, uncovered, whole
-from egress.resolve.hints import believe_listing
-
-if TYPE_CHECKING:
-    from egress.history import Incarnation
-    from egress.parts import Parts
+from common.service.process import Threads
+from common.tasks import first_of
+from egress.deps import EgressTuning, PartitionDeps
+from egress.hints import believe_listing
+from egress.incarnations import HighWaterMarks, Incarnation
 
 log = get_logger("egress.archive")
 
-NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
+
+KEPT = 1000  # segments of a view, those that reach furthest
+FIRST_PAGE = 100  # segments that are listed where a handful are wanted
+WIDER = 4  # times as far back, where a look back has not found enough
 
 
-class Marks:
-    """High-water marks: the last sequence of a chain that was put and read back. No service lowers one."""
+class ListingView:
+    """What was listed. `covered`: by all of it; `newest`: the segments that reach furthest, at most KEPT."""
 
-    def __init__(self, state: KeyValue) -> None:
-        self._state = state
-
-    @staticmethod
-    def key(chain: Chain) -> str:
-        """Where the mark of a chain stands."""
-        parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
-        return state_key("egress", "mark", *parts)
-
-    @staticmethod
-    def value(end: int) -> str:
-        """What the key holds for a mark at `end`."""
-        return json.dumps({"end": end})
+    def __init__(self, pages: Iterable[Iterable[SegmentRef]] = ()) -> None:
+        self.covered = Covered()
+        self._heap: list[tuple[int, str, SegmentRef]] = []
+        for page in pages:
+            self.add(page)
 
     @property
-    def bucket(self) -> str:
-        return self._state.bucket
+    def newest(self) -> list[SegmentRef]:
+        """The one that reaches furthest first."""
+        refs = (ref for _last, _key, ref in self._heap)
+        return sorted(refs, key=lambda ref: (ref.coverage.last, ref.coverage.first), reverse=True)
 
-    async def get(self, chain: Chain) -> int | None:
-        """The mark; None if there is none. Raises DataError for a value that is none."""
-        entry = await self._state.get(self.key(chain))
-        return None if entry is None else self._parse(chain, entry.value)
+    def add(self, page: Iterable[SegmentRef]) -> None:
+        """Take more of the listing; none of it twice."""
+        for ref in page:
+            self.covered.add(ref.coverage)
+            entry = (ref.coverage.last, ref.key, ref)
+            if len(self._heap) < KEPT:
+                heapq.heappush(self._heap, entry)
+            elif entry[:2] > self._heap[0][:2]:
+                heapq.heapreplace(self._heap, entry)
 
-    async def begin(self, chain: Chain) -> int:
-        """Have a mark at 0 unless there is one; where it is then. Raises as `get`."""
-        if await self._state.create(self.key(chain), self.value(0).encode()) is not None:
-            return 0
-        return await self.get(chain) or 0
 
-    async def set(self, chain: Chain, end: int) -> None:
-        """Have the mark at `end`, whatever it was."""
-        await self._state.put(self.key(chain), self.value(end).encode())
-
-    async def raise_to(self, chain: Chain, end: int) -> None:
-        """Have the mark at `end` or above."""
-
-        def raised(found: bytes | None) -> bytes | None:
-            is_there = found is not None and self._parse(chain, found) >= end
-            return None if is_there else self.value(end).encode()
-
-        await self._state.change(self.key(chain), raised)
-
-    def _parse(self, chain: Chain, value: bytes) -> int:
-        try:
-            end = json.loads(value)["end"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            end = None
-        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
-            raise DataError(
-                f"high-water mark of {chain}: expected an end, found {value!r:.60}",
-                hint=f"to believe the listing instead: {believe_listing(chain)}",
-                code="E-STATE-KV",
-            )
-        return end
+NEWER = "E-SEG-VERSION"  # written by a newer Floe, whose names are as good as ours
 
 
 class Archive:
@@ -109,7 +82,7 @@ class Archive:
         first: int,
         store: SegmentStore,
         chains: ChainStore,
-        marks: Marks,
+        marks: HighWaterMarks,
         threads: Threads,
     ) -> None:
         self.chain, self.first = chain, first
@@ -124,11 +97,12 @@ class Archive:
         self._store, self._chains, self._marks, self._threads = store, chains, marks, threads
 
     @classmethod
-    async def of(cls, current: Incarnation, parts: Parts, marks: Marks, threads: Threads) -> Archive:
+    async def of(cls, current: Incarnation, deps: PartitionDeps) -> Archive:
         """The archive of an incarnation, not listed yet; retention may have moved its beginning."""
-        floor = await threads.run(parts.chains.read_floor, current.chain)
+        floor = await deps.pools.io.run(deps.chains.read_floor, current.chain)
         first = max(current.document.first, floor or 0)
-        return cls(current.chain, first, parts.store, parts.chains, marks, threads)
+        marks = HighWaterMarks(deps.state)
+        return cls(current.chain, first, deps.store, deps.chains, marks, deps.pools.io)
 
     async def load(self) -> None:
         """List the chain from the mark on; all of it where there is none.
@@ -140,7 +114,7 @@ class Archive:
             await self.survey()
             return
         since = max(mark, self.first)
-        view = await self._look(lambda: reaching(self._store, self.chain, since, self.damaged.keys()), mark)
+        view = await self._look(lambda: self._reaching(since), mark)
         self._take(view, since)
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
@@ -151,24 +125,29 @@ class Archive:
                 code="E-LISTING",
             )
 
+    async def reach(self, position: int) -> None:
+        """List what reaches `position`, of a chain that nothing is put into any more."""
+        view = await self._threads.run(self._reaching, position)
+        self.end, self.newest, self._looked_back = view.covered.end, view.newest, True
+
     async def survey(self) -> None:
         """List all of the chain, and believe it whatever the mark says."""
-        view = await self._look(lambda: whole(self._store, self.chain, self.damaged.keys()), None)
+        view = await self._look(lambda: ListingView(self.pages()), None)
         self._take(view, self.first)
 
-    def _take(self, view: View, since: int) -> None:
+    def _take(self, view: ListingView, since: int) -> None:
         self.end, self.newest, self._looked_back = view.covered.end, view.newest, False
         within = [SequenceRange(since, self.end)] if self.end >= since else []
         self.holes = tuple(hole for each in within for hole in view.covered.holes(each))
 
-    async def _look(self, listing: Callable[[], View], mark: int | None) -> View:
+    async def _look(self, listing: Callable[[], ListingView], mark: int | None) -> ListingView:
         """What the listing shows without segments that are damaged."""
         while True:
             view = await self._threads.run(listing)
             if await self._threads.run(self._all_sound, view, mark):
                 return view
 
-    def _all_sound(self, view: View, mark: int | None) -> bool:
+    def _all_sound(self, view: ListingView, mark: int | None) -> bool:
         """Whether the segments beyond the mark are what their names promise.
 
         Without a mark the end is what counts: it is that of the first sound one, from the top down.
@@ -203,10 +182,7 @@ class Archive:
         """The newest segments, a hundred of them or all that reach `least`, the newest first."""
         if not self._looked_back and self.newest and self.end >= least:
             width = len(self.newest[0].coverage) * FIRST_PAGE
-            within = SequenceRange(max(least, 1), self.end)
-            found = await self._threads.run(
-                newest, self._store, self.chain, within, width, self.damaged.keys()
-            )
+            found = await self._threads.run(self._newest, SequenceRange(max(least, 1), self.end), width)
             self.newest = found or self.newest
             self._looked_back = True
         return self.newest
@@ -219,7 +195,7 @@ class Archive:
         for asked, known in ((0, self.newest), *self._near):
             if asked == sequence or any(extends(ref.coverage, sequence) for ref in known):
                 return known
-        found = await self._threads.run(at, self._store, self.chain, sequence, self.damaged.keys())
+        found = await self._threads.run(self._at, sequence)
         self._near.append((sequence, found))
         return found
 
@@ -230,17 +206,67 @@ class Archive:
 
     async def uncovered(self, within: SequenceRange) -> list[SequenceRange]:
         """The parts of `within` that no segment covers, as listed now."""
-        return await self._threads.run(uncovered, self._store, self.chain, within, self.damaged.keys())
+        return await self._threads.run(self._uncovered, within)
+
+    # Blocking
 
     def pages(self) -> Iterator[list[SegmentRef]]:
-        """All of the chain, page by page. Blocking."""
-        for page in self._store.walk(self.chain):
-            yield [ref for ref in page if ref.key not in self.damaged]
+        """All of the chain, page by page."""
+        return map(self._undamaged, self._store.walk(self.chain))
 
     def refs(self, position: int = 1) -> list[SegmentRef]:
-        """All segments that reach `position`, for whoever needs every one of them at once. Blocking."""
-        found = self._store.list(self.chain, position=position)
-        return [ref for ref in found if ref.key not in self.damaged]
+        """All segments that reach `position`, for whoever needs every one of them at once."""
+        return self._undamaged(self._store.list(self.chain, position=position))
+
+    def _undamaged(self, refs: Iterable[SegmentRef]) -> list[SegmentRef]:
+        return [ref for ref in refs if ref.key not in self.damaged]
+
+    def _reaching(self, position: int) -> ListingView:
+        """What reaches `position`: of level 0, and of the others where that does not contain it.
+
+        The segment that reaches the end of a chain stays in level 0 until there is a newer one.
+        """
+        view = ListingView()
+        for level in range(MAX_LEVEL + 1):
+            for page in self._store.pages(self.chain, level, position=position):
+                view.add(self._undamaged(page))
+            if position in view.covered and not level:
+                break
+        return view
+
+    def _newest(self, within: SequenceRange, width: int) -> list[SegmentRef]:
+        """The FIRST_PAGE segments that reach furthest, or all that reach `within` where these are fewer, the
+        newest first. `width`: how many sequences they may cover together, to begin with.
+        """
+        while True:
+            position = max(within.first, within.last + 1 - width)
+            found = self._reaching(position).newest
+            if len(found) >= FIRST_PAGE or position <= within.first:
+                return found[:FIRST_PAGE]
+            width *= WIDER
+
+    def _at(self, position: int) -> Sequence[SegmentRef]:
+        """Segments that reach `position` and are nearest to it, with one that contains it if there is any."""
+        found: list[SegmentRef] = []
+        for level in range(MAX_LEVEL + 1):
+            page = self._store.list(self.chain, position=position, level=level, limit=FIRST_PAGE)
+            found += self._undamaged(page)
+            if any(extends(ref.coverage, position) for ref in found):
+                break
+        return found
+
+    def _uncovered(self, within: SequenceRange) -> list[SequenceRange]:
+        """Level by level from the bottom, as far as it takes."""
+        covered = Covered()
+        for level in range(MAX_LEVEL + 1):
+            for page in self._store.pages(self.chain, level, position=within.first):
+                for ref in self._undamaged(page):
+                    covered.add(ref.coverage)
+                if page[-1].coverage.last >= within.last:
+                    break
+            if not covered.holes(within):
+                break
+        return covered.holes(within)
 
     def is_hollow(self, source_first: int) -> bool:
         """Whether an empty listing may hide what was archived: no mark says that nothing was, and the source
@@ -302,3 +328,90 @@ class Archive:
         """Raise the high-water mark to where coverage ends."""
         await self._marks.raise_to(self.chain, self.end)
         failpoint("egress.after_mark")
+
+
+class _Walk:
+    """One walk, as far as it has come."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive, self.end, self.covered = archive, archive.end, Covered()
+        self._pages = archive.pages()
+        self._lock = threading.Lock()  # a call that nobody awaits any more may still be under way
+
+    def step(self) -> bool:
+        """Take the next page; False where there is none. Blocking."""
+        with self._lock:
+            page = next(self._pages, None)
+            for ref in page or ():
+                self.covered.add(ref.coverage)
+            return page is not None
+
+    def holes(self) -> list[SequenceRange]:
+        """Those from where the chain begins on that it passed."""
+        first = self.archive.first
+        return self.covered.holes(SequenceRange(first, self.end)) if self.end >= first else []
+
+
+class ArchiveWalks:
+    """The walks of one partition. `news`: set when one has ended, for whoever reads; `holes`: what it found,
+    ascending, looked at twice.
+    """
+
+    def __init__(self, threads: Threads, clock: Clock, pace: EgressTuning) -> None:
+        self._threads, self._clock, self._pace = threads, clock, pace
+        self._archive: Archive | None = None
+        self._progress: _Walk | None = None
+        self._turned = asyncio.Event()
+        self._due = 0.0  # by the monotonic clock
+        self.news = asyncio.Event()
+        self.holes: tuple[SequenceRange, ...] = ()
+
+    def follow(self, archive: Archive) -> None:
+        """Walk this archive from now on; tell it what is known."""
+        if self._archive is None or self._archive.chain != archive.chain:
+            self.holes, self._progress, self._due = (), None, 0.0
+            self._turned.set()
+        self._archive = archive
+        self.tell(archive)
+
+    def tell(self, archive: Archive) -> None:
+        """Let the archive know the holes that the last walk found."""
+        known = Covered()
+        for hole in (*archive.holes, *self.holes):
+            known.add(hole)
+        archive.holes = tuple(known.stretches())
+
+    async def run(self) -> None:
+        """Until cancelled; called again, it goes on where it was. What cannot be listed is put off."""
+        while True:
+            self._turned.clear()
+            left = self._due - self._clock.monotonic()
+            if self._archive is None or left > 0:
+                await first_of(self._turned.wait(), seconds=max(left, self._pace.check))
+                continue
+            chain = self._archive.chain
+            try:
+                await self._walk(self._archive)
+                pause = self._pace.walk
+            except FloeError as error:
+                log.info("walk put off", action="walk_put_off", error=str(error))
+                pause = self._pace.walk_again
+            except Exception:
+                self._progress = None  # its listing has ended
+                raise
+            if self._archive.chain == chain:
+                self._progress = None
+                self._due = self._clock.monotonic() + pause
+
+    async def _walk(self, archive: Archive) -> None:
+        progress = self._progress = self._progress or _Walk(archive)
+        while await self._threads.run(progress.step):
+            await self._clock.sleep(self._pace.page)
+        await archive.begin_at_floor()
+        found: list[SequenceRange] = []
+        for hole in progress.holes():
+            # Again, because a listing in pages is none of one moment.
+            found += await archive.uncovered(hole)
+        if self._archive is not None and self._archive.chain == archive.chain:
+            self.holes = tuple(found)
+            self.news.set()

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
 from common.clock import Clock
-from common.segments.rows import Columns
-from common.segments.segment import Message
+from common.segments.columns import Columns
+from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
-from egress.budget import Account
-from egress.columns import empty, extend, last_message, raw_size
-from egress.sifted import Sifted
+from egress.batch import MessageBatch, left_out
+from egress.memory import MemoryAccount
 
 PIECE_BYTES = 4 * 2**20  # raw bytes handed to the encoder at once
 PIECE_MESSAGES = 16_384
@@ -52,7 +51,7 @@ class Piece:
 
     `examined`: the sequences of all messages received, of which `rows` are those kept. `last`: the last
     message received, None where there is none. `size`: raw bytes of the rows; `memory`: what is charged for
-    all of it. `codes`: as in `Sifted`, one for each examined message; empty: all are kept.
+    all of it. `codes`: as in `MessageBatch`, one for each examined message; empty: all are kept.
     """
 
     coverage: SequenceRange
@@ -73,7 +72,7 @@ Emitted = Piece | Close
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class SegmentLimits:
     """When a segment closes: rows, raw bytes, seconds since it began to cover anything."""
 
     max_messages: int
@@ -90,9 +89,9 @@ class Builder:
 
     def __init__(
         self,
-        closing: Closing,
+        closing: SegmentLimits,
         clock: Clock,
-        account: Account,
+        account: MemoryAccount,
         emit: Callable[[Emitted], None],
         *,
         first: int,
@@ -131,15 +130,15 @@ class Builder:
 
     def messages(self, columns: Columns) -> None:
         """Take received messages, in sequence order, all behind `end`, and keep all of them."""
-        self.sifted(Sifted.whole(columns))
+        self.sifted(MessageBatch.whole(columns))
 
-    def sifted(self, sifted: Sifted) -> None:
+    def sifted(self, batch: MessageBatch) -> None:
         """Take received messages, in sequence order, all behind `end`, and keep some of them.
 
         Only what is kept counts for the limits of a segment, which closes behind the one that reaches them.
         """
         with self._changing():
-            self._sifted(sifted)
+            self._sifted(batch)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -150,20 +149,20 @@ class Builder:
         yield
         self._is_torn = False
 
-    def _sifted(self, sifted: Sifted) -> None:
-        while len(sifted) and not self.is_done:
-            size = raw_size(sifted.kept)
-            count, why = self._fitting(sifted, size)
-            if count == len(sifted):
-                self._take(sifted, size)
+    def _sifted(self, batch: MessageBatch) -> None:
+        while len(batch) and not self.is_done:
+            size = batch.kept.raw_size
+            count, why = self._fitting(batch, size)
+            if count == len(batch):
+                self._take(batch, size)
             elif count:
-                first = sifted.part(0, count)
-                self._take(first, raw_size(first.kept))
+                first = batch.part(0, count)
+                self._take(first, first.kept.raw_size)
             if why is Close.HOLE and self._until is not None:
                 self._end = self._until
             if why is not None:
                 self._close(why)
-            sifted = sifted.part(count, len(sifted))
+            batch = batch.part(count, len(batch))
 
     def passed(self, sequence: int) -> None:
         """The consumer has passed `sequence` and delivered all that it had up to there."""
@@ -217,7 +216,7 @@ class Builder:
     def _begin_piece(self) -> None:
         self._piece_first = self._end + 1
         self._piece_opened = 0.0
-        self._rows = empty(sampled=self._sampled)
+        self._rows = Columns.empty(sampled=self._sampled)
         self._examined: list[int] = []
         self._codes = bytearray()
         self._piece_size = 0
@@ -230,51 +229,46 @@ class Builder:
         if self._piece_first > self._end:
             self._piece_opened = now
 
-    def _fitting(self, sifted: Sifted, size: int) -> tuple[int, Close | None]:
+    def _fitting(self, batch: MessageBatch, size: int) -> tuple[int, Close | None]:
         """How many of the messages the open segment takes, and why it closes behind them, if it does.
 
         `size`: raw bytes of what is kept.
         """
-        count, why = len(sifted), None
-        sequences, rows = sifted.examined.sequences, sifted.kept
+        count, why = len(batch), None
+        sequences, rows = batch.examined.sequences, batch.kept
         if self._until is not None and sequences[-1] >= self._until:
             count, why = bisect_right(sequences, self._until), Close.HOLE
         room = self._closing.max_messages - self._count
-        if room <= len(rows.sequences) and (reached := sifted.behind(room)) <= count:
+        if room <= len(rows) and (reached := batch.behind(room)) <= count:
             count, why = reached, Close.MESSAGES
         if self._size + size >= self._closing.max_size:
-            filled = sifted.behind(_filled(rows, self._closing.max_size - self._size))
+            filled = batch.behind(_filled(rows, self._closing.max_size - self._size))
             if filled < count or (filled == count and why is None):
                 count, why = filled, Close.SIZE
         return count, why
 
-    def _take(self, sifted: Sifted, size: int) -> None:
+    def _take(self, batch: MessageBatch, size: int) -> None:
         self._open()
-        self._end = sifted.examined.sequences[-1]
-        self._count += len(sifted.kept.sequences)
-        self.last = last_message(sifted.examined)
-        self._examined += sifted.examined.sequences
-        self._codes += sifted.codes
-        self._keep(sifted.kept, len(sifted) - len(sifted.kept.sequences), size)
-        if self._piece_size >= PIECE_BYTES or len(self._examined) >= PIECE_MESSAGES:
-            self._emit_piece()
-
-    def _keep(self, rows: Columns, others: int, size: int) -> None:
-        memory = size + MESSAGE_OVERHEAD * len(rows.sequences) + EXAMINED_OVERHEAD * others
-        extend(self._rows, rows)
+        self._end = batch.examined.sequences[-1]
+        self._count += len(batch.kept)
+        self.last = batch.examined.last
+        self._examined += batch.examined.sequences
+        self._codes += batch.codes
+        self._rows.extend(batch.kept)
+        kept, others = len(batch.kept), len(batch) - len(batch.kept)
+        memory = size + MESSAGE_OVERHEAD * kept + EXAMINED_OVERHEAD * others
         self._size += size
         self._piece_size += size
         self._memory += memory
         self._account.charge(memory)
-
-    def _piece_last(self) -> Message | None:
-        return self.last if self._examined else None
+        if self._piece_size >= PIECE_BYTES or len(self._examined) >= PIECE_MESSAGES:
+            self._emit_piece()
 
     def _emit_piece(self) -> None:
         if self._end < self._piece_first:
             return
         coverage = SequenceRange(self._piece_first, self._end)
-        last, size = self._piece_last(), self._piece_size
+        last, size = self.last if self._examined else None, self._piece_size
         self._emit(Piece(coverage, self._rows, self._examined, last, size, self._memory, self._codes))
         self._begin_piece()
 
@@ -286,3 +280,69 @@ def _filled(columns: Columns, room: int) -> int:
         accumulate(len(subject) + len(headers or b"") + len(payload) for subject, headers, payload in rows)
     )
     return bisect_left(sums, room) + 1
+
+
+def attribute(
+    piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = ()
+) -> Ledger:
+    """The ledger of `piece`: what was received and left out, what the consumer passed, what was gone before.
+
+    `source_first`: the source's first sequence, asked for after the piece was received. Sequences that were
+    not received and lie below it expired or were purged; the others are interior gaps. Without anything
+    missing it does not matter. `from_hole`: what is missing in a hole under existing coverage, where nobody
+    knows whether it was deleted before it was archived; nothing else of the piece is gone then.
+    """
+    gone = 0 if from_hole else gone_before_read(piece, source_first)
+    lost = sum(map(len, from_hole))
+    passed = Reason.NOT_MATCHED if filtered else Reason.DELETED
+    counts = {
+        **left_out(piece.codes),
+        Reason.GONE_BEFORE_READ: gone,
+        Reason.GONE_FROM_HOLE: lost,
+        passed: piece.missing - gone - lost,
+    }
+    return Ledger({reason: count for reason, count in counts.items() if count})
+
+
+def gaps(piece: Piece) -> Iterator[SequenceRange]:
+    """The covered sequences that were not received, ascending."""
+    position = piece.coverage.first
+    for sequence in piece.examined:
+        if sequence > position:
+            yield SequenceRange(position, sequence - 1)
+        position = sequence + 1
+    if position <= piece.coverage.last:
+        yield SequenceRange(position, piece.coverage.last)
+
+
+def unread(piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> SequenceRange | None:
+    """The least range with all that `attribute` counts as gone; None where nothing is."""
+    if from_hole:
+        return SequenceRange(from_hole[0].first, from_hole[-1].last)
+    if not gone_before_read(piece, source_first):
+        return None
+    below = [gap for gap in gaps(piece) if gap.first < source_first]
+    return SequenceRange(below[0].first, min(below[-1].last, source_first - 1))
+
+
+def gone_before_read(piece: Piece, source_first: int) -> int:
+    """How many covered sequences below `source_first` were not received."""
+    last = min(source_first - 1, piece.coverage.last)
+    if last < piece.coverage.first:
+        return 0
+    return last - piece.coverage.first + 1 - bisect_left(piece.examined, source_first)
+
+
+def before_first_gap(piece: Piece) -> Piece | None:
+    """The leading part of `piece` in which nothing is missing, up to a row; None if there is no such row.
+
+    For a hole under existing coverage, where nothing may be covered as gone.
+    """
+    first = piece.coverage.first
+    count = next((i for i, s in enumerate(piece.examined) if s != first + i), len(piece.examined))
+    rows = piece.rows.part(0, bisect_left(piece.rows.sequences, first + count))
+    if not rows:
+        return None
+    coverage = SequenceRange(first, rows.sequences[-1])
+    examined, codes = piece.examined[: len(coverage)], piece.codes[: len(coverage)]
+    return Piece(coverage, rows, examined, rows.last, rows.raw_size, piece.memory, codes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
-from common.service.cli import config_option, load_settings, run_command
+from common.open import load_settings
+from common.service.cli import config_option, run_command
 from common.service.lean import slim
 from egress.init import init
-from egress.partitions.cli import repartition
-from egress.resolve.cli import resolve
+from egress.repartition_cli import repartition
+from egress.resolve_cli import resolve
 
 
 @click.group()
@@ -31,16 +32,17 @@ async def run(config: str, workers: int | None, worker: str) -> int:
 
     Example: floe egress run -c site.yaml
     """
-    from egress.workers.place import Place
+    from common.service.logs import always
+    from egress.workers.process import WorkerPlace
 
     slim()
-    place = Place.parse(worker) if worker else None
+    place = WorkerPlace.parse(worker) if worker else None
     if place:
-        place.sign_logs()
+        always(worker=place.index)
     settings = load_settings(config)
     count = workers or settings.egress.workers
     if count > 1 and place is None:
-        from egress.workers.parent import run_workers
+        from egress.workers.supervisor import run_workers
 
         return await run_workers(config, settings, count)
     from egress.service import serve

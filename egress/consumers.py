@@ -18,12 +18,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from common.clock import NS_PER_S, Clock
 from common.errors import Stopped
-from common.jetstream.client import FloeClient
-from common.jetstream.requests import ApiError
-from common.jetstream.streams import (
+from common.jetstream.api import (
     ConsumerInfo,
     StreamInfo,
     consumer_info,
@@ -32,13 +32,54 @@ from common.jetstream.streams import (
     delete_consumer,
     stream_info,
 )
-from common.settings.overlap import overlaps
-from common.settings.start import StartSettings
-from egress.doubt import DoubtError
-from egress.slices import Slice, slices
-from egress.start import is_set
+from common.jetstream.client import FloeClient
+from common.jetstream.requests import ApiError
+from common.sequences import MAX_SEQUENCE
+from common.settings.service import StartSettings
+from common.subjects import overlaps
+from egress.acks import ReaderResetError
+from egress.partition import Partition, partitions_of
 
-SECOND = 1_000_000_000  # nanoseconds
+
+async def first_sequence(client: FloeClient, info: StreamInfo, start: StartSettings, clock: Clock) -> int:
+    """The sequence at which a new feed of the stream begins; without start keys, the first it holds.
+
+    A start before the first message held begins there: what was gone before the feed existed is not missed.
+    """
+    held = max(1, info.first_sequence)
+    if start.start_at_end:
+        return min(info.last_sequence + 1, MAX_SEQUENCE)
+    if start.start_sequence:
+        return max(held, start.start_sequence)
+    moment = _moment(start, clock)
+    return held if moment is None else max(held, await _at(client, info.name, moment))
+
+
+def _moment(start: StartSettings, clock: Clock) -> str | None:
+    if start.start_time:
+        return start.start_time
+    if not start.start_delta:
+        return None
+    then = datetime.fromtimestamp(clock.now(), UTC) - timedelta(seconds=start.start_delta)
+    return then.isoformat().replace("+00:00", "Z")
+
+
+async def _at(client: FloeClient, stream: str, moment: str) -> int:
+    """The first sequence stored at or after `moment`: where the server places a consumer that begins then."""
+    config = {
+        "name": f"floe-start-{secrets.token_hex(8)}",
+        "deliver_policy": "by_start_time",
+        "opt_start_time": moment,
+        "ack_policy": "none",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": 10_000_000_000,
+    }
+    consumer = await create_consumer(client, stream, config)
+    await delete_consumer(client, stream, consumer.name)
+    return consumer.stream_sequence + 1
+
+
 LIMITS, INTEREST, WORK_QUEUE = "limits", "interest", "workqueue"
 # Seconds. What is delivered again while it is still read puts the reader in doubt, so this exceeds the
 # longest that a message may wait for its segment, a lease and an upload together.
@@ -51,15 +92,15 @@ RANDOM = 4  # bytes at the end of a name
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be read: the messages of `part`, from a stream of that `retention`.
+class WantedMessages:
+    """What is to be read: the messages of `partition`, from a stream of that `retention`.
 
     `first`: where it is read from, where the retention leaves the choice; on an interest stream what a former
     durable did not acknowledge comes before that, but not before `begin`. `inactive`: seconds until the
     server drops an idle ephemeral.
     """
 
-    part: Slice
+    partition: Partition
     retention: str
     first: int = 1
     begin: int = 1
@@ -67,7 +108,7 @@ class Wanted:
 
     @property
     def stream(self) -> str:
-        return self.part.stream
+        return self.partition.stream
 
     @property
     def is_durable(self) -> bool:
@@ -76,12 +117,12 @@ class Wanted:
 
     def is_ours(self, name: str) -> bool:
         """Whether `name` is that of a durable of this slice."""
-        return self.part.partition_of(name) == self.part.partition
+        return self.partition.partition_of(name) == self.partition.number
 
     def is_former(self, name: str) -> bool:
         """Whether `name` is that of a durable of a partition which the feed has no more."""
-        partition = self.part.partition_of(name)
-        return partition is not None and partition >= len(self.part.settings.filters())
+        partition = self.partition.partition_of(name)
+        return partition is not None and partition >= len(self.partition.settings.filters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +135,7 @@ class Taken:
     former: tuple[str, ...] = ()
 
 
-def ephemeral(wanted: Wanted) -> dict[str, Any]:
+def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     """A consumer that takes no acknowledgements and ends with its reader."""
     return _filtered(
         wanted,
@@ -104,14 +145,16 @@ def ephemeral(wanted: Wanted) -> dict[str, Any]:
             "opt_start_seq": wanted.first,
             "ack_policy": "none",
             "replay_policy": "instant",
-            "inactive_threshold": int(wanted.inactive * SECOND),
+            "inactive_threshold": int(wanted.inactive * NS_PER_S),
             "mem_storage": True,
             "num_replicas": 1,
         },
     )
 
 
-def durable(wanted: Wanted, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
+def durable(
+    wanted: WantedMessages, version: tuple[int, int, int], description: str = READING
+) -> dict[str, Any]:
     """A consumer that outlives its reader, with storage and replicas as the stream has them.
 
     `version`: the server's. Older ones believe that a durable which acknowledges all up to a message still
@@ -125,9 +168,9 @@ def durable(wanted: Wanted, version: tuple[int, int, int], description: str = RE
     return _filtered(
         wanted,
         {
-            "durable_name": f"{wanted.part.durable}_{secrets.token_hex(RANDOM)}",
+            "durable_name": f"{wanted.partition.durable}_{secrets.token_hex(RANDOM)}",
             "description": description,
-            "ack_wait": int(ACK_WAIT * SECOND),
+            "ack_wait": int(ACK_WAIT * NS_PER_S),
             "max_deliver": -1,
             "max_ack_pending": -1,
             "replay_policy": "instant",
@@ -136,27 +179,32 @@ def durable(wanted: Wanted, version: tuple[int, int, int], description: str = RE
     )
 
 
-def _filtered(wanted: Wanted, config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "filter_subject": wanted.part.filter_subject} if wanted.part.filter_subject else config
+def _filtered(wanted: WantedMessages, config: dict[str, Any]) -> dict[str, Any]:
+    return (
+        {**config, "filter_subject": wanted.partition.filter_subject}
+        if wanted.partition.filter_subject
+        else config
+    )
 
 
-async def take(client: FloeClient, wanted: Wanted) -> Taken:
+async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
     """A consumer to read through; on an interest stream and a work queue it replaces the slice's former ones.
 
-    Raises DoubtError where another instance was faster, Stopped where the stream does not allow it, else as
-    `create_consumer`.
+    Raises ReaderResetError where another instance was faster, Stopped where the stream does not allow it,
+    else as `create_consumer`.
     """
     if not wanted.is_durable:
         return Taken(await create_consumer(client, wanted.stream, ephemeral(wanted)))
     names = await consumer_names(client, wanted.stream)
     ours, former = list(filter(wanted.is_ours, names)), list(filter(wanted.is_former, names))
     if wanted.retention == INTEREST:
-        known = await _known(client, wanted, ours)
+        found = [await consumer_info(client, wanted.stream, name) for name in ours]
+        known = [info for info in found if info is not None]
         ours = [info.name for info in known]
         consumer = await create(client, replace(wanted, first=first(wanted, known)))
-        if former or any(filters(info.config) != [wanted.part.filter_subject] for info in known):
+        if former or any(filters(info.config) != [wanted.partition.filter_subject] for info in known):
             # Before a repartition one durable kept messages for what are several partitions now.
-            await keep_for_all(client, wanted.part, wanted.retention)
+            await keep_for_all(client, wanted.partition, wanted.retention)
         await _delete(client, wanted, ours + former)
         ours = [info.name for info in known if info.config.get("description") != HOLDING]
     else:
@@ -165,12 +213,7 @@ async def take(client: FloeClient, wanted: Wanted) -> Taken:
     return Taken(consumer, tuple(ours))
 
 
-async def _known(client: FloeClient, wanted: Wanted, names: list[str]) -> list[ConsumerInfo]:
-    found = [await consumer_info(client, wanted.stream, name) for name in names]
-    return [info for info in found if info is not None]
-
-
-def first(wanted: Wanted, former: Sequence[ConsumerInfo]) -> int:
+def first(wanted: WantedMessages, former: Sequence[ConsumerInfo]) -> int:
     """Where the durable of an interest stream begins: behind what a former one has acknowledged.
 
     Servers before 2.15 keep what is behind that and before a new durable for ever, so it is delivered to the
@@ -181,54 +224,54 @@ def first(wanted: Wanted, former: Sequence[ConsumerInfo]) -> int:
     return min(wanted.first, max(wanted.begin, *(info.acknowledged + 1 for info in former)))
 
 
-async def keep_for_all(client: FloeClient, part: Slice, retention: str) -> None:
+async def keep_for_all(client: FloeClient, partition: Partition, retention: str) -> None:
     """Have a durable for each partition of the feed, so that an interest stream keeps messages for all."""
-    names = await consumer_names(client, part.stream)
-    for each in slices(part.site, part.settings):
-        wanted = Wanted(each, retention)
+    names = await consumer_names(client, partition.stream)
+    for each in partitions_of(partition.site, partition.settings):
+        wanted = WantedMessages(each, retention)
         if not any(map(wanted.is_ours, names)):
             await create(client, wanted)
 
 
-async def hold(client: FloeClient, part: Slice) -> None:
+async def hold(client: FloeClient, partition: Partition) -> None:
     """Let an interest stream without a durable of the slice keep messages for it from now on.
 
     Before the stream is judged, which takes its time, and where the chain stops until an operator decides: a
     stream that was made anew would drop meanwhile what is published.
     """
-    info = await stream_info(client, part.stream)
+    info = await stream_info(client, partition.stream)
     if info is None or info.config.get("retention") != INTEREST:
         return
-    wanted = Wanted(part, INTEREST)
+    wanted = WantedMessages(partition, INTEREST)
     if not await ours(client, wanted):
         await create(client, wanted, HOLDING)
 
 
-async def ours(client: FloeClient, wanted: Wanted) -> list[str]:
+async def ours(client: FloeClient, wanted: WantedMessages) -> list[str]:
     """The names of the slice's durables."""
     return [name for name in await consumer_names(client, wanted.stream) if wanted.is_ours(name)]
 
 
-async def forget(client: FloeClient, wanted: Wanted) -> list[str]:
+async def forget(client: FloeClient, wanted: WantedMessages) -> list[str]:
     """Delete all durables of a slice that is frozen no more; their names."""
     names = await ours(client, wanted)
     await _delete(client, wanted, names)
     return names
 
 
-async def drop_strays(client: FloeClient, wanted: Wanted, kept: str) -> None:
+async def drop_strays(client: FloeClient, wanted: WantedMessages, kept: str) -> None:
     """Delete durables of the slice other than `kept`: a paused instance made them when it woke up, and an
     interest stream would keep messages for them for ever.
     """
     await _delete(client, wanted, [name for name in await ours(client, wanted) if name != kept])
 
 
-async def _delete(client: FloeClient, wanted: Wanted, names: list[str]) -> None:
+async def _delete(client: FloeClient, wanted: WantedMessages, names: list[str]) -> None:
     for name in names:
         await delete_consumer(client, wanted.stream, name)
 
 
-async def create(client: FloeClient, wanted: Wanted, description: str = READING) -> ConsumerInfo:
+async def create(client: FloeClient, wanted: WantedMessages, description: str = READING) -> ConsumerInfo:
     """A new durable, beside others. Raises as `take`."""
     config = durable(wanted, client.server_version, description)
     try:
@@ -243,7 +286,7 @@ async def create(client: FloeClient, wanted: Wanted, description: str = READING)
     return consumer
 
 
-def unfit(wanted: Wanted, config: dict[str, Any]) -> Stopped | None:
+def unfit(wanted: WantedMessages, config: dict[str, Any]) -> Stopped | None:
     """Why a durable cannot be read through as the server made it (`config`): the stream limits consumers.
 
     None if it can.
@@ -263,26 +306,28 @@ def unfit(wanted: Wanted, config: dict[str, Any]) -> Stopped | None:
     return None
 
 
-async def _taken(client: FloeClient, wanted: Wanted) -> Exception:
+async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
     """Why a work queue has no room for the consumer: another of this feed's, or somebody else's."""
     for name in await consumer_names(client, wanted.stream):
         if not await _is_in_the_way(client, wanted, name):
             continue
-        if wanted.part.partition_of(name) is not None:
-            return DoubtError("consumer_taken", f"{name} is another instance's, or of former partitions")
+        if wanted.partition.partition_of(name) is not None:
+            return ReaderResetError(
+                "consumer_taken", f"{name} is another instance's, or of former partitions"
+            )
         return Stopped(
-            f"work queue {wanted.stream}: consumer {name} takes what {wanted.part.durable} is to take",
+            f"work queue {wanted.stream}: consumer {name} takes what {wanted.partition.durable} is to take",
             hint="a work queue gives each message to one consumer: freeze other subjects, or "
             f"nats consumer rm {wanted.stream} {name}",
             code="E-RETENTION",
         )
-    return DoubtError("consumer_taken", "a consumer that stood in the way is gone")
+    return ReaderResetError("consumer_taken", "a consumer that stood in the way is gone")
 
 
-async def _is_in_the_way(client: FloeClient, wanted: Wanted, name: str) -> bool:
+async def _is_in_the_way(client: FloeClient, wanted: WantedMessages, name: str) -> bool:
     info = await consumer_info(client, wanted.stream, name)
     return info is not None and any(
-        overlaps(wanted.part.filter_subject, each) for each in filters(info.config)
+        overlaps(wanted.partition.filter_subject, each) for each in filters(info.config)
     )
 
 
@@ -295,7 +340,7 @@ def check_start(info: StreamInfo, start: StartSettings) -> None:
     """Raises Stopped where a feed would begin in the middle of a work queue: nobody would ever take what is
     before, and to acknowledge it would throw it away.
     """
-    if info.config.get("retention") == WORK_QUEUE and is_set(start):
+    if info.config.get("retention") == WORK_QUEUE and start.is_set:
         raise Stopped(
             f"stream {info.name}: expected no start_… key for a work queue, which is read from its beginning",
             hint=f"remove the key; what nobody needs is removed by nats stream purge {info.name} --seq SEQ",

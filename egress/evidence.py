@@ -2,129 +2,92 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from common.chain import Chain
-from common.clock import Clock
-from common.errors import DataError, Unavailable
+from common.clock import Clock, parse_time
+from common.errors import DataError, FloeError, Unavailable
+from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import (
-    StreamInfo,
-    get_message,
-    next_message,
-    parse_time,
-    stream_info,
-)
-from common.segments.parquet import messages
+from common.jetstream.pull import get_message
+from common.segments.reader import messages
 from common.segments.segment import Message, SegmentRef, Tip
-from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
-from common.sequences import SequenceRange, Stretch, choose, preference
+from common.sequences import SequenceRange, Stretch, choose, cover, preference
 from common.service.logs import get_logger
-from common.service.threads import Threads
-from egress.identity import Evidence, Held, Source, Witness
-from egress.listing import at, reaching
-from egress.parts import Confirming
-
-T = TypeVar("T")
+from egress.archive import Archive
+from egress.consumers import LIMITS, WORK_QUEUE
+from egress.deps import Confirming, PartitionDeps
+from egress.identity import (
+    Acceptance,
+    Evidence,
+    HeldMessage,
+    SourceStream,
+    SourceVerdict,
+    VerdictKind,
+    Witness,
+    judge_with,
+)
+from egress.incarnations import HighWaterMarks, Incarnation, older
+from egress.partition import Position, position
 
 log = get_logger("egress.evidence")
 
-NONE: frozenset[str] = frozenset()
+
+T = TypeVar("T")
+
+
 TIPS_KEPT = 10_000
 ABSENT_TIPS = 100  # tips that the source does not hold, after which a row of the archive is compared instead
 PROBED = 20  # rows, one behind the other, that are looked for in the source
 ROWS_KEPT = 1_000
+ABSENT_ROWS = 100  # messages of the stream, one behind the other, that the archive has no row of
 
 
-class Archived(Protocol):
-    """The segments of a chain, as far as they are asked for; see `egress.archive.Archive`."""
-
-    @property
-    def end(self) -> int: ...
-    @property
-    def newest(self) -> Sequence[SegmentRef]: ...
-    async def look_back(self, least: int) -> Sequence[SegmentRef]: ...
-    async def at(self, sequence: int) -> Sequence[SegmentRef]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Former:
-    """The segments of a chain that nothing is put into any more, as far as the stream holds it."""
-
-    chain: Chain
-    newest: Sequence[SegmentRef]
-    store: SegmentStore
-    threads: Threads
-
-    @property
-    def end(self) -> int:
-        return max((ref.coverage.last for ref in self.newest), default=0)
-
-    async def look_back(self, _least: int) -> Sequence[SegmentRef]:
-        return self.newest
-
-    async def at(self, sequence: int) -> Sequence[SegmentRef]:
-        return await self.threads.run(at, self.store, self.chain, sequence, NONE)
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of a chain's past.
-
-    `created`: as `stream.json` has it. `archive`: the chain's segments. `older`: the chains of former
-    incarnations, newest first. `received`: the tip of what was received and not archived yet. `first`: where
-    the chain begins. `continued`: the chains of the incarnation before, where that is the same history.
-    `siblings`: those of the other partitions.
-    """
-
-    created: str
-    archive: Archived
-    older: Sequence[Chain] = ()
-    received: Tip | None = None
-    first: int = 1
-    continued: Sequence[Chain] = ()
-    siblings: Sequence[Chain] = ()
-
-    @property
-    def end(self) -> int:
-        """The last sequence covered, by this history; 0 if none is."""
-        before = self.first - 1 if self.continued else 0
-        return self.archive.end or before
-
-
-class Examiner:
+class IdentityProbe:
     """Compares the archive of one feed with its stream. Tips are read from the store once."""
 
-    def __init__(self, store: SegmentStore, stream: str, filter_subject: str, threads: Threads) -> None:
-        self._store, self._stream, self._threads = store, stream, threads
-        self._filter = filter_subject
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._store, self._chains, self._threads = deps.store, deps.chains, deps.pools.io
+        self._marks = HighWaterMarks(deps.state)
+        self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
         self._tips: dict[str, Tip | None] = {}
         self._rows: dict[tuple[str, int], Tip | None] = {}
 
-    async def examine(self, client: FloeClient, known: Known) -> Evidence:
-        """What the source says now. Raises Unavailable where source or store cannot be asked."""
+    async def examine(
+        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
+    ) -> Evidence:
+        """What the source says now; `received`: the tip of what was received and not archived yet.
+
+        Raises Unavailable where source or store cannot be asked.
+        """
+        created, continued = current.stream.created, current.continued
+        # What this history covers, whether or not this incarnation has covered anything yet.
+        end = archive.end or (archive.first - 1 if continued else 0)
         info = await stream_info(client, self._stream)
         if info is None:
-            return Evidence(None, known.created, known.end)
+            return Evidence(None, created, end)
         whole = source_of(info)
         source = await self._own(client, whole)
-        tips = await self._witnesses(client, known.archive, source)
-        for others in (self._beside, self._before):
-            if all(witness.held is Held.ABSENT for witness in tips):
-                tips += await others(client, known, source)
-        tips = [*await self._revenants(client, known.archive.newest), *tips]
-        received = None if known.received is None else await self.compare(client, known.received, source)
-        matches = any(w.held is Held.EQUAL for w in (*tips, *([received] if received else [])))
+        tips = await self._witnesses(client, archive, source)
+        if archive.end and _all_absent(tips):
+            tips += await self._beside(client, current.siblings, end, source)
+        if _all_absent(tips):
+            tips += await self._before(client, continued, source)
+        tips = [*await self._revenants(client, archive.newest), *tips]
+        last = None if received is None else await self.compare(client, received, source)
+        matches = any(w.held is HeldMessage.EQUAL for w in (*tips, *([last] if last else [])))
         # A history that continues another one under one `created` holds messages of both.
-        is_theirs = not matches and source.created != known.created
-        older = await self._matching_incarnation(client, known, source) if is_theirs else None
+        is_theirs = not matches and source.created != created
+        older = await self._matching(client, current.chain, archive.first, source) if is_theirs else None
         source = replace(whole, first_timestamp_ns=source.first_timestamp_ns)
-        return Evidence(source, known.created, known.end, tuple(tips), received, older)
+        return Evidence(source, created, end, tuple(tips), last, older)
 
-    async def _own(self, client: FloeClient, source: Source) -> Source:
+    async def _own(self, client: FloeClient, source: SourceStream) -> SourceStream:
         """The stream as it begins for this feed, where acknowledgements decide what is held.
 
         There the first message may be one that another partition has yet to take, older than all of ours.
@@ -148,7 +111,7 @@ class Examiner:
         found = await self.next(client, silent.first)
         if found is None or found.sequence > silent.last:
             return []
-        return [Witness(Tip.of(found), Held.DIFFERENT)]
+        return [Witness(Tip.of(found), HeldMessage.DIFFERENT)]
 
     async def _silent_end(self, ref: SegmentRef) -> SequenceRange | None:
         """What the segment covers behind the last message examined for it; None: nothing, or unknown."""
@@ -163,45 +126,51 @@ class Examiner:
         """The first message at or after `sequence` that the feed would get; None if there is none."""
         return await next_message(client, self._stream, sequence, self._filter)
 
-    async def _beside(self, client: FloeClient, known: Known, source: Source) -> list[Witness]:
+    async def _beside(
+        self, client: FloeClient, siblings: Sequence[Chain], end: int, source: SourceStream
+    ) -> list[Witness]:
         """Of the first other partition that has something to compare: of one stream, theirs is as good.
 
         What differs behind this one's end says nothing about it.
         """
-        for chain in known.siblings if known.archive.end else ():
-            beside = await self._former(chain, known.end)
-            found = await self._walk(client, beside.newest, source)
+        for chain in siblings:
+            found = await self._walk(client, (await self._former(chain, end)).newest, source)
             telling = [
                 witness
                 for witness in found
-                if witness.held is Held.EQUAL
-                or (witness.held is Held.DIFFERENT and witness.tip.sequence <= known.end)
+                if witness.held is HeldMessage.EQUAL
+                or (witness.held is HeldMessage.DIFFERENT and witness.tip.sequence <= end)
             ]
             if telling:
                 return telling
         return []
 
-    async def _before(self, client: FloeClient, known: Known, source: Source) -> list[Witness]:
+    async def _before(
+        self, client: FloeClient, continued: Sequence[Chain], source: SourceStream
+    ) -> list[Witness]:
         """Of the incarnation before, where this one has nothing to compare; newest first."""
         found: list[Witness] = []
-        for chain in known.continued:
+        for chain in continued:
             found += await self._witnesses(client, await self._former(chain, source.first), source)
-        return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
+        return _newest_first(found)
 
-    async def _matching_incarnation(self, client: FloeClient, known: Known, source: Source) -> int | None:
+    async def _matching(
+        self, client: FloeClient, current: Chain, first: int, source: SourceStream
+    ) -> int | None:
         """The newest older incarnation of which a message is there, where this one has its own."""
-        for chain in known.older:
+        for chain in older(current):
             witnesses = await self._witnesses(client, await self._former(chain, source.first), source)
-            if any(each.held is Held.EQUAL and each.tip.sequence >= known.first for each in witnesses):
+            if any(each.held is HeldMessage.EQUAL and each.tip.sequence >= first for each in witnesses):
                 return chain.incarnation
         return None
 
-    async def _former(self, chain: Chain, position: int) -> _Former:
-        """What of a chain reaches `position`."""
-        view = await self._threads.run(reaching, self._store, chain, position, NONE)
-        return _Former(chain, view.newest, self._store, self._threads)
+    async def _former(self, chain: Chain, position: int) -> Archive:
+        """What of a chain that nothing is put into any more reaches `position`."""
+        archive = Archive(chain, 1, self._store, self._chains, self._marks, self._threads)
+        await archive.reach(position)
+        return archive
 
-    async def _witnesses(self, client: FloeClient, archive: Archived, source: Source) -> list[Witness]:
+    async def _witnesses(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
         """From the newest tip back to the first that is held; where that differs, the oldest held one too.
 
         Of one history whatever is older than an equal message is equal, so the oldest held one tells whether
@@ -210,20 +179,22 @@ class Examiner:
         streams that let single messages go, nothing is listed for all this.
         """
         found, row = await self._walk(client, archive.newest, source), list[Witness]()
-        if found and found[0].held is Held.ABSENT:
+        if found and found[0].held is HeldMessage.ABSENT:
             row = await self._newest_row(client, archive, source)
-        if not any(witness.held is Held.EQUAL for witness in (*found, *row)):
+        if not any(witness.held is HeldMessage.EQUAL for witness in (*found, *row)):
             found = await self._walk(client, await archive.look_back(source.first), source)
-        if found and found[-1].held is Held.DIFFERENT:
+        if found and found[-1].held is HeldMessage.DIFFERENT:
             oldest_first = sorted(await archive.at(source.first), key=lambda ref: ref.coverage)
             oldest = await self._walk(client, oldest_first, source)
             found += [witness for witness in oldest if witness.tip.sequence < found[-1].tip.sequence][-1:]
         found += row
-        if not any(witness.held is Held.EQUAL for witness in found):
+        if not any(witness.held is HeldMessage.EQUAL for witness in found):
             found += await self._oldest_row(client, archive, source)
-        return sorted(found, key=lambda witness: witness.tip.sequence, reverse=True)
+        return _newest_first(found)
 
-    async def _walk(self, client: FloeClient, refs: Iterable[SegmentRef], source: Source) -> list[Witness]:
+    async def _walk(
+        self, client: FloeClient, refs: Iterable[SegmentRef], source: SourceStream
+    ) -> list[Witness]:
         """The witnesses in the order of `refs`, up to the first that the source holds."""
         found: list[Witness] = []
         for ref in refs:
@@ -233,11 +204,11 @@ class Examiner:
             if tip is None:
                 continue
             found.append(await self.compare(client, tip, source))
-            if found[-1].held is not Held.ABSENT or len(found) >= ABSENT_TIPS:
+            if found[-1].held is not HeldMessage.ABSENT or len(found) >= ABSENT_TIPS:
                 break
         return found
 
-    async def _newest_row(self, client: FloeClient, archive: Archived, source: Source) -> list[Witness]:
+    async def _newest_row(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
         """The newest message that the source holds of what is archived, beside its row.
 
         An older tip that is equal says nothing of what came behind it. Of a sample, where few messages have
@@ -254,7 +225,7 @@ class Examiner:
             client, ref, await self._sequences(ref, ref.coverage, newest=True), source
         )
 
-    async def _newest_held(self, client: FloeClient, source: Source, end: int) -> Message | None:
+    async def _newest_held(self, client: FloeClient, source: SourceStream, end: int) -> Message | None:
         """The last message that the source holds up to `end`, found by halves; None if it holds none."""
         low, high, found = source.first - 1, end, None  # behind `high` none is held
         while low < high:
@@ -266,7 +237,7 @@ class Examiner:
                 low, found = message.sequence, message
         return found
 
-    async def _oldest_row(self, client: FloeClient, archive: Archived, source: Source) -> list[Witness]:
+    async def _oldest_row(self, client: FloeClient, archive: Archive, source: SourceStream) -> list[Witness]:
         """The oldest row that the source holds, of the archive's first ones from the source's first on."""
         ref = choose(await archive.at(source.first), source.first)
         if ref is None or source.first_timestamp_ns is None:
@@ -275,7 +246,7 @@ class Examiner:
         return await self._first_held(client, ref, await self._sequences(ref, rows), source)
 
     async def _first_held(
-        self, client: FloeClient, ref: SegmentRef, sequences: Iterable[int], source: Source
+        self, client: FloeClient, ref: SegmentRef, sequences: Iterable[int], source: SourceStream
     ) -> list[Witness]:
         """The first of `sequences` that the source holds, beside the segment's row."""
         for sequence in sequences:
@@ -345,24 +316,93 @@ class Examiner:
             self._tips[ref.key] = await self._threads.run(self._store.tip, ref)
         return self._tips[ref.key]
 
-    async def compare(self, client: FloeClient, tip: Tip, source: Source) -> Witness:
+    async def compare(self, client: FloeClient, tip: Tip, source: SourceStream) -> Witness:
         """The archived message `tip`, and what the stream holds in its place."""
         if not source.first <= tip.sequence <= source.last:
-            return Witness(tip, Held.ABSENT)
+            return Witness(tip, HeldMessage.ABSENT)
         message = await get_message(client, self._stream, tip.sequence)
         if message is None:
-            return Witness(tip, Held.ABSENT)
+            return Witness(tip, HeldMessage.ABSENT)
         return Witness(tip, _held(message, tip))
 
+    async def first_unlike(
+        self, client: FloeClient, refs: Sequence[SegmentRef], source: SourceStream, end: int
+    ) -> int:
+        """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
 
-def _held(message: Message, tip: Tip) -> Held:
-    return Held.EQUAL if Tip.of(message) == tip else Held.DIFFERENT
+        The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a
+        damaged segment.
+        """
+        end = min(source.last, end)
+        for stretch in reversed(cover(refs, source.first, end)) if end >= source.first else []:
+            sequences = await self._threads.run(self._sequences_of, stretch)
+            equal = await self._last_equal(client, stretch.segment, sequences, source)
+            if equal is not None:
+                return equal + 1
+        return source.first
+
+    def _sequences_of(self, stretch: Stretch[SegmentRef]) -> list[int]:
+        """The sequences of the messages that the stretch holds."""
+        with open_stretch(self._store, stretch) as reader:
+            columns: list[Any] = [b.column("sequence") for b in reader.batches(stretch.rows, ["sequence"])]
+            return [sequence for column in columns for sequence in column.to_pylist()]
+
+    async def _last_equal(
+        self, client: FloeClient, ref: SegmentRef, sequences: Sequence[int], source: SourceStream
+    ) -> int | None:
+        """The last of `sequences` whose message the stream holds as it was archived; None if none is."""
+        low, high = -1, len(sequences)  # up to `low` equal or not held, from `high` on different or not held
+        equal = None
+        while high - low > 1:
+            middle = (low + high) // 2
+            place = await self._next_held(client, sequences, middle, high)
+            if place is None:
+                high = middle
+                continue
+            tip = await self._threads.run(self.row, ref, sequences[place])
+            held = HeldMessage.ABSENT if tip is None else (await self.compare(client, tip, source)).held
+            if held is HeldMessage.DIFFERENT:
+                high = middle
+            else:
+                low = place
+                equal = sequences[place] if held is HeldMessage.EQUAL else equal
+        return equal
+
+    async def _next_held(
+        self, client: FloeClient, sequences: Sequence[int], first: int, end: int
+    ) -> int | None:
+        """The first place in first..end-1 of `sequences` whose message the stream holds; None if none is.
+
+        The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
+        many messages that were archived without a row, as a sample leaves them out, it is given up.
+        """
+        place = first
+        for _ in range(ABSENT_ROWS):
+            found = await self.next(client, sequences[place]) if place < end else None
+            place = end if found is None else bisect_left(sequences, found.sequence, place, end)
+            if found is None or place == end:
+                return None
+            if sequences[place] == found.sequence:
+                return place
+        return None
 
 
-def source_of(info: StreamInfo) -> Source:
+def _all_absent(witnesses: Sequence[Witness]) -> bool:
+    return all(witness.held is HeldMessage.ABSENT for witness in witnesses)
+
+
+def _newest_first(witnesses: Iterable[Witness]) -> list[Witness]:
+    return sorted(witnesses, key=lambda witness: witness.tip.sequence, reverse=True)
+
+
+def _held(message: Message, tip: Tip) -> HeldMessage:
+    return HeldMessage.EQUAL if Tip.of(message) == tip else HeldMessage.DIFFERENT
+
+
+def source_of(info: StreamInfo) -> SourceStream:
     """The stream as identity sees it."""
     holds = info.messages > 0
-    return Source(
+    return SourceStream(
         info.created,
         max(1, info.first_sequence),
         info.last_sequence,
@@ -406,3 +446,171 @@ async def confirm(
         "or something makes the stream again and again",
         code="E-UNSURE",
     )
+
+
+Answer = tuple[Evidence, SourceVerdict]
+
+
+class Inquiry:
+    """The questions about the stream of one partition of a feed. `acceptance`: what an operator accepted."""
+
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._deps, self._threads = deps, deps.pools.io
+        self._stream, self._filter = deps.partition.stream, deps.partition.filter_subject
+        self._probe = IdentityProbe(deps)
+        self._lost: tuple[SequenceRange, ...] = ()
+        self.acceptance: Acceptance | None = None
+
+    async def info(self) -> StreamInfo | None:
+        """The stream, None if there is none."""
+        return await stream_info(self._deps.client, self._stream)
+
+    async def look(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
+        """The verdict on one look at the stream, over the shared connection."""
+        return await self._examine(self._deps.client, current, archive, received)
+
+    async def judge(self, current: Incarnation, archive: Archive, received: Tip | None = None) -> Answer:
+        """The verdict, confirmed where it has consequences."""
+        answer = await self.look(current, archive, received)
+        if answer[1].is_same:
+            return answer
+        log.warning("confirming", action="confirming", why=answer[1].why, **current.chain.log_context())
+        return await confirm(
+            lambda: self._deps.freshly(lambda c: self._examine(c, current, archive, received)),
+            self._deps.clock,
+            self._deps.tuning.confirming,
+            harmless=lambda found: found[1].is_same,
+            outline=lambda found: (found[1].kind, found[0].source and found[0].source.created),
+        )
+
+    async def _examine(
+        self, client: FloeClient, current: Incarnation, archive: Archive, received: Tip | None
+    ) -> Answer:
+        evidence = await self._probe.examine(client, current, archive, received)
+        source = evidence.source
+        is_theirs = source is not None and source.created != evidence.created and evidence.older is None
+        is_matched = any(tip.held is HeldMessage.EQUAL for tip in evidence.tips)
+        if source is not None and is_theirs and not is_matched:
+            # Of a work queue, and of a stream that forgets, no message is left to tell.
+            number = await self._threads.run(self._made_for, current, source.created)
+            evidence = replace(evidence, older=number)
+        return evidence, judge_with(evidence, self.acceptance)
+
+    def _made_for(self, current: Incarnation, created: str) -> int | None:
+        """The newest older incarnation that was made for the stream created at `created`. Blocking."""
+        for chain in older(current.chain):
+            try:
+                document = self._deps.chains.read_stream(chain)
+            except DataError as error:
+                log.warning("not read", action="history_unread", error=str(error), **chain.log_context())
+                continue
+            if document is not None and document.created == created:
+                return chain.incarnation
+        return None
+
+    async def proposal(
+        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
+    ) -> int | None:
+        """Where the next incarnation should begin so that nothing is missed and nothing archived twice.
+
+        None where there is no stream or it cannot be told.
+        """
+        source = evidence.source
+        if source is None or verdict.kind not in (
+            VerdictKind.ROLLED_BACK,
+            VerdictKind.FORKED,
+            VerdictKind.UNKNOWN,
+        ):
+            return None if source is None else source.first
+        unlike, client = self._probe.first_unlike, self._deps.client
+        try:
+            known = await self._threads.run(self._known_of, current, archive, source, evidence.older)
+            return max([await unlike(client, refs, source, end) for refs, end in known])
+        except FloeError as error:
+            log.warning("no proposal", action="no_proposal", error=str(error), **archive.chain.log_context())
+            return None
+
+    def _known_of(
+        self, current: Incarnation, archive: Archive, source: SourceStream, older: int | None
+    ) -> list[tuple[list[SegmentRef], int]]:
+        """The segments of the history that the stream belongs to, and where each chain of it ended."""
+        if older is None and (archive.end or not current.continued):
+            return [(archive.refs(source.first), archive.end)]
+        number = current.chain.incarnation - 1 if older is None else older
+        following = self._deps.chains.read_stream(replace(current.chain, incarnation=number + 1))
+        ends = (following and following.previous) or {}
+        chains = [replace(current.chain, incarnation=number, partition=partition) for partition in ends]
+        listed = partial(self._deps.store.list, position=source.first)
+        return [(listed(each), ends[each.partition]) for each in chains] or [([], 0)]
+
+    async def place(self, archive: Archive, source: SourceStream) -> Position:
+        """Where to read. Raises Stopped where an empty listing may hide an archive.
+
+        Where acknowledged messages leave the stream, its first sequence says nothing of what it holds behind:
+        a hole was archived once and acknowledged, so none of it is held. What comes before the first sequence
+        may have been another partition's.
+        """
+        is_kept, source_first = source.retention == LIMITS, source.first
+        if source.retention == WORK_QUEUE:
+            archive.holes = await self._waiting_holes(archive, source_first)
+
+        def found(first: int) -> Position:
+            behind = first if is_kept else max(first, archive.end + 1)
+            return position(archive.first, archive.end, archive.holes, behind)
+
+        def is_hollow(first: int) -> bool:
+            return (is_kept or not self._filter) and archive.is_hollow(first)
+
+        def is_harmless(first: int) -> bool:
+            return not is_hollow(first) and found(first).lost in ((), self._lost)
+
+        if not is_harmless(source_first):
+            source_first = await confirm(
+                lambda: self._deps.freshly(self._first),
+                self._deps.clock,
+                self._deps.tuning.confirming,
+                harmless=is_harmless,
+                outline=lambda _: None,
+            )
+        if is_hollow(source_first):
+            raise archive.hollow(source_first)
+        place = found(source_first)
+        while place.fills_hole and not await self._is_hole(archive, place):
+            place = found(source_first)
+        if place.lost and place.lost != self._lost:
+            ranges = ", ".join(map(str, place.lost))
+            context = archive.chain.log_context()
+            log.error("holes that the source lost", action="holes_lost", ranges=ranges, **context)
+        self._lost = place.lost
+        return place
+
+    async def _is_hole(self, archive: Archive, place: Position) -> bool:
+        """Whether the hole is there still; where not, the archive knows it no more."""
+        hole = next(hole for hole in archive.holes if place.first in hole)
+        left = await archive.uncovered(hole)
+        if left == [hole]:
+            return True
+        archive.holes = tuple(sorted([*left, *(each for each in archive.holes if each != hole)]))
+        return False
+
+    async def _waiting_holes(self, archive: Archive, first: int) -> tuple[SequenceRange, ...]:
+        """The holes that are known, and those among what was delivered and never acknowledged: what lies in
+        one of them must not be, it is nowhere else.
+        """
+        client, end = self._deps.client, archive.end
+        held = await next_message(client, self._stream, first, self._filter) if first <= end else None
+        begin = max(held.sequence, archive.first) if held is not None else end + 1
+        if begin > end:
+            return archive.holes
+        below = [SequenceRange(h.first, min(h.last, begin - 1)) for h in archive.holes if h.first < begin]
+        return (*below, *await archive.uncovered(SequenceRange(begin, end)))
+
+    async def first(self) -> int:
+        """The stream's first sequence. Raises Unavailable where there is no stream."""
+        return await self._first(self._deps.client)
+
+    async def _first(self, client: FloeClient) -> int:
+        info = await stream_info(client, self._stream)
+        if info is None:
+            raise Unavailable(f"stream {self._stream} does not exist any more")
+        return source_of(info).first

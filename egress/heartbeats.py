@@ -9,21 +9,28 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 
-from common.clock import Clock, first_of
+from common.clock import Clock, parse_time
 from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError, api_error
+from common.segments.alive import Alive
+from common.segments.documents import ChainStore
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from common.settings.heartbeats import HeartbeatSettings, HeartbeatSubjectSettings
-from common.tasks import Trouble, again, end
+from common.service.process import Threads
+from common.settings.egress import HeartbeatSettings, HeartbeatSubjectSettings
+from common.tasks import Stop, Trouble, again, end, first_of, unless, wait_for
 from egress import metrics
+from egress.report import FeedReport
 
 log = get_logger("egress.heartbeats")
+
 
 ACK_TIMEOUT = 2.0  # seconds
 SPREAD = 10.0  # seconds over which the first heartbeats of a leader are spread, at most an interval
@@ -56,18 +63,18 @@ class Heartbeats:
         self._failures: dict[str, str] = {}
         self._is_leader = False
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Publish while this member leads, stand by while another does, until `stop` is set.
 
         After an error that nobody foresaw it begins again.
         """
         await again("heartbeats", lambda: self._take_part(stop), self._clock)
 
-    async def _take_part(self, stop: asyncio.Event) -> None:
+    async def _take_part(self, stop: Stop) -> None:
         trouble = Trouble()
         hearing = await self._hear(trouble)
         try:
-            while not stop.is_set():
+            while not stop.is_set:
                 trouble.check()
                 self._show()
                 self._released.clear()
@@ -101,7 +108,7 @@ class Heartbeats:
             log.debug("no election", action="heartbeats_election", error=str(error))
             return None
 
-    async def _lead(self, lease: Lease, stop: asyncio.Event, trouble: Trouble) -> None:
+    async def _lead(self, lease: Lease, stop: Stop, trouble: Trouble) -> None:
         self._is_leader = True
         self._show()
         log.info("publishing heartbeats", action="heartbeats_leader", subjects=len(self._settings.subjects))
@@ -137,28 +144,17 @@ class Heartbeats:
             check_stored(answer, subject)
         except FloeError as error:
             metrics.heartbeat_errors.labels(self._site).inc()
-            self._failed(subject, error)
+            if self._failures.get(subject) != error.code:
+                self._failures[subject] = code = error.code
+                context = {"subject": subject, "code": code, "error": str(error)}
+                log.warning("heartbeat not stored", action="heartbeat_failed", **context)
+                self._show()
         else:
             metrics.heartbeats.labels(self._site).inc()
             metrics.heartbeat_seconds.labels(self._site).observe(self._clock.monotonic() - started)
-            self._stored(subject)
-
-    def _failed(self, subject: str, error: FloeError) -> None:
-        if self._failures.get(subject) != error.code:
-            self._failures[subject] = error.code
-            log.warning(
-                "heartbeat not stored",
-                action="heartbeat_failed",
-                subject=subject,
-                code=error.code,
-                error=str(error),
-            )
-            self._show()
-
-    def _stored(self, subject: str) -> None:
-        if self._failures.pop(subject, None) is not None:
-            log.info("heartbeats stored again", action="heartbeat_stored", subject=subject)
-            self._show()
+            if self._failures.pop(subject, None) is not None:
+                log.info("heartbeats stored again", action="heartbeat_stored", subject=subject)
+                self._show()
 
     def _show(self) -> None:
         metrics.heartbeats_leader.labels(self._site).set(self._is_leader)
@@ -187,3 +183,112 @@ def check_stored(answer: bytes, subject: str) -> None:
         raise api_error(document["error"], f"heartbeat to {subject}")
     if not isinstance(document, dict) or not isinstance(document.get("seq"), int):
         raise OutcomeUnknown(f"heartbeat to {subject}: expected an acknowledgement, found {answer[:60]!r}")
+
+
+SOON = 1 / 12  # of the time between two: by then most chains have something to say, or the store is back
+
+
+class SignOfLife:
+    """The sign of life of this process, under the name `process`. `every`: seconds between two of them.
+
+    `reports`: of all its chains; `owner`: as its leases name it.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        process: str,
+        owner: str,
+        reports: Sequence[FeedReport],
+        chains: ChainStore,
+        client: FloeClient,
+        clock: Clock,
+        every: float,
+    ) -> None:
+        self._site, self._process, self._owner, self._reports = site, process, owner, reports
+        self._chains, self._client, self._clock, self._every = chains, client, clock, every
+        self._failure, self._is_put_off = "", False
+
+    async def run(self, stop: Stop) -> None:
+        """Put it again and again until `stop` is set; after an error that nobody foresaw it begins again."""
+        await again("alive", lambda: self._put_on(stop), self._clock)
+
+    async def _put_on(self, stop: Stop) -> None:
+        threads = Threads("alive", 1)
+        try:
+            await wait_for(stop, self._every * SOON)
+            while not stop.is_set:
+                began = self._clock.monotonic()
+                await unless(stop, self._once(threads))
+                # At the centre the site looks silent until it is put: soon after the store is back.
+                pause = self._every * (SOON if self._is_put_off else 1)
+                await wait_for(stop, max(0.0, began + pause - self._clock.monotonic()))
+        finally:
+            threads.close()
+
+    async def _once(self, threads: Threads) -> None:
+        await self._ask_sources()
+        chains = tuple(report.sign() for report in self._reports)
+        alive = Alive(self._site, self._owner, self._clock.now(), chains)
+        try:
+            await threads.run(self._chains.write_alive, self._process, alive)
+        except FloeError as error:
+            metrics.alive_errors.labels(self._site).inc()
+            self._is_put_off = isinstance(error, Unavailable | OutcomeUnknown)
+            if self._failure != error.code:  # told once for each reason, until it works again
+                self._failure = error.code
+                code = error.code
+                log.warning("sign of life not stored", action="alive_failed", code=code, error=str(error))
+        else:
+            self._is_put_off = False
+            metrics.alive_put.labels(self._site).set(alive.time)
+            self._failure = ""
+
+    async def _ask_sources(self) -> None:
+        """How far the stream of each chain is that this process has: also where the store is away, and where
+        the chain waits for an operator.
+        """
+        working = [report for report in self._reports if report.works_on_chain]
+        streams = sorted({report.stream for report in working})
+        answers = dict(zip(streams, await asyncio.gather(*map(self._ask, streams)), strict=True))
+        for report in working:
+            if (answer := answers[report.stream]) is not None:
+                report.source(*answer)
+
+    async def _ask(self, stream: str) -> tuple[int, int | None] | None:
+        """Sequence and time of its last message; None where nobody can tell, or there is no such stream."""
+        if not self._client.is_up:
+            return None
+        try:
+            info = await stream_info(self._client, stream)
+        except FloeError as error:
+            log.debug("source not asked", action="source_unknown", stream=stream, error=str(error))
+            return None
+        if info is None:
+            return None
+        return info.last_sequence, parse_time(info.last_timestamp) if info.messages else None
+
+
+class Reachability:
+    """Whether the store and NATS can be reached, as metrics of this process; both begin as not reached."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lines = clock, dict[str, bool]()
+        for each in (metrics.store_reachable, metrics.nats_reachable):
+            each.set(0)
+
+    def store(self, has_answered: bool) -> None:
+        """The store was asked; from any thread."""
+        metrics.store_reachable.set(has_answered)
+        if has_answered:
+            metrics.store_answered.set(self._clock.now())
+
+    def nats(self, line: str, is_up: bool) -> None:
+        """A connection to NATS came up or broke."""
+        self._lines[line] = is_up
+        metrics.nats_reachable.set(all(self._lines.values()))
+        if all(self._lines.values()):
+            metrics.nats_answered.set_function(self._clock.now)
+        else:
+            now = self._clock.now()
+            metrics.nats_answered.set_function(lambda: now)

@@ -20,13 +20,25 @@ consequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
+import msgspec
+
+from common.chain import Chain
+from common.documents import JsonForm
+from common.errors import DataError, Stopped
+from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.segment import Tip
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.service.exits import command
+from egress.hints import believe_listing, bring_back, resolve
+from egress.partition import Partition
 
 
-class Held(StrEnum):
+class HeldMessage(StrEnum):
     """What the source holds at the sequence of a tip."""
 
     EQUAL = "equal"
@@ -39,11 +51,11 @@ class Witness:
     """A message that was archived (or received), and what the source holds in its place."""
 
     tip: Tip
-    held: Held
+    held: HeldMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceStream:
     """The stream as it stands.
 
     `first`: its first sequence. `last`: the last one it assigned, whether or not it is held.
@@ -71,7 +83,7 @@ class Evidence:
     tip is equal, or which was made for a stream with this very `created`.
     """
 
-    source: Source | None
+    source: SourceStream | None
     created: str
     end: int = 0
     tips: tuple[Witness, ...] = ()
@@ -79,7 +91,7 @@ class Evidence:
     older: int | None = None
 
 
-class Kind(StrEnum):
+class VerdictKind(StrEnum):
     SAME = "same"
     UNVERIFIED = "unverified"
     RECREATED = "recreated"
@@ -90,99 +102,321 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SourceVerdict:
     """What the source is, and `why`, in words. `drifted`: the same data under another `created`."""
 
-    kind: Kind
+    kind: VerdictKind
     why: str
     drifted: bool = False
 
     @property
     def is_same(self) -> bool:
         """Whether the chain may go on."""
-        return self.kind in (Kind.SAME, Kind.UNVERIFIED)
+        return self.kind in (VerdictKind.SAME, VerdictKind.UNVERIFIED)
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence) -> SourceVerdict:
     """The verdict of the table above; its rows are tried in the order in which they stand here."""
     source = evidence.source
     if source is None:
-        return Verdict(Kind.GONE, "the stream does not exist")
-    equal = _tips(evidence, Held.EQUAL)
+        return SourceVerdict(VerdictKind.GONE, "the stream does not exist")
+    equal = _tips(evidence, HeldMessage.EQUAL)
     if equal:
         return _judge_matching(evidence, source, equal[0])
-    if evidence.received is not None and evidence.received.held is Held.EQUAL:
+    if evidence.received is not None and evidence.received.held is HeldMessage.EQUAL:
         return _judge_received(evidence, source, evidence.received.tip)
     if evidence.older is not None:
         why = f"incarnation {evidence.older:04d} is there again"
-        return Verdict(Kind.FORKED, f"{why}: two sources under one name, or an old disk")
+        return SourceVerdict(VerdictKind.FORKED, f"{why}: two sources under one name, or an old disk")
     if not evidence.end:
         return _judge_unused(evidence, source)
     return _judge_unmatched(evidence, source)
 
 
-def _tips(evidence: Evidence, held: Held) -> list[Tip]:
+def _tips(evidence: Evidence, held: HeldMessage) -> list[Tip]:
     return [witness.tip for witness in evidence.tips if witness.held is held]
 
 
-def _judge_matching(evidence: Evidence, source: Source, equal: Tip) -> Verdict:
-    differing = [tip for tip in _tips(evidence, Held.DIFFERENT) if tip.sequence > equal.sequence]
+def _judge_matching(evidence: Evidence, source: SourceStream, equal: Tip) -> SourceVerdict:
+    differing = [tip for tip in _tips(evidence, HeldMessage.DIFFERENT) if tip.sequence > equal.sequence]
     if differing:
         first = min(tip.sequence for tip in differing)
         why = f"sequence {equal.sequence} is as archived, sequence {first} is not"
-        return Verdict(
-            Kind.ROLLED_BACK, f"{why}; the archive ends at {evidence.end}, the stream at {source.last}"
+        return SourceVerdict(
+            VerdictKind.ROLLED_BACK, f"{why}; the archive ends at {evidence.end}, the stream at {source.last}"
         )
     if source.last < evidence.end:
         why = f"sequence {equal.sequence} is as archived, but the stream ends at {source.last}"
-        return Verdict(Kind.ROLLED_BACK, f"{why}, the archive at {evidence.end}")
-    return Verdict(Kind.SAME, f"sequence {equal.sequence} is as archived", source.created != evidence.created)
+        return SourceVerdict(VerdictKind.ROLLED_BACK, f"{why}, the archive at {evidence.end}")
+    return SourceVerdict(
+        VerdictKind.SAME, f"sequence {equal.sequence} is as archived", source.created != evidence.created
+    )
 
 
-def _judge_received(evidence: Evidence, source: Source, received: Tip) -> Verdict:
+def _judge_received(evidence: Evidence, source: SourceStream, received: Tip) -> SourceVerdict:
     """No archived tip matches, but what was received after them does."""
-    if _tips(evidence, Held.DIFFERENT) or source.last < evidence.end:
+    if _tips(evidence, HeldMessage.DIFFERENT) or source.last < evidence.end:
         return _unknown(evidence, source)
     why = f"sequence {received.sequence} is as received"
-    return Verdict(Kind.SAME, why, source.created != evidence.created)
+    return SourceVerdict(VerdictKind.SAME, why, source.created != evidence.created)
 
 
-def _judge_unused(evidence: Evidence, source: Source) -> Verdict:
+def _judge_unused(evidence: Evidence, source: SourceStream) -> SourceVerdict:
     if source.created == evidence.created:
-        return Verdict(Kind.SAME, "nothing is archived yet")
+        return SourceVerdict(VerdictKind.SAME, "nothing is archived yet")
     # Nothing of the old history is archived that the new one could be confused with.
-    return Verdict(Kind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
+    return SourceVerdict(VerdictKind.RECREATED, f"nothing is archived yet, {_created(evidence, source)}")
 
 
-def _judge_unmatched(evidence: Evidence, source: Source) -> Verdict:
+def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:
     drifted = source.created != evidence.created
-    differing = _tips(evidence, Held.DIFFERENT)
+    differing = _tips(evidence, HeldMessage.DIFFERENT)
     if drifted and differing:
         why = f"sequence {differing[0].sequence} is not as archived"
-        return Verdict(Kind.RECREATED, f"{why}, {_created(evidence, source)}")
+        return SourceVerdict(VerdictKind.RECREATED, f"{why}, {_created(evidence, source)}")
     if drifted and source.last < evidence.end:
         why = f"the stream ends at {source.last}, the archive at {evidence.end}"
-        return Verdict(Kind.RECREATED, f"{why}, {_created(evidence, source)}")
+        return SourceVerdict(VerdictKind.RECREATED, f"{why}, {_created(evidence, source)}")
     if drifted or differing or source.last < evidence.end or not _begins_later(evidence, source):
         return _unknown(evidence, source)
-    return Verdict(Kind.UNVERIFIED, "no archived message is held any more, and all that is held is later")
+    return SourceVerdict(
+        VerdictKind.UNVERIFIED, "no archived message is held any more, and all that is held is later"
+    )
 
 
-def _begins_later(evidence: Evidence, source: Source) -> bool:
+def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
     newest = max((witness.tip.timestamp_ns for witness in evidence.tips), default=None)
     return newest is None or source.first_timestamp_ns is None or source.first_timestamp_ns > newest
 
 
-def _unknown(evidence: Evidence, source: Source) -> Verdict:
-    differing = _tips(evidence, Held.DIFFERENT)
+def _unknown(evidence: Evidence, source: SourceStream) -> SourceVerdict:
+    differing = _tips(evidence, HeldMessage.DIFFERENT)
     what = (
         f"sequence {differing[0].sequence} is not as archived" if differing else "no archived message is held"
     )
     bounds = f"the archive ends at {evidence.end}, the stream holds {source.first}..{source.last}"
-    return Verdict(Kind.UNKNOWN, f"{what}; {bounds}; {_created(evidence, source)}")
+    return SourceVerdict(VerdictKind.UNKNOWN, f"{what}; {bounds}; {_created(evidence, source)}")
 
 
-def _created(evidence: Evidence, source: Source) -> str:
+def _created(evidence: Evidence, source: SourceStream) -> str:
     if source.created == evidence.created:
         return f"created is unchanged ({source.created})"
     return f"created was {evidence.created} and is {source.created}"
+
+
+class Acceptance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
+    """The stream created at `created` is taken for the one that was archived up to `end`, whatever differs
+    up to there.
+    """
+
+    created: str
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+
+
+ACCEPTANCE = JsonForm(Acceptance)
+
+
+def acceptance_key(chain: Chain) -> str:
+    """Where the acceptance of a chain stands."""
+    number = f"{chain.incarnation:04d}"
+    return state_key("egress", "same", chain.site, chain.feed, number, str(chain.partition))
+
+
+def acceptance_of(state: KeyValue, chain: Chain) -> KvDocument[Acceptance]:
+    """What an operator accepted of a chain."""
+
+    def unreadable(why: str) -> DataError:
+        hint = f"without it the evidence counts: {believe_listing(chain)}"
+        return DataError(f"acceptance of {chain}: {why}", hint=hint, code="E-STATE-KV")
+
+    return KvDocument(state, acceptance_key(chain), ACCEPTANCE, unreadable)
+
+
+def judge_with(evidence: Evidence, acceptance: Acceptance | None) -> SourceVerdict:
+    """The verdict, where an acceptance stands for all that was archived up to its end.
+
+    It says nothing of another stream, nor where the stream ends before what it accepted, nor of what was
+    archived since: that is judged as ever.
+    """
+    source = evidence.source
+    if acceptance is None or source is None or source.created != acceptance.created:
+        return judge(evidence)
+    if source.last < acceptance.end or evidence.end < acceptance.end:
+        return judge(evidence)
+    newer = tuple(witness for witness in evidence.tips if witness.tip.sequence > acceptance.end)
+    if not newer and evidence.end == acceptance.end:
+        return SourceVerdict(VerdictKind.SAME, f"accepted by an operator up to {acceptance.end}")
+    return judge(replace(evidence, created=acceptance.created, tips=newer, older=None))
+
+
+CODES = {
+    VerdictKind.GONE: "E-SOURCE-GONE",
+    VerdictKind.RECREATED: "E-RECREATED",
+    VerdictKind.ROLLED_BACK: "E-ROLLED-BACK",
+    VerdictKind.FORKED: "E-FORKED",
+    VerdictKind.UNKNOWN: "E-IDENTITY",
+}
+CLOSABLE = (VerdictKind.RECREATED, VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way on: the options of `floe egress resolve`, and what they mean."""
+
+    options: str
+    meaning: str
+
+
+def bounds(source: SourceStream) -> SequenceRange:
+    """Where the next incarnation of the stream may begin."""
+    last = min(max(source.last + 1, source.first), MAX_SEQUENCE)
+    return SequenceRange(min(source.first, last), last)
+
+
+def can_be_same(evidence: Evidence, verdict: SourceVerdict) -> bool:
+    """Whether the stream may be declared the same: no archived message is known to differ, and nothing that
+    is archived lies behind its end.
+    """
+    source = evidence.source
+    is_long = source is not None and source.last >= evidence.end
+    return verdict.kind is VerdictKind.UNKNOWN and is_long and not _differs(evidence)
+
+
+def _differs(evidence: Evidence) -> bool:
+    return any(witness.held is HeldMessage.DIFFERENT for witness in evidence.tips)
+
+
+def choices(
+    evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, is_cut: bool = False
+) -> list[Choice]:
+    """The ways on by command, that which loses nothing first; none where there is no stream, or where nothing
+    is wrong. `proposal`: the first sequence that is not as archived, None where that cannot be told.
+    `is_cut`: into partitions, each of which has a beginning of its own: one `--from` would not do for all.
+    """
+    source, found = evidence.source, list[Choice]()
+    if source is not None and verdict.kind in CLOSABLE:
+        sequence = proposal or source.first
+        meaning = _anew(evidence, source, verdict, proposal)
+        options = "--new-incarnation" if is_cut else f"--new-incarnation --from {sequence}"
+        found.append(Choice(options, meaning))
+    if source is not None and can_be_same(evidence, verdict):
+        both = _both(source, evidence.end)
+        what = (
+            f"of the {both} sequences that it holds up to there nothing is archived again: lost if they are "
+            "others than those that were archived"
+            if both
+            else "it holds nothing up to there, so nothing is repeated or lost"
+        )
+        found.append(Choice("--same", f"it is the same stream, and goes on behind {evidence.end}: {what}"))
+    return found
+
+
+def _anew(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, proposal: int | None) -> str:
+    """What beginning the next incarnation at the proposal repeats and loses."""
+    sequence, end = proposal or source.first, evidence.end
+    text = f"freeze what it is now, from {sequence} on, as the next incarnation: "
+    both = _both(source, end)
+    if proposal is None and both:
+        return (
+            f"{text}nothing is lost; {both} sequences, up to {end}, that could not be compared may come twice"
+        )
+    if sequence > source.first:
+        return f"{text}up to {sequence - 1} it is as archived, so nothing is repeated or lost"
+    if not both or verdict.kind is not VerdictKind.UNKNOWN or _differs(evidence):
+        return f"{text}nothing that it holds is archived, so nothing is repeated or lost"
+    return f"{text}nothing is lost; {both} sequences, up to {end}, come twice if it is the same stream"
+
+
+def _both(source: SourceStream, end: int) -> int:
+    """How many sequences, at most, the stream holds that the archive covers too."""
+    return max(0, min(end, source.last) - source.first + 1)
+
+
+def never_begun(partition: Partition) -> Stopped:
+    """Why a feed that nothing was archived of cannot begin."""
+    return Stopped(
+        f"{partition.chain}: stream {partition.stream} does not exist",
+        hint="create it: the feed then begins by itself",
+        code=CODES[VerdictKind.GONE],
+    )
+
+
+def gone_advice(partition: Partition, chain: Chain, *, continues: bool = False) -> str:
+    """The ways on where the stream of a feed that has begun does not exist any more.
+
+    `continues`: the incarnation goes on with the history of the one before, so one alone is not the stream.
+    """
+    again = "create it again: then its next incarnation begins by itself"
+    if partition.settings.on_recreated == "halt":
+        again = "create it again and look again with the last command: `on_recreated` is halt"
+    lines = [f"restore the stream as it was: the feed goes on; or {again}"]
+    if not partition.settings.sampling_key:
+        lines[0] += (
+            "; what the archive holds of it is brought back by the replay below (look with --dry-run first; "
+            "publishers wait meanwhile, and the centre gets these messages once more, as new ones)"
+        )
+        lines.append(bring_back(partition, chain, continues=continues))
+    if partition.settings.on_recreated == "halt":
+        lines.append(resolve(partition.settings.name))
+    return "\n".join(lines)
+
+
+def stopped_error(
+    partition: Partition,
+    chain: Chain,
+    evidence: Evidence,
+    verdict: SourceVerdict,
+    proposal: int | None,
+    *,
+    continues: bool = False,
+) -> Stopped:
+    """Why the chain stops on a verdict, with the choices that there are; `continues` as in `gone_advice`."""
+    where = f"{chain}: stream {partition.stream}"
+    text = f"{where} is {verdict.kind.value.replace('_', ' ')}: {verdict.why}{parting(evidence, proposal)}"
+    if evidence.source is None:
+        hint = gone_advice(partition, chain, continues=continues)
+    else:
+        hint = _hint(partition, chain, evidence, evidence.source, verdict, proposal)
+    return Stopped(text, hint=hint, code=CODES.get(verdict.kind, "E-IDENTITY"))
+
+
+def parting(evidence: Evidence, proposal: int | None) -> str:
+    """The first sequence that is not as archived, in words; empty where it is not known."""
+    source = evidence.source
+    if proposal is None or source is None or not _differs(evidence):
+        return ""
+    return f"; the first sequence that is not as archived is {proposal}"
+
+
+def _hint(
+    partition: Partition,
+    chain: Chain,
+    evidence: Evidence,
+    source: SourceStream,
+    verdict: SourceVerdict,
+    proposal: int | None,
+) -> str:
+    """The ways on: each command on a line of its own, what it means before it."""
+    first = {
+        VerdictKind.RECREATED: "set `on_recreated: continue`; or begin its next incarnation yourself",
+        VerdictKind.ROLLED_BACK: "restore the stream to where it was; or choose",
+        VerdictKind.FORKED: "two sources under one name? give one of the sites another `site`; or bring back "
+        "the stream that was archived last; or choose",
+    }.get(verdict.kind, "compare it with the archive, then choose one")
+    lines = [f"{first} (a new incarnation may begin within {bounds(source)})"]
+    if verdict.kind is VerdictKind.UNKNOWN:
+        lines += ["what is archived:", command("segments ls", shlex.quote(str(chain)))]
+    is_cut = len(partition.settings.filters()) > 1
+    for choice in choices(evidence, verdict, proposal, is_cut=is_cut):
+        number = partition.number if is_cut and choice.options == "--same" else None
+        lines += [f"{choice.meaning}:", resolve(chain.feed, choice.options, number)]
+    if verdict.kind is VerdictKind.UNKNOWN and not can_be_same(evidence, verdict):
+        lines[0] += f"; it cannot be the same: {_why_not_same(evidence, source)}"
+    return "\n".join(lines)
+
+
+def _why_not_same(evidence: Evidence, source: SourceStream) -> str:
+    if source.last < evidence.end:
+        return f"the archive ends at {evidence.end}, the stream at {source.last}"
+    differing = min(w.tip.sequence for w in evidence.tips if w.held is HeldMessage.DIFFERENT)
+    return f"sequence {differing} is not as archived"

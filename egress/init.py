@@ -2,9 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import click
 
-from common.service.cli import config_option, json_option, load_settings, print_json, run_command, table
+from common.clock import SystemClock
+from common.errors import FloeError, Stopped
+from common.jetstream.api import StreamInfo, consumer_names, stream_info
+from common.jetstream.buckets import kv_replicas
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue
+from common.open import load_settings
+from common.service.cli import config_option, json_option, print_json, run_command, table
+from common.settings.root import Settings
+from egress.acks import ReaderResetError
+from egress.advisories.advisory import loop_of
+from egress.consumers import INTEREST, LIMITS, WantedMessages, create, ours
+from egress.context import connected
+from egress.partition import Partition, all_partitions, is_of_site
+
+MADE, THERE, UNNEEDED, REFUSED = "made", "there", "not needed", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One thing that egress needs: `result` is `made`, `there`, `not needed` or `refused`."""
+
+    what: str
+    name: str
+    result: str
+    stream: str = ""
+    note: str = ""
+
+
+async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
+    """What is there now, and what could not be made."""
+    parts = all_partitions(settings.site, settings.egress.feeds)
+    streams = {
+        name: await stream_info(client, name)
+        for name in dict.fromkeys(partition.stream for partition in parts)
+    }
+    done = await _buckets(client, settings)
+    problems: list[FloeError] = [_missing(name) for name, info in streams.items() if info is None]
+    for partition in parts:
+        if (info := streams[partition.stream]) is not None:
+            try:
+                done.append(await _durable(client, partition, info))
+            except FloeError as error:
+                done.append(Done("durable", partition.durable, REFUSED, partition.stream, error.code))
+                problems.append(error)
+            if (loop := loop_of(partition, partition.chain, info)) is not None:
+                subject = partition.settings.advisory.subject
+                done.append(Done("advisories", subject, REFUSED, partition.stream, loop.code))
+                problems.append(loop)
+    for name, info in streams.items():
+        if info is not None:
+            done += await _stale(client, settings.site, name, [each for each in parts if each.stream == name])
+    return done, problems
+
+
+def _missing(stream: str) -> Stopped:
+    return Stopped(
+        f"stream {stream} does not exist", hint="create it, then run this again", code="E-SOURCE-GONE"
+    )
+
+
+async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:
+    egress = settings.egress
+    done = []
+    for bucket, ttl in ((egress.lease_bucket, egress.lease_ttl), (egress.state_bucket, None)):
+        was_there = await stream_info(client, f"KV_{bucket}") is not None
+        await KeyValue.open(client, bucket, ttl=ttl, replicas=await kv_replicas(client, egress))
+        done.append(Done("bucket", bucket, THERE if was_there else MADE))
+    return done
+
+
+async def _durable(client: FloeClient, partition: Partition, info: StreamInfo) -> Done:
+    wanted = WantedMessages(partition, str(info.config.get("retention", LIMITS)))
+    if not wanted.is_durable:
+        return Done("durable", partition.durable, UNNEEDED, info.name, "limits retention")
+    if found := await ours(client, wanted):
+        return Done("durable", found[0], THERE, info.name)
+    try:
+        consumer = await create(client, wanted)
+    except ReaderResetError:  # a running egress replaced it just now
+        return Done("durable", partition.durable, THERE, info.name)
+    return Done("durable", consumer.name, MADE, info.name, dropped(info))
+
+
+def dropped(info: StreamInfo) -> str:
+    """What an interest stream shows of messages that it did not keep; empty where it shows none."""
+    if info.config.get("retention") != INTEREST or not info.last_sequence:
+        return ""
+    if info.messages and info.first_sequence <= 1:
+        return ""
+    gone = info.last_sequence if not info.messages else info.first_sequence - 1
+    return f"messages 1..{gone} were dropped before, as nobody wanted them any more"
+
+
+async def _stale(client: FloeClient, site: str, stream: str, parts: Sequence[Partition]) -> list[Done]:
+    """Durables of this site that no configured slice reads: an interest stream keeps messages for them."""
+    names = [name for name in await consumer_names(client, stream) if is_of_site(name, site)]
+    return [
+        Done("durable", name, THERE, stream, f"of no configured slice: nats consumer rm {stream} {name}")
+        for name in names
+        if not any(partition.partition_of(name) == partition.number for partition in parts)
+    ]
+
 
 COLUMNS = ("what", "name", "stream", "result", "note")
 
@@ -18,13 +123,15 @@ async def init(config: str, as_json: bool) -> int:
 
     Safe to run again, and beside a running egress. Example: floe egress init -c site.yaml
     """
-    from egress.initialise import UNNEEDED, connected, initialise
-    from egress.slices import require_feeds
+    from egress.partition import require_feeds
 
     settings = load_settings(config, quiet=True)
     require_feeds(settings.egress.feeds)
-    async with connected(settings) as client:
+    client = await connected(settings, "init", SystemClock())
+    try:
         done, problems = await initialise(client, settings)
+    finally:
+        await client.aclose()
     if as_json:
         print_json(done)
     else:

@@ -18,20 +18,17 @@ from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.errors import DataError
-from common.jetstream.client import FloeClient
+from common.jetstream.api import STREAM_NOT_FOUND
 from common.jetstream.headers import ORIGINAL, REPLAY, SOURCE, Provenance, lines
+from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import STREAM_NOT_FOUND, get_message
-from common.segments.rows import Columns, columns
+from common.segments.columns import Columns, columns
 from common.segments.segment import SegmentRef
-from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE, SequenceRange, choose
 from common.service.logs import get_logger
-from common.service.threads import Threads
+from egress.batch import LOOPED
 from egress.builder import Piece
-from egress.columns import chosen, raw_size
-from egress.report import FeedReport
-from egress.sifted import LOOPED
+from egress.deps import PartitionDeps
 
 log = get_logger("egress.loops")
 
@@ -110,17 +107,9 @@ class Loops:
     Of what is asked for at once, memory holds 16 MiB, or one message where the server takes larger ones.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        client: FloeClient,
-        stream: str,
-        store: SegmentStore,
-        threads: Threads,
-        report: FeedReport,
-    ) -> None:
-        self._client, self._stream, self._store, self._threads = client, stream, store, threads
-        self._claims, self._report = Claims(chain), report
+    def __init__(self, deps: PartitionDeps, chain: Chain) -> None:
+        self._client, self._stream, self._store = deps.client, deps.partition.stream, deps.store
+        self._threads, self._report, self._claims = deps.pools.io, deps.report, Claims(chain)
 
     async def without(self, piece: Piece) -> Piece:
         """`piece` without the rows that came round. Raises what the stream and the store raise."""
@@ -227,10 +216,10 @@ def _is_in(ref: SegmentRef, claim: Provenance) -> bool:
 
 
 def _without(piece: Piece, looped: set[int]) -> Piece:
-    keep = bytearray(b"\1") * len(piece.rows.sequences)
+    keep = bytearray(b"\1") * len(piece.rows)
     codes = bytearray(piece.codes) or bytearray(len(piece.examined))
     for place in looped:
         keep[place] = 0
         codes[bisect_left(piece.examined, piece.rows.sequences[place])] = LOOPED
-    rows = chosen(piece.rows, keep, piece.rows.sample_keys)
-    return replace(piece, rows=rows, size=raw_size(rows), codes=codes)
+    rows = piece.rows.chosen(keep, piece.rows.sample_keys)
+    return replace(piece, rows=rows, size=rows.raw_size, codes=codes)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from common.leasing.balancer import HAND_OVERS
 from common.segments.segment import Reason
 from common.service.metrics import counter, gauge, histogram
-from common.sharing.scope import HAND_OVERS
-from egress.advisories.event import Event
+from egress.acks import REASONS
 from egress.builder import Close
-from egress.doubt import REASONS
 
-# Of `egress.advisories.tally.Result`, and of `egress.sampling.choose`, which import this
+# Of `egress.advisories`, and of `egress.sampling.snapshot_store`, which import this
+EVENTS = ("new", "timeout", "recover", "expire")
 ADVISORY_RESULTS = ("stored", "duplicate", "published", "unknown", "failed", "stale", "dropped")
 REBUILDS = ("settings", "damaged", "source")
 
@@ -65,7 +65,7 @@ memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
 
 SITE = ("site",)
 
-# Who can be reached, and the sign of life (`egress.alive`)
+# Who can be reached, and the sign of life (`egress.heartbeats`)
 
 store_reachable = gauge("egress_store_reachable", "1 while the object store answers what it is asked.")
 store_answered = gauge(
@@ -109,7 +109,7 @@ advisories = counter(
     "Advisories, by what became of them.",
     (*CHAIN, "event", "result"),
     kind="advisories",
-    event=Event,
+    event=EVENTS,
     result=ADVISORY_RESULTS,
 )
 advisories_failing = gauge("egress_advisories_failing", "1 while advisories cannot be stored.", CHAIN)

@@ -19,35 +19,30 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from common.clock import Clock
+from common.clock import NS_PER_S
 from common.errors import FloeError, Unavailable, Unforeseen
-from common.jetstream.client import FloeClient, RawSubscription, frame
-from common.jetstream.streams import StreamInfo, consumer_info, delete_consumer, stream_info
-from common.segments.rows import Columns
+from common.jetstream.api import StreamInfo, consumer_info, delete_consumer, stream_info
+from common.jetstream.client import RawSubscription, frame
+from common.jetstream.protocol import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.tasks import end, told, watched
-from egress import columns as lists
-from egress.acknowledging import Acknowledging
-from egress.budget import Account
-from egress.consumers import INTEREST, SECOND, Taken, Wanted, drop_strays, take
-from egress.doubt import DoubtError
-from egress.frames import Acks, ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
-from egress.parts import Pulling
-from egress.slices import Slice
-
-__all__ = ["SECOND", "DoubtError", "Reader", "Target"]
+from egress.acks import Acknowledging, ReaderResetError
+from egress.consumers import INTEREST, Taken, WantedMessages, drop_strays, take
+from egress.deps import PartitionDeps
+from egress.identity import SourceStream
+from egress.memory import MemoryAccount
 
 log = get_logger("egress.reader")
 
 MESSAGE_OVERHEAD = 256  # bytes of subject, reply and headers, guessed for the size of a batch
-MESSAGE_ROOM = (
-    16 * 1024
-)  # bytes of subject and reply that a pull request's max_bytes counts on top of a payload
+# Bytes of subject and reply that a pull request's max_bytes counts on top of a payload.
+MESSAGE_ROOM = 16 * 1024
 MISSES = 4  # requests that ended without a message because the next one did not fit
 
 
-class Target(Protocol):
+class ReaderTarget(Protocol):
     """Where a reader hands over what it is sure of; called from the event loop, synchronously."""
 
     def messages(self, columns: Columns) -> None:
@@ -60,39 +55,34 @@ class Target(Protocol):
 
 
 class Reader:
-    """A consumer from `first` on, of the stream whose `created` is `created` and stays so.
+    """A consumer from `first` on, of the stream whose `created` is that of `source` and stays so.
 
-    `part`: whose messages. `retention`: of the stream; where it keeps messages until they are acknowledged,
-    what comes before `first` is not handed over: what is `archived` is acknowledged at once, the rest is left
-    alone. `account`: charged for what is kept until then.
-    `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once, with a
-    DoubtError, or with what handing over raised; nothing is handed to `target` afterwards.
+    Where the stream keeps messages until they are acknowledged, what comes before `first` is not handed over:
+    what is `archived` is acknowledged at once, the rest is left alone. `account`: charged for what is kept
+    until then. `has_room`: asked before each pull request, with its bytes. `on_end` is called at most once,
+    with a ReaderResetError, or with what handing over raised; nothing is handed to `target` afterwards.
     """
 
     def __init__(
         self,
-        client: FloeClient,
-        created: str,
-        target: Target,
+        deps: PartitionDeps,
+        source: SourceStream,
+        target: ReaderTarget,
         on_end: Callable[[Exception], None],
         *,
         first: int,
-        clock: Clock,
-        window: int,
+        archived: Sequence[SequenceRange],
+        account: MemoryAccount,
         has_room: Callable[[int], bool],
-        part: Slice,
-        retention: str = "limits",
-        archived: Sequence[SequenceRange] = (),
-        account: Account | None = None,
-        pulling: Pulling | None = None,
     ) -> None:
-        self._client, self._stream, self._created = client, part.stream, created
+        client = deps.client
+        self._client, self._stream, self._created = client, deps.partition.stream, source.created
         self._target, self._on_end, self._has_room = target, on_end, has_room
-        self._first, self._archived, self._account, self._clock = first, archived, account, clock
-        self._pulling = pulling or Pulling()
+        self._first, self._archived, self._account, self._clock = first, archived, account, deps.clock
+        self._pulling = deps.tuning.pulling
         begin = archived[0].first if archived else first
-        self._wanted = Wanted(part, retention, first, begin, self._pulling.inactive)
-        self._window = max(window, client.max_payload + MESSAGE_ROOM)
+        self._wanted = WantedMessages(deps.partition, source.retention, first, begin, self._pulling.inactive)
+        self._window = max(deps.budget.window, client.max_payload + MESSAGE_ROOM)
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
         self._catching_up: asyncio.Task[None] | None = None
@@ -105,7 +95,7 @@ class Reader:
         self._received_bytes = 0
         self._misses = 0
         self._behind = 0
-        self._heard = clock.monotonic()
+        self._heard = deps.clock.monotonic()
         self._is_open = False
         self._scheduled = False
         self._subjects: list[bytes] = []
@@ -114,7 +104,8 @@ class Reader:
         self._headers: list[bytes | None] = []
 
     async def open(self) -> None:
-        """Create the consumer and begin to pull. Raises DoubtError where the stream is not the one bound to.
+        """Create the consumer and begin to pull. Raises ReaderResetError where the stream is not the one
+        bound to.
 
         Checked before and after creating it: a stream deleted and made again in between has no such consumer.
         """
@@ -164,27 +155,27 @@ class Reader:
         info = await stream_info(self._client, self._stream)
         if info is None or info.created != self._created:
             found = "no such stream" if info is None else f"one created at {info.created}"
-            raise DoubtError(
+            raise ReaderResetError(
                 "stream_changed", f"expected the stream created at {self._created}, found {found}"
             )
         return info
 
     async def check(self) -> None:
-        """Raises DoubtError unless the consumer still exists with the same creation time, on the same
+        """Raises ReaderResetError unless the consumer still exists with the same creation time, on the same
         connection.
         """
         self._check_generation()
         consumer = None if self._taken is None else self._taken.consumer
         found = consumer and await consumer_info(self._client, self._stream, consumer.name)
         if consumer is None or found is None or found.created != consumer.created:
-            raise DoubtError("consumer_gone", "the consumer does not exist any more")
+            raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
         self._check_generation()
 
     async def acknowledge(self, last: int) -> None:
         """Acknowledge everything received up to `last`, where the stream keeps messages until then.
 
         Returns when the server has taken it. Raises Unavailable, OutcomeUnknown (it may be called again),
-        DoubtError where the consumer is gone, Refused without the right.
+        ReaderResetError where the consumer is gone, Refused without the right.
         """
         if self._acks is None or self._taken is None:
             return
@@ -200,7 +191,7 @@ class Reader:
             self._behind_first.clear()
             try:
                 await acks.upto(self._first - 1)
-            except DoubtError as doubt:
+            except ReaderResetError as doubt:
                 self._doubt(doubt.reason, str(doubt))
             except FloeError as error:
                 log.warning("not acknowledged", action="acks_put_off", code=error.code, error=str(error))
@@ -213,7 +204,7 @@ class Reader:
 
     def _check_generation(self) -> None:
         if self._client.generation != self._generation:
-            raise DoubtError("reconnect", "the connection was lost meanwhile")
+            raise ReaderResetError("reconnect", "the connection was lost meanwhile")
 
     async def stop(self) -> None:
         """Hand over what has arrived, then take nothing more. What handing over raises goes to `on_end`."""
@@ -243,8 +234,8 @@ class Reader:
         request = {
             "batch": wanted,
             "max_bytes": self._window,
-            "expires": int(self._pulling.expires * SECOND),
-            "idle_heartbeat": int(self._pulling.heartbeat * SECOND),
+            "expires": int(self._pulling.expires * NS_PER_S),
+            "idle_heartbeat": int(self._pulling.heartbeat * NS_PER_S),
         }
         try:
             self._client.send(frame(self._ask, json.dumps(request).encode(), None, self._inbox))
@@ -340,10 +331,11 @@ class Reader:
     ) -> None:
         columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
         if acks.contiguous < len(subjects):
-            columns = lists.part(columns, 0, acks.contiguous)
+            columns = columns.part(0, acks.contiguous)
         if columns.sequences[0] < self._first:
-            columns = self._from_first(columns)
-        if columns.sequences:
+            # Delivered once more: it was archived, and its acknowledgement lost.
+            columns = columns.part(bisect_left(columns.sequences, self._first), len(columns))
+        if columns:
             self._target.messages(columns)
 
     def _received(self, acks: Acks, payloads: list[bytes]) -> None:
@@ -355,10 +347,6 @@ class Reader:
         self._misses, self._last = 0, acks.sequences[count - 1]
         if acks.sequences[0] < self._first:
             self._behind_first.set()
-
-    def _from_first(self, columns: Columns) -> Columns:
-        """Without what is delivered once more: it was archived, and its acknowledgement lost."""
-        return lists.part(columns, bisect_left(columns.sequences, self._first), len(columns.sequences))
 
     def _on_status(self, headers: bytes | None) -> None:
         self._flush()
@@ -392,7 +380,7 @@ class Reader:
         self.pull()
 
     def _doubt(self, reason: str, text: str) -> None:
-        self._end(DoubtError(reason, text))
+        self._end(ReaderResetError(reason, text))
 
     def _fail(self, error: Exception) -> None:
         """What was received did not get where it belongs: it is read again, by the next reader."""

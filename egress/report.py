@@ -5,29 +5,121 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import Gauge
+
 from common.chain import Chain
-from common.clock import Clock, SystemClock
-from common.errors import FloeError
+from common.clock import NS_PER_S, Clock, SystemClock
+from common.errors import DataError, FloeError
+from common.jetstream.api import StreamInfo, ask
+from common.jetstream.client import FloeClient
 from common.jetstream.lease import owner_text
-from common.jetstream.streams import StreamInfo
 from common.segments.alive import STANDBY, ChainSign
-from common.segments.parquet import SpooledSegment
+from common.segments.documents import SnapshotRef
+from common.segments.reader import SpooledSegment
 from common.segments.segment import UNREAD, Reason
+from common.service.exits import command
 from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.service.monitor import Health
-from common.service.pasting import command
+from common.service.process import Threads
+from common.subjects import matches
 from common.tasks import told
 from egress import metrics
 from egress.builder import Close
-from egress.identity import Evidence, Kind, Verdict
-from egress.partitions.left import Unmatched
+from egress.identity import Evidence, SourceVerdict, VerdictKind
+from egress.partition import Partition
 
 log = get_logger("egress.feed")
 
-NANOSECONDS = 1_000_000_000
+
+class SamplingReport:
+    """The report of one chain's sampling."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._labels = chain.site, chain.feed, str(chain.partition)
+        self._chain = chain
+        begin("egress_", "sampled", site=chain.site, feed=chain.feed, partition=str(chain.partition))
+
+    def chose(self, missing: int, forced: int) -> None:
+        """A batch was sampled: so many messages had no key, so many were forced to pass."""
+        metrics.sample_keys_missing.labels(*self._labels).inc(missing)
+        metrics.forced_copies.labels(*self._labels).inc(forced)
+
+    def tracks(self, values: int) -> None:
+        """So many values are known."""
+        metrics.tracked_values.labels(*self._labels).set(values)
+
+    def written(self, ref: SnapshotRef, seconds: float) -> None:
+        """A snapshot was encoded, put and read back."""
+        metrics.snapshots.labels(*self._labels, "written").inc()
+        metrics.snapshot_seconds.labels(*self._labels).observe(seconds)
+        log.info("snapshot written", action="snapshot_written", **ref.log_context())
+
+    def failed(self, position: int, error: FloeError | OSError) -> None:
+        """A snapshot could not be written; the next one that is due is tried."""
+        metrics.snapshots.labels(*self._labels, "failed").inc()
+        log.warning(
+            "snapshot not written",
+            action="snapshot_failed",
+            position=position,
+            code=error.code if isinstance(error, FloeError) else "E-SPOOL",
+            error=str(error),
+            **self._chain.log_context(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Unmatched:
+    """Messages that no filter takes. `example`: one of their subjects, empty where there are none.
+
+    `is_complete`: all subjects of the stream were looked at.
+    """
+
+    messages: int = 0
+    subjects: int = 0
+    example: str = ""
+    is_complete: bool = True
+
+    def told(self) -> dict[str, Any]:
+        """For programs."""
+        return {"messages": self.messages, "subjects": self.subjects, "example": self.example}
+
+    def __str__(self) -> str:
+        """For people: how many messages, on which subjects."""
+        least = "" if self.is_complete else "at least "
+        such = "" if self.subjects == 1 else "such as "
+        count = f"{least}{counted(self.messages, 'message')} on {counted(self.subjects, 'subject')}"
+        return f"{count}, {such}{self.example},"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What the old filter `filter_subject` took (empty: all), and no new one does."""
+
+    filter_subject: str
+    found: Unmatched
+
+    def __str__(self) -> str:
+        verb = "belongs" if self.found.messages == 1 else "belong"
+        return f"{self.filter_subject or '>'}: {self.found} {verb} to no partition any more"
+
+
+def counted(count: int, what: str) -> str:
+    """So many of `what`, for people."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
+    """What of `subjects`, with the number of messages of each, no filter takes."""
+    left = {
+        subject: count
+        for subject, count in subjects.items()
+        if not any(matches(each, subject) for each in filters)
+    }
+    return Unmatched(sum(left.values()), len(left), min(left, default=""))
 
 
 class FeedReport:
@@ -48,13 +140,19 @@ class FeedReport:
         begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
         for prefix in ("egress_", "segment_"):
             begin(prefix, site=feed.site, feed=feed.feed)
-        metrics.stalled.labels(*self._labels).set(0)
+        self._set(metrics.stalled, 0)
         metrics.expiry.labels(*self._labels).set_function(lambda: self._left())
         of_chain = metrics.stopped, metrics.waiting, metrics.lost, metrics.lease_held, metrics.unverified
         for each in (*of_chain, metrics.damaged):
             each.labels(*self._labels).set(0)
         for reason in UNREAD:
             metrics.left_out.labels(*self._labels, reason.value)
+
+    def _set(self, gauge: Gauge, value: float) -> None:
+        gauge.labels(*self._labels).set(value)
+
+    def _log(self, level: str, event: str, **context: object) -> None:
+        getattr(log, level)(event, **context, **self._chain.log_context())
 
     def state(self, state: str, *, ready: bool, why: str = "", hint: str = "", code: str = "") -> None:
         """Show what the feed is doing; `why` where it is not ready."""
@@ -66,14 +164,14 @@ class FeedReport:
 
     def standby(self, holder: str | None) -> None:
         """Another instance works on the chain."""
-        metrics.lease_held.labels(*self._labels).set(0)
+        self._set(metrics.lease_held, 0)
         self._left = lambda: math.inf  # whoever holds the lease tells
         self._status.update(holder=owner_text(holder or ""))
         self.state(STANDBY, ready=True)
 
     def working(self) -> None:
         """This instance holds the lease."""
-        metrics.lease_held.labels(*self._labels).set(1)
+        self._set(metrics.lease_held, 1)
         self._status.update(holder="this instance")
         self.state("starting", ready=False, why="starting")
 
@@ -81,69 +179,59 @@ class FeedReport:
         """Messages are read from `first` on, what is before is accounted for; the archive ends at `end`."""
         self._chain = chain
         self._status.update(incarnation=chain.incarnation, position=first, end=end)
-        metrics.incarnation.labels(*self._labels).set(chain.incarnation)
-        metrics.end_sequence.labels(*self._labels).set(end)
-        metrics.stopped.labels(*self._labels).set(0)
+        self._set(metrics.incarnation, chain.incarnation)
+        self._set(metrics.end_sequence, end)
+        self._set(metrics.stopped, 0)
         self.works()
 
     def works(self) -> None:
         """Whatever was asked was answered."""
-        metrics.waiting.labels(*self._labels).set(0)
+        self._set(metrics.waiting, 0)
         self._failure = ""
         self.state("reading", ready=True)
 
     def closing(self, missing: Sequence[int]) -> None:
         """The partition has ended with its incarnation; the others are waited for."""
-        metrics.stopped.labels(*self._labels).set(0)
-        metrics.waiting.labels(*self._labels).set(0)
+        self._set(metrics.stopped, 0)
+        self._set(metrics.waiting, 0)
         self._failure = ""
         numbers = ", ".join(map(str, missing))
         self.state("closing", ready=True, why=f"waiting for partitions {numbers}")
 
     def waits(self, error: FloeError) -> None:
         """A server cannot be reached; it is tried again."""
-        metrics.waiting.labels(*self._labels).set(1)
+        self._set(metrics.waiting, 1)
         if error.message != self._failure:
             self._failure = error.message
-            log.warning(
-                "waiting", action="waiting", code=error.code, error=str(error), **self._chain.log_context()
-            )
+            self._log("warning", "waiting", action="waiting", code=error.code, error=str(error))
         self.state("waiting", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def stopped(self, error: FloeError) -> None:
         """The chain waits for an operator."""
-        metrics.stopped.labels(*self._labels).set(1)
+        self._set(metrics.stopped, 1)
         if error.message != self._failure:
             self._failure = error.message
-            log.error(
-                "chain stopped",
-                action="chain_stopped",
-                code=error.code,
-                error=str(error),
-                **self._chain.log_context(),
-            )
+            self._log("error", "chain stopped", action="chain_stopped", code=error.code, error=str(error))
         self.state("stopped", ready=False, why=error.message, hint=error.hint, code=error.code)
 
     def fails(self, error: BaseException) -> None:
         """An error that nobody foresaw ended what was going on; it begins again by itself."""
         known = told(error, "feed", f"chain {self._chain}", **self._chain.log_context())
-        metrics.stopped.labels(*self._labels).set(1)
+        self._set(metrics.stopped, 1)
         self.state("stopped", ready=False, why=known.message, hint=known.hint, code=known.code)
 
     def doubt(self, reason: str, text: str) -> None:
         """A reader was given up."""
         metrics.doubts.labels(*self._labels, reason).inc()
-        log.info("reader given up", action="doubt", reason=reason, text=text, **self._chain.log_context())
+        self._log("info", "reader given up", action="doubt", reason=reason, text=text)
         self.state("checking", ready=False, why=text)
 
-    def judged(self, evidence: Evidence, verdict: Verdict) -> None:
+    def judged(self, evidence: Evidence, verdict: SourceVerdict) -> None:
         """The stream was compared with the archive."""
-        metrics.unverified.labels(*self._labels).set(verdict.kind is Kind.UNVERIFIED)
+        self._set(metrics.unverified, verdict.kind is VerdictKind.UNVERIFIED)
         if verdict.drifted and not self._status.get("drifted"):
-            log.warning(
-                "created drifted", action="created_drifted", why=verdict.why, **self._chain.log_context()
-            )
-        metrics.drifted.labels(*self._labels).set(verdict.drifted)
+            self._log("warning", "created drifted", action="created_drifted", why=verdict.why)
+        self._set(metrics.drifted, verdict.drifted)
         self._status.update(verdict=verdict.kind.value, drifted=verdict.drifted)
         if evidence.source is not None:
             self.source(evidence.source.last, evidence.source.last_timestamp_ns)
@@ -151,10 +239,10 @@ class FeedReport:
     def source(self, last: int, last_timestamp_ns: int | None) -> None:
         """The stream was asked just now: sequence and time of its last message."""
         self._source_asked = self._clock.now()
-        metrics.source_sequence.labels(*self._labels).set(last)
-        metrics.source_asked.labels(*self._labels).set(self._source_asked)
+        self._set(metrics.source_sequence, last)
+        self._set(metrics.source_asked, self._source_asked)
         if last_timestamp_ns is not None:
-            metrics.source_timestamp.labels(*self._labels).set(last_timestamp_ns / NANOSECONDS)
+            self._set(metrics.source_timestamp, last_timestamp_ns / NS_PER_S)
         self._status.update(source_last=last)
         self._health.set_status(self._part, self._status)
 
@@ -179,47 +267,47 @@ class FeedReport:
 
     def lost(self, sequences: int) -> None:
         """So many sequences under existing coverage are in neither archive nor stream."""
-        metrics.lost.labels(*self._labels).set(sequences)
+        self._set(metrics.lost, sequences)
         self._status.update(lost=sequences)
 
     def damaged(self, found: Mapping[str, str]) -> None:
         """Segments beyond the high-water mark that are not what their names promise, by key, and why."""
-        metrics.damaged.labels(*self._labels).set(len(found))
+        self._set(metrics.damaged, len(found))
         for key in found.keys() - self._status.get("damaged", {}).keys():
-            log.error(
+            self._log(
+                "error",
                 "segment damaged",
                 action="segment_damaged",
                 key=key,
                 error=found[key],
                 hint="left out, and read again as far as the stream holds it; to put it away: "
                 + command("segments quarantine", shlex.quote(key)),
-                **self._chain.log_context(),
             )
         self._status.update(damaged=dict(found))
         self._health.set_status(self._part, self._status)
 
     def stalled(self, pending: str, since: float) -> None:
         """Nothing moves for `since` seconds though something is `pending`; logged once, until it moves."""
-        metrics.stalled.labels(*self._labels).set(1)
+        self._set(metrics.stalled, 1)
         if not self._is_stalled:
             self._is_stalled = True
-            log.error(
+            self._log(
+                "error",
                 "chain stalled",
                 action="stalled",
                 code="E-STALLED",
                 pending=pending,
                 seconds=round(since),
-                **self._chain.log_context(),
             )
         why = f"{pending}, and nothing moves for {since:.0f} s"
         self.state("stalled", ready=False, why=why, code="E-STALLED")
 
     def moves(self) -> None:
         """Something was received or archived, or there is nothing to do."""
-        metrics.stalled.labels(*self._labels).set(0)
+        self._set(metrics.stalled, 0)
         if self._is_stalled:
             self._is_stalled = False
-            log.info("chain moves again", action="moves", **self._chain.log_context())
+            self._log("info", "chain moves again", action="moves")
             if self._status.get("state") == "stalled":
                 self.state("reading", ready=True)
 
@@ -233,14 +321,14 @@ class FeedReport:
         """So many messages stand on subjects that no partition takes."""
         metrics.unmatched.labels(*self._labels[:2]).set(found.messages)
         known = self._status.get("unmatched", {"messages": 0, "subjects": 0})
-        told = {"messages": found.messages, "subjects": found.subjects, "example": found.example}
+        told = found.told()
         if found.subjects and found.subjects != known["subjects"]:
-            log.warning(
+            self._log(
+                "warning",
                 "subjects that no partition takes",
                 action="unmatched",
                 complete=found.is_complete,
                 **told,
-                **self._chain.log_context(),
             )
         self._status.update(unmatched=told)
         self._health.set_status(self._part, self._status)
@@ -250,7 +338,8 @@ class FeedReport:
         if self._has_looped:
             return
         self._has_looped = True
-        log.warning(
+        self._log(
+            "warning",
             "messages archived here came back: another site copies what it got from here. They are archived "
             "once and left out as looped, but each leaves one more copy in the stream",
             action="looped",
@@ -258,7 +347,6 @@ class FeedReport:
             messages=count,
             hint="let no `sources` carry back what came from this site; where only Floe writes the stream, "
             "its feed is to say `relay: true`",
-            **self._chain.log_context(),
         )
 
     def durable(self, lapsed: StreamInfo | None, first: int, *, has_begun: bool) -> None:
@@ -284,9 +372,8 @@ class FeedReport:
     def sealed(self, spooled: SpooledSegment, why: Close) -> None:
         """A segment was finished in the spool."""
         metrics.closed.labels(*self._labels, why.value).inc()
-        log.debug(
-            "segment sealed", action="segment_sealed", reason=why.value, coverage=str(spooled.footer.coverage)
-        )
+        coverage = str(spooled.footer.coverage)
+        log.debug("segment sealed", action="segment_sealed", reason=why.value, coverage=coverage)
 
     def put(self, spooled: SpooledSegment, seconds: float) -> None:
         """A segment was put, read back and announced."""
@@ -296,18 +383,75 @@ class FeedReport:
         metrics.raw_bytes.labels(*self._labels).inc(footer.raw_bytes)
         metrics.stored_bytes.labels(*self._labels).inc(spooled.size)
         metrics.put_seconds.labels(*self._labels).observe(seconds)
-        metrics.end_sequence.labels(*self._labels).set(footer.coverage.last)
+        self._set(metrics.end_sequence, footer.coverage.last)
         for reason, count in footer.ledger.counts.items():
             metrics.left_out.labels(*self._labels, str(reason)).inc(count)
         if gone := footer.ledger.counts.get(Reason.GONE_FROM_HOLE):
-            log.warning(
+            self._log(
+                "warning",
                 "a hole was filled, but the stream holds no more of it all; ingress stops there",
                 action="gone_from_hole",
                 sequences=gone,
                 range=str(footer.unread),
-                **self._chain.log_context(),
             )
         if footer.last_timestamp_ns is not None:
-            metrics.end_timestamp.labels(*self._labels).set(footer.last_timestamp_ns / NANOSECONDS)
+            self._set(metrics.end_timestamp, footer.last_timestamp_ns / NS_PER_S)
         self._status.update(position=footer.coverage.last + 1, end=footer.coverage.last)
         self._health.set_status(self._part, self._status)
+
+
+LOOK_EVERY = 600.0  # seconds
+MAX_SUBJECTS = 1_000_000  # looked at; what lies behind is not counted
+
+
+async def look(
+    client: FloeClient,
+    stream: str,
+    filters: Sequence[str],
+    threads: Threads,
+    most: int = MAX_SUBJECTS,
+    within: str = ">",
+) -> Unmatched:
+    """What no filter takes of the first `most` subjects of the stream that `within` takes.
+
+    Raises Unavailable, DataError.
+    """
+    found, offset = Unmatched(), 0
+    while offset < most:
+        page = await _page(client, stream, offset, within)
+        if not page:
+            return found
+        more = await threads.run(unmatched, page, filters)
+        count, subjects = found.messages + more.messages, found.subjects + more.subjects
+        found = Unmatched(count, subjects, found.example or more.example)
+        offset += len(page)
+    return Unmatched(found.messages, found.subjects, found.example, is_complete=False)
+
+
+async def _page(client: FloeClient, stream: str, offset: int, within: str) -> dict[str, int]:
+    request = {"subjects_filter": within, "offset": offset}
+    answer = await ask(client, f"STREAM.INFO.{stream}", request, timeout=30.0)
+    subjects = (answer.get("state") or {}).get("subjects") or {}
+    if not isinstance(subjects, dict):
+        raise DataError(f"STREAM.INFO of {stream}: expected subjects, found {subjects!r:.40}")
+    return subjects
+
+
+async def watch(
+    partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock
+) -> None:
+    """Look now and every ten minutes, and tell `report`; until cancelled.
+
+    Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.
+    """
+    if partition.number or not partition.settings.is_partitioned:
+        return
+    try:
+        while True:
+            try:
+                report.unmatched(await look(client, partition.stream, partition.settings.filters(), threads))
+            except FloeError as error:
+                log.info("subjects not looked at", action="unmatched_put_off", error=str(error))
+            await clock.sleep(LOOK_EVERY)
+    finally:
+        report.unmatched(Unmatched())  # whoever looks next tells

@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
-from common.clock import Clock, SystemClock, wait_for
+from common.clock import Backoff, Clock, SystemClock
 from common.errors import OutcomeUnknown, Unavailable
-from common.jetstream.client import FloeClient, connect
-from common.jetstream.kv import KeyValue
+from common.jetstream.buckets import open_leases, open_state
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
-from common.jetstream.streams import most_replicas
-from common.objects.answering import AnsweringStore
+from common.leasing.balancer import LeaseGroup, LeaseScope
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
+from common.objects.s3_errors import AnsweringStore
 from common.segments.alive import process_name
-from common.segments.documents import ChainStore
+from common.segments.keys import Layout
+from common.service.exits import LATER
 from common.service.logs import flush, get_logger
+from common.service.metrics import begin
 from common.service.monitor import Health, Monitor
-from common.service.shutdown import stop_on_signals
-from common.service.threads import Threads, busy_threads
-from common.service.version import version
-from common.service.wiring import open_chains, open_store
+from common.service.process import Threads, busy_threads, stop_on_signals
 from common.settings.root import Settings
-from common.sharing.sharing import Sharing
-from common.tasks import end, orphaned, watched
-from egress.alive import Reach, SignOfLife
-from egress.backoff import Backoff
-from egress.budget import Budget
-from egress.controller import REEXAMINE, Feed, Runs, lease_key, run_feeds
-from egress.heartbeats import Heartbeats
-from egress.parts import Parts, Tuning
-from egress.report import FeedReport
-from egress.sharing import share_site
-from egress.slices import Slice, all_slices, require_feeds
-from egress.workers.place import Place
-
-T = TypeVar("T")
+from common.tasks import Stop, end, orphaned, wait_for, watched
+from egress import metrics
+from egress.context import connected, make_deps
+from egress.deps import EgressDeps, Tuning
+from egress.feed import REEXAMINE, Feed, Runs, lease_key, run_feeds
+from egress.heartbeats import Heartbeats, Reachability, SignOfLife
+from egress.partition import all_partitions, require_feeds
+from egress.workers.process import WorkerPlace
 
 log = get_logger("egress.service")
 
-NOT_DRAINED = 75  # exit code: try again, what was read and not stored is read again
+
+class SiteCounts:
+    """The metrics of one site's sharing (`common.leasing.balancer.Counts`)."""
+
+    def __init__(self, site: str) -> None:
+        self._site = site
+        begin("egress_", site=site)
+
+    def shown(self, members: int, share: int, held: int) -> None:
+        metrics.members.labels(self._site).set(members)
+        metrics.share.labels(self._site).set(share)
+        metrics.leases_held.labels(self._site).set(held)
+
+    def handed_over(self, reason: str) -> None:
+        metrics.hand_overs.labels(self._site, reason).inc()
+
+    def taken_over(self) -> None:
+        metrics.take_overs.labels(self._site).inc()
+
+
+def share_site(
+    leases: Leases,
+    client: FloeClient,
+    site: str,
+    keys: Iterable[str],
+    rng: random.Random,
+    health: Health,
+    siblings: int = 1,
+) -> LeaseGroup:
+    """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
+    members = state_key("egress", "member", site) + "."
+    scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
+    return LeaseGroup(leases, client, scope, keys, rng, health, SiteCounts(site), siblings)
+
+
+T = TypeVar("T")
 
 
 async def serve(
@@ -53,7 +81,7 @@ async def serve(
     *,
     tuning: Tuning | None = None,
     reexamine: float = REEXAMINE,
-    place: Place | None = None,
+    place: WorkerPlace | None = None,
 ) -> int:
     """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
 
@@ -63,22 +91,12 @@ async def serve(
     clock = SystemClock()
     health = Health(clock)
     listen = settings.egress.monitor.listen
-    monitor = Monitor(place.listen(listen) if place else listen, health)
+    # The parent alone reads the monitor of a worker, and has one of its own if any.
+    monitor = Monitor("127.0.0.1:0" if place and listen else listen, health)
     monitor.start()
     try:
         async with _stop(place, monitor.port) as stop:
-            siblings = place.count if place else 1
-            worker = place.index if place else None
-            service = Service(
-                settings,
-                tuning or Tuning(),
-                reexamine,
-                clock,
-                health,
-                stop,
-                siblings=siblings,
-                worker=worker,
-            )
+            service = EgressService(settings, tuning or Tuning(), reexamine, clock, health, stop, place=place)
             drained = await service.run()
     finally:
         monitor.close()
@@ -86,12 +104,12 @@ async def serve(
         # An upload that hangs would hold the process for minutes, and nothing waits for it any more.
         log.warning("uploads abandoned", action="uploads_abandoned", calls=busy_threads())
         flush()
-        os._exit(NOT_DRAINED)
-    return 0 if drained else NOT_DRAINED
+        os._exit(LATER)
+    return 0 if drained else LATER
 
 
 @asynccontextmanager
-async def _stop(place: Place | None, port: int) -> AsyncIterator[asyncio.Event]:
+async def _stop(place: WorkerPlace | None, port: int) -> AsyncIterator[Stop]:
     """What ends the service: a signal, or for a worker also the end of its parent.
 
     A second signal is the parent's affair: a supervisor sends its signal to all processes, and the parent
@@ -113,11 +131,10 @@ class _StopAskedError(Exception):
     """The stop came before the start was complete."""
 
 
-class Service:
+class EgressService:
     """One egress process. What cannot be reached at the start is waited for, like later on.
 
-    `objects`, if given, is used instead of the configured store; `siblings`: processes started together;
-    `worker`: the number among them, None where it is alone.
+    `objects`, if given, is used instead of the configured store; `place`: among processes started together.
     """
 
     def __init__(
@@ -127,15 +144,14 @@ class Service:
         reexamine: float,
         clock: Clock,
         health: Health,
-        stop: asyncio.Event,
+        stop: Stop,
         objects: ObjectStore | None = None,
-        siblings: int = 1,
-        worker: int | None = None,
+        place: WorkerPlace | None = None,
     ) -> None:
-        self._objects, self._siblings, self._worker = objects, siblings, worker
-        self._reach = Reach(clock)
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
+        self._objects, self._place = objects, place
+        self._reach = Reachability(clock)
         self._rng = random.SystemRandom()
 
     async def run(self) -> bool:
@@ -149,68 +165,39 @@ class Service:
                 feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout
             )
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], Parts]:
-        settings = self._settings
+    async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
+        settings, site, clock = self._settings, self._settings.site, self._clock
         for part in ("objects", "nats"):
             self._health.set_ready(part, False, "starting")
         objects = AnsweringStore(self._objects or open_objects(settings.store), self._reach.store)
-        chains = open_chains(settings, objects)
-        await self._patiently("objects", lambda: self._look_into(objects, chains.layout.tails_prefix()))
+        await self._patiently("objects", lambda: self._look_into(objects))
         # Leases and marks travel on a connection of their own, so that a flood of messages cannot delay them.
         data, control = [await self._client(stack, name) for name in ("data", "control")]
         state, leases = await self._patiently("nats", lambda: self._buckets(control))
-        store = open_store(settings, objects)
-        parts_of_feeds = all_slices(settings.site, settings.egress.feeds)
-        stack.callback(store.close)
-        parts = Parts(
-            client=data,
-            connect=lambda: self._connect("check"),
-            state=state,
-            objects=objects,
-            store=store,
-            chains=chains,
-            budget=Budget(settings.egress.memory_limit, len(parts_of_feeds)),
-            clock=self._clock,
-            rng=self._rng,
-            writer=f"floe {version()}",
-            tuning=self._tuning,
-        )
-        sharing = self._sharing(leases, control, parts_of_feeds)
-        feeds = [Feed(each, parts, sharing, self._health, self._reexamine) for each in parts_of_feeds]
-        alive = self._sign_of_life(leases.owner, [feed.report for feed in feeds], chains, control)
-        return [sharing, alive, *self._heartbeats(leases, control), *feeds], parts
+        partitions = all_partitions(site, settings.egress.feeds)
 
-    def _sign_of_life(
-        self, owner: str, reports: Sequence[FeedReport], chains: ChainStore, client: FloeClient
-    ) -> SignOfLife:
-        site, every = self._settings.site, self._tuning.pace.alive
-        process = process_name(socket.gethostname(), self._settings.instance, self._worker)
-        return SignOfLife(site, process, owner, reports, chains, client, self._clock, every)
+        def fresh() -> Awaitable[FloeClient]:
+            return connected(settings, "check", clock)
 
-    def _heartbeats(self, leases: Leases, client: FloeClient) -> list[Runs]:
-        """Those of this site; none where no subject is configured."""
-        settings, site = self._settings.egress.heartbeats, self._settings.site
-        if not settings.subjects:
-            return []
-        host = socket.gethostname()
-        return [Heartbeats(settings, leases, client, site, host, self._clock, self._rng, self._health)]
-
-    def _sharing(self, leases: Leases, client: FloeClient, chains: Sequence[Slice]) -> Sharing:
-        return share_site(
-            leases,
-            client,
-            self._settings.site,
-            [lease_key(each.chain) for each in chains],
-            self._clock,
-            self._rng,
-            self._health,
-            self._siblings,
-        )
+        deps = make_deps(settings, self._tuning, objects, data, fresh, state, clock, len(partitions))
+        stack.callback(deps.store.close)
+        keys = [lease_key(each.chain) for each in partitions]
+        siblings = self._place.count if self._place else 1
+        sharing = share_site(leases, control, site, keys, self._rng, self._health, siblings)
+        feeds = [Feed(each, deps, sharing, self._health, self._reexamine) for each in partitions]
+        host, worker = socket.gethostname(), self._place.index if self._place else None
+        process, every = process_name(host, settings.instance, worker), self._tuning.pace.alive
+        reports = [feed.report for feed in feeds]
+        runs: list[Runs] = [sharing, *feeds]
+        runs.append(SignOfLife(site, process, leases.owner, reports, deps.chains, control, clock, every))
+        if (beats := settings.egress.heartbeats).subjects:
+            runs.append(Heartbeats(beats, leases, control, site, host, clock, self._rng, self._health))
+        return runs, deps
 
     async def _patiently(self, part: str, step: Callable[[], Awaitable[T]]) -> T:
         """What `step` returns, once what it needs can be reached."""
         backoff = Backoff(self._rng)
-        while not self._stop.is_set():
+        while not self._stop.is_set:
             try:
                 result = await step()
             except (Unavailable, OutcomeUnknown) as error:
@@ -222,16 +209,17 @@ class Service:
                 return result
         raise _StopAskedError
 
-    async def _look_into(self, objects: ObjectStore, prefix: str) -> None:
+    async def _look_into(self, objects: ObjectStore) -> None:
         """A wrong bucket or credential ends the start, before anything is read."""
         threads = Threads("egress-start", 1)
         try:
+            prefix = Layout(self._settings.store.prefix).tails_prefix()
             await threads.run(objects.list, prefix, limit=1)
         finally:
             threads.close()
 
     async def _client(self, stack: AsyncExitStack, name: str) -> FloeClient:
-        client = await self._patiently("nats", lambda: self._connect(name))
+        client = await self._patiently("nats", lambda: connected(self._settings, name, self._clock))
         stack.push_async_callback(client.aclose)
 
         def tell(is_up: bool) -> None:
@@ -242,15 +230,6 @@ class Service:
         client.add_listener(tell)
         return client
 
-    async def _connect(self, name: str) -> FloeClient:
-        settings = self._settings
-        title = f"floe egress {settings.site} {name}"
-        return await connect(settings.nats_for("egress"), name=title, clock=self._clock, rng=self._rng)
-
     async def _buckets(self, client: FloeClient) -> tuple[KeyValue, Leases]:
-        egress = self._settings.egress
-        replicas = egress.kv_replicas or await most_replicas(client, (feed.stream for feed in egress.feeds))
-        state = await KeyValue.open(client, egress.state_bucket, replicas=replicas)
-        bucket = await KeyValue.open(client, egress.lease_bucket, ttl=egress.lease_ttl, replicas=replicas)
-        owner = new_owner(self._settings.instance)
-        return state, Leases(bucket, owner, egress.lease_ttl, self._clock)
+        egress, owner = self._settings.egress, new_owner(self._settings.instance)
+        return await open_state(client, egress), await open_leases(client, egress, owner, self._clock)

@@ -1,159 +1,170 @@
 """One stretch of reading: a reader bound to one history, a segment being built, segments being put.
 
-Three loops run side by side: encoding what the reader handed over, putting finished segments, and checking
-every now and then that the stream is still the same; `egress.sampling.sampled` adds those of a sampled feed.
-None of the three is cancelled in the middle of a step: whatever ends the session is noted, each loop finishes
-its step and returns. So what was received and not put is whole, and can still be put into the history that it
-came from.
+    reader → filter → builder → encoder → uploader
+
+Encoding, uploading and a check that the stream is still the same run side by side;
+`egress.sampling.stage` adds what a sampled feed needs. None of them is cancelled in the middle of a step:
+whatever ends the session is noted, each loop finishes its step and returns. So what was received and not put
+is whole, and can still be put into the history that it came from.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from common.clock import first_of, wait_for
-from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
+from common.clock import NS_PER_S
+from common.errors import FloeError, LeaseLost, Unforeseen
+from common.jetstream.api import next_message
 from common.jetstream.lease import Lease
-from common.jetstream.streams import absent, next_message
-from common.segments.parquet import SpooledSegment
+from common.segments.reader import SpooledSegment
 from common.segments.segment import Tip
-from common.sequences import SequenceRange
 from common.service.logs import get_logger
-from common.tasks import end, guarded, told
-from egress.acknowledging import archived
+from common.tasks import Stop, StopReason, end, guarded, told, wait_for
+from egress.acks import ReaderResetError, archived
 from egress.archive import Archive
-from egress.backoff import Backoff
-from egress.builder import Close, Piece
-from egress.encoding import Encoder
-from egress.history import Incarnation
-from egress.identity import Source
-from egress.inquiry import Inquiry
-from egress.liveness import Liveness, Standing
-from egress.loops import Loops
-from egress.parts import Parts, Pools
-from egress.position import Position
-from egress.putting import Putter, RetakeError, closed
-from egress.reader import DoubtError, Reader
-from egress.report import FeedReport
+from egress.builder import Builder, Close, SegmentLimits
+from egress.deps import PartitionDeps
+from egress.encoder import Encoder, SegmentFile, SourceQuestions
+from egress.evidence import Inquiry
+from egress.identity import SourceStream
+from egress.incarnations import Incarnation
+from egress.partition import Position
+from egress.reader import Reader, ReaderTarget
+from egress.sampling.filters import PreFilter, Sifting
 from egress.sampling.resume import Resumed
-from egress.sampling.sampled import Sampled
-from egress.sampling.snapshots import Snapshots
-from egress.slices import Slice
-from egress.stages import make_builder, make_draft, make_target
+from egress.sampling.settings import Sampling
+from egress.sampling.stage import Sampled
+from egress.uploader import RetakeError, Unflushed, Uploader, closed
+from egress.watchdog import Liveness, SessionStanding
 
 log = get_logger("egress.session")
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a partition stands: its incarnation, what is archived of it, the stream as it was found to be."""
+
+    current: Incarnation
+    archive: Archive
+    source: SourceStream
+
 
 class Session:
-    """Reads `archive`'s chain from `place` on, until `stop` is set and everything is put, or it is ended.
+    """Reads on at `position`, until `stop` is set and everything is put, or it is ended. Used once.
 
-    Used once. `source`: the stream as it was judged to be the same; `hurry`: as in `Builder`. `resumed`,
-    `snapshots`: of a sampled feed, which needs both; None for others.
+    `hurry`: as in `Builder`. `resumed`: the sampler of a sampled feed, None for others.
     """
 
     def __init__(
         self,
-        parts: Parts,
-        part: Slice,
-        pools: Pools,
-        report: FeedReport,
+        deps: PartitionDeps,
         inquiry: Inquiry,
+        stand: Stand,
+        position: Position,
         lease: Lease,
-        archive: Archive,
-        current: Incarnation,
-        source: Source,
-        place: Position,
         hurry: float | None = None,
-        *,
         resumed: Resumed | None = None,
-        snapshots: Snapshots | None = None,
     ) -> None:
-        self._parts, self._slice, self._pools, self._report = parts, part, pools, report
-        self._feed = part.settings
-        self._inquiry, self._lease, self._archive, self._current = inquiry, lease, archive, current
-        self._first, self._known_source_first = place.first, source.first
-        self._ended = asyncio.Event()
+        self._deps, self._inquiry, self._stand, self._lease = deps, inquiry, stand, lease
+        self._partition, self._report, self._archive = deps.partition, deps.report, stand.archive
+        self._position = position
+        self._ended = Stop()
         self._end: BaseException | None = None
         self._is_all_sealed = False
-        self._surplus_at: int | None = None
-        self._loops = Loops(archive.chain, parts.client, part.stream, parts.store, pools.io, report)
+        self._surplus_at: int | None = None  # puts, when others began to wait
         # Whoever gives bytes back has all readers ask: what one of them raises ends its own session.
         pull = guarded(lambda: self._reader.pull(), self._end_with)
-        self._account = parts.budget.account(pull)
+        self._account = deps.budget.account(pull)
         self._encoder = Encoder(
-            pools.encoder,
+            deps.pools.encoder,
             self._account,
-            report,
-            lambda: make_draft(parts, part, archive.chain),
-            self._source_first,
-            self._gone,
-            fills_hole=place.fills_hole,
-            without_looped=self._without_looped,
+            deps.report,
+            self._new_file,
+            SourceQuestions(deps, stand.archive.chain, stand.source, inquiry, self._ended),
+            fills_hole=position.fills_hole,
         )
-        self._builder = make_builder(part, parts.clock, self._account, self._encoder.emit, place, hurry)
+        segment = self._partition.settings.segment
+        self._builder = Builder(
+            SegmentLimits(segment.max_messages, segment.max_size, segment.max_age),
+            deps.clock,
+            self._account,
+            self._encoder.emit,
+            first=position.first,
+            until=position.until,
+            sampled=resumed is not None,
+            hurry=hurry,
+        )
         self._sampled = None
-        if part.settings.sampling_key:
-            assert resumed is not None, "a sampled feed goes on with its sampler"
-            assert snapshots is not None, "and writes what becomes of it"
-            self._sampled = Sampled(
-                parts, part, pools, lease, source, place, resumed, snapshots, self._builder
-            )
-        self._reader = self._make_reader(source, place, resumed.read_from if resumed else place.first)
-        self._putter = Putter(
-            archive, lease, self._reader, self._ended, report, parts.clock, Backoff(parts.rng)
-        )
-        patience, segment_age = parts.tuning.pace.stalled, self._feed.segment.max_age
-        self._liveness = Liveness(patience, segment_age, self._is_waiting, report, parts.clock)
-
-    def _make_reader(self, source: Source, place: Position, first: int) -> Reader:
-        budget = self._parts.budget
-        return Reader(
-            self._parts.client,
-            source.created,
-            make_target(self._slice, source, self._builder, self._sampled),
+        if resumed is not None:
+            chain = stand.archive.chain
+            self._sampled = Sampled(deps, chain, lease, stand.source, position, resumed, self._builder)
+        self._reader = Reader(
+            deps,
+            stand.source,
+            self._target(),
             self._end_with,
-            first=first,
-            clock=self._parts.clock,
-            window=budget.window,
-            has_room=self._has_room,
-            part=self._slice,
-            retention=source.retention,
-            archived=archived(self._current.document.first, place),
+            first=resumed.read_from if resumed else position.first,
+            archived=archived(stand.current.document.first, position),
             account=self._account,
-            pulling=self._parts.tuning.pulling,
+            has_room=self._has_room,
         )
+        self._uploader = Uploader(deps, self._archive, lease, self._reader, self._ended)
+        patience = deps.tuning.pace.stalled
+        self._liveness = Liveness(patience, segment.max_age, self._is_waiting, deps.report, deps.clock)
+
+    def _new_file(self) -> SegmentFile:
+        store, partition = self._deps.store, self._partition
+        return SegmentFile(
+            self._archive.chain,
+            store.new_spool,
+            writer=self._deps.writer,
+            compression_level=partition.settings.segment.compression_level,
+            filtered=bool(partition.filter_subject),
+            sampling=Sampling.of(partition.settings),
+            subject_statistics=store.subject_statistics,
+        )
+
+    def _target(self) -> ReaderTarget:
+        """Where received messages go: to the builder, through a filter where some may be left out."""
+        feed = self._partition.settings
+        if self._sampled is not None:
+            return self._sampled.target
+        if not (feed.max_age or feed.relay):
+            return self._builder
+        keep_ns, newest_ns = round(feed.max_age * NS_PER_S), self._stand.source.last_timestamp_ns or 0
+        sieve = PreFilter(self._partition.site, relay=feed.relay, keep_ns=keep_ns, newest_ns=newest_ns)
+        return Sifting(self._builder, sieve)
 
     def _has_room(self, size: int) -> bool:
         """Whether `size` more bytes may be asked for."""
         is_held_up = self._sampled is not None and not self._sampled.has_room
-        return not is_held_up and self._encoder.has_room and self._parts.budget.has_room(size)
+        return not is_held_up and self._encoder.has_room and self._deps.budget.has_room(size)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Returns when all is put after `stop`. Raises what ended it: DoubtError, RetakeError, LeaseLost.
+    async def run(self, stop: Stop) -> None:
+        """Returns when all is put after `stop`. Raises what ended it: ReaderResetError, RetakeError,
+        LeaseLost.
 
         What nobody foresaw is raised too, as a group or as Unforeseen: nothing more is put then, and what was
         received is read again from the archive's position on.
         """
+        first, end_before = self._position.first, self._archive.end
         try:
             await self._reader.open()
             if self._reader.is_durable:
-                has_begun = self._archive.end > 0 or self._archive.chain.incarnation > 0
-                self._report.durable(self._reader.lapsed, self._first, has_begun=has_begun)
-            self._report.reading(self._archive.chain, self._first, self._archive.end)
+                has_begun = end_before > 0 or self._archive.chain.incarnation > 0
+                self._report.durable(self._reader.lapsed, first, has_begun=has_begun)
+            self._report.reading(self._archive.chain, first, end_before)
             async with asyncio.TaskGroup() as tasks:
-                side = [
-                    tasks.create_task(self._watch(stop), name="watch"),
-                    tasks.create_task(self._check_loop(), name="check"),
-                    *(tasks.create_task(each, name="sampling") for each in self._side_of_sampling()),
-                ]
-                working = [
-                    tasks.create_task(self._encode_loop(stop), name="encode"),
-                    tasks.create_task(self._put_loop(), name="put"),
-                ]
-                await asyncio.wait(working)
+                side = [tasks.create_task(work) for work in self._side(stop)]
+                encoding = tasks.create_task(self._encode(stop), name="encode")
+                uploading = tasks.create_task(self._upload(), name="put")
+                await asyncio.wait((encoding, uploading))
                 if self._sampled is not None and self._end is None and self._lease.is_usable():
                     await self._sampled.finish()
                 await end(*side)
@@ -162,82 +173,27 @@ class Session:
         if self._end is not None:
             raise self._end
 
-    def _side_of_sampling(self) -> list[Coroutine[Any, Any, None]]:
-        return [] if self._sampled is None else self._sampled.side(self._inquiry.info)
+    def _side(self, stop: Stop) -> list[Coroutine[Any, Any, None]]:
+        sampling = [] if self._sampled is None else self._sampled.side(self._inquiry.info)
+        return [self._wake(stop), self._watch(), self._check(), *sampling]
 
-    def _end_with(self, cause: BaseException) -> None:
-        """End the session; the first cause counts."""
-        if self._end is None:
-            self._end = cause
-        elif isinstance(cause, Unforeseen):
-            told(cause, "feed", f"chain {self._archive.chain}")
-        self._ended.set()
-        self._encoder.wake.set()
-        self._encoder.on_sealed.set()
-
-    # What is left after the end
-
-    @property
-    def puts(self) -> int:
-        """How many segments were put."""
-        return self._putter.puts
-
-    @property
-    def received(self) -> Tip | None:
-        """The tip of the last message received; None if there was none."""
-        return None if self._builder.last is None else Tip.of(self._builder.last)
-
-    async def seal(self) -> deque[SpooledSegment]:
-        """Close what is open and hand over all that was received and not put. After `run` only.
-
-        Of a builder that an error tore only what was finished before.
-        """
-        await self._pools.idle()
-        self._builder.close(Close.DOUBT)
-        await self._encoder.all()
-        sealed, self._encoder.sealed = self._encoder.sealed, deque()
-        return sealed
-
-    async def close(self) -> None:
-        """Give back memory and spool files. After `run` only."""
-        self._account.close()
-        await self._pools.idle()
-        self._encoder.close()
-
-    # The loops
-
-    async def _encode_loop(self, stop: asyncio.Event) -> None:
+    async def _encode(self, stop: Stop) -> None:
+        """What was received becomes finished segments in the spool."""
         encoder = self._encoder
         try:
-            while not (self._ended.is_set() or self._is_all_sealed):
+            while not (self._ended.is_set or self._is_all_sealed):
                 encoder.wake.clear()
                 self._tick()
                 if not encoder.is_idle and not encoder.is_ahead:
                     if not await encoder.next():
                         await self._stop_reading()
-                elif encoder.is_idle and (stop.is_set() or self._builder.is_done or self._gives_back()):
+                elif encoder.is_idle and (self._builder.is_done or self._drains(stop)):
                     await self._stop_reading()
                 else:
                     # To the moment a segment closes by age: a tick later would be late on average by half.
-                    await wait_for(encoder.wake, min(self._builder.due_in, self._parts.tuning.pace.tick))
-        except (FloeError, DoubtError) as error:
+                    await wait_for(encoder.wake, min(self._builder.due_in, self._deps.tuning.pace.tick))
+        except (FloeError, ReaderResetError) as error:
             self._end_with(error)
-
-    async def _stop_reading(self) -> None:
-        """Stop reading and close the open segment; tell the putting when nothing is left to encode."""
-        await self._reader.stop()
-        self._builder.close(Close.DRAIN)
-        if self._encoder.is_idle:
-            self._is_all_sealed = True
-            self._encoder.on_sealed.set()
-
-    def _gives_back(self) -> bool:
-        """Whether others wait for the lease, and a segment was put since or there is none to wait for."""
-        if not self._lease.give_back.is_set():
-            return False
-        if self._surplus_at is None:
-            self._surplus_at = self.puts
-        return self.puts > self._surplus_at or not (self._builder.is_open or self._encoder.sealed)
 
     def _tick(self) -> None:
         self._builder.tick()
@@ -250,50 +206,29 @@ class Session:
             # Nobody can ask for more, and nothing is on its way out of memory: let this segment go.
             self._builder.close(Close.MEMORY)
 
-    async def _source_first(self) -> int:
-        """Asked anew while the session runs; what is sealed after its end goes by the last answer."""
-        if self._slice.filter_subject and self._reader.is_durable:
-            return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
-        if not self._ended.is_set():
-            try:
-                self._known_source_first = await self._inquiry.first()
-            except (Unavailable, OutcomeUnknown) as error:
-                raise DoubtError("unreachable", error.message) from error
-        return self._known_source_first
+    def _drains(self, stop: Stop) -> bool:
+        """Whether to read no more; where others wait for the lease, at the open segment's end."""
+        if stop.reason is None or stop.reason is StopReason.LEASE_LOST:
+            return False
+        if stop.reason is not StopReason.GIVE_BACK:
+            return True
+        if self._surplus_at is None:
+            self._surplus_at = self.puts
+        return self.puts > self._surplus_at or not (self._builder.is_open or self._encoder.sealed)
 
-    async def _without_looped(self, piece: Piece) -> Piece:
-        """Once the session has ended, what cannot be compared is archived as it is."""
-        try:
-            return await self._loops.without(piece)
-        except FloeError as error:
-            if self._ended.is_set():
-                return piece
-            if isinstance(error, Unavailable | OutcomeUnknown):
-                raise DoubtError("unreachable", error.message) from error
-            raise
+    async def _stop_reading(self) -> None:
+        """Stop reading and close the open segment; tell the uploading when nothing is left to encode."""
+        await self._reader.stop()
+        self._builder.close(Close.DRAIN)
+        if self._encoder.is_idle:
+            self._is_all_sealed = True
+            self._encoder.on_sealed.set()
 
-    async def _gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
-        """Which of the sequences that were not received the stream holds no more.
-
-        A filtered consumer passes what it does not match, so the stream is asked for each of them; once the
-        session has ended, what it does not answer is held to be gone.
-        """
-        if not self._slice.filter_subject:
-            return missing
-        gone: list[SequenceRange] = []
-        try:
-            for gap in missing:
-                gone += await absent(self._parts.client, self._slice.stream, gap)
-        except (Unavailable, OutcomeUnknown) as error:
-            if self._ended.is_set():
-                return missing
-            raise DoubtError("unreachable", error.message) from error
-        return gone
-
-    async def _put_loop(self) -> None:
+    async def _upload(self) -> None:
+        """One finished segment after the other."""
         sealed, on_sealed = self._encoder.sealed, self._encoder.on_sealed
         try:
-            while not self._ended.is_set():
+            while not self._ended.is_set:
                 on_sealed.clear()
                 if sealed:
                     await self._put(sealed[0])
@@ -303,50 +238,61 @@ class Session:
                     return
                 else:
                     await on_sealed.wait()
-        except (FloeError, DoubtError, RetakeError) as error:
+        except (FloeError, ReaderResetError, RetakeError) as error:
             self._end_with(error)
 
     async def _put(self, spooled: SpooledSegment) -> None:
         if self._sampled is not None:
             await self._sampled.before_first_put()
-        await self._putter.put(spooled)
+        await self._uploader.put(spooled)
         if self._sampled is not None:
             self._sampled.covered(spooled.footer.coverage.last)
 
-    async def _watch(self, stop: asyncio.Event) -> None:
-        await first_of(stop.wait(), self._lease.lost.wait(), self._lease.give_back.wait())
+    # What ends it
+
+    async def _wake(self, stop: Stop) -> None:
+        await stop.wait()
         self._encoder.wake.set()
+
+    async def _watch(self) -> None:
         await self._lease.lost.wait()
         chain = self._archive.chain
         self._end_with(LeaseLost(f"lease of {chain}: another instance holds it, or it was not renewed"))
 
-    async def _check_loop(self) -> None:
-        while not self._ended.is_set():
-            await self._parts.clock.sleep(self._parts.tuning.pace.check)
-            try:
-                evidence, verdict = await self._inquiry.look(self._current, self._archive, self.received)
-            except FloeError as error:
-                log.info("check put off", action="check_put_off", error=str(error))
-                continue
-            self._report.judged(evidence, verdict)
-            if not verdict.is_same:
-                self._end_with(DoubtError("identity", verdict.why))
-            elif (doubt := await self._look_for_next() or await self._look(evidence.source)) is not None:
-                self._end_with(doubt)
+    async def _check(self) -> None:
+        """Whether it is still the stream, the incarnation is open, and the chain moves."""
+        while not self._ended.is_set:
+            await self._deps.clock.sleep(self._deps.tuning.pace.check)
+            source = await self._tried(self._look_at_stream())
+            if source is not None:
+                await self._tried(self._look_for_next())
+                await self._tried(self._look(source))
 
-    async def _look_for_next(self) -> DoubtError | None:
-        """Whether somebody has begun the next incarnation; None too where that cannot be told."""
+    async def _tried(self, look: Awaitable[T]) -> T | None:
+        """None too where it cannot be told: that is put off."""
         try:
-            return closed(self._archive) if await self._archive.is_closed() else None
+            return await look
         except FloeError as error:
             log.info("check put off", action="check_put_off", error=str(error))
             return None
 
-    async def _look(self, source: Source | None) -> DoubtError | None:
-        """Whether the chain moves; None too where that cannot be told."""
-        if source is None:
-            return None
-        standing = Standing(
+    async def _look_at_stream(self) -> SourceStream | None:
+        """The stream; None where the session ends because it is another one."""
+        evidence, verdict = await self._inquiry.look(self._stand.current, self._archive, self.received)
+        self._report.judged(evidence, verdict)
+        if verdict.is_same:
+            return evidence.source
+        self._end_with(ReaderResetError("identity", verdict.why))
+        return None
+
+    async def _look_for_next(self) -> None:
+        """Whether somebody has begun the next incarnation."""
+        if await self._archive.is_closed():
+            self._end_with(closed(self._archive))
+
+    async def _look(self, source: SourceStream) -> None:
+        """Whether the chain moves."""
+        standing = SessionStanding(
             self._reader.count,
             self._builder.end,
             self._archive.end,
@@ -354,13 +300,49 @@ class Session:
             asks=self._reader.has_room,
             is_done=self._builder.is_done,
         )
-        try:
-            return await self._liveness.look(standing)
-        except FloeError as error:
-            log.info("check put off", action="check_put_off", error=str(error))
-            return None
+        if (doubt := await self._liveness.look(standing)) is not None:
+            self._end_with(doubt)
 
     async def _is_waiting(self, sequence: int) -> bool:
         """Whether the stream holds a message for the chain at or after `sequence`."""
-        stream, filter_subject = self._slice.stream, self._slice.filter_subject
-        return await next_message(self._parts.client, stream, sequence, filter_subject) is not None
+        stream, filter_subject = self._partition.stream, self._partition.filter_subject
+        return await next_message(self._deps.client, stream, sequence, filter_subject) is not None
+
+    def _end_with(self, cause: BaseException) -> None:
+        """End the session; the first cause counts."""
+        if self._end is None:
+            self._end = cause
+        elif isinstance(cause, Unforeseen):
+            told(cause, "feed", f"chain {self._archive.chain}")
+        self._ended.set(StopReason.RESET)
+        self._encoder.wake.set()
+        self._encoder.on_sealed.set()
+
+    # What is left after the end
+
+    @property
+    def puts(self) -> int:
+        """How many segments were put."""
+        return self._uploader.puts
+
+    @property
+    def received(self) -> Tip | None:
+        """The tip of the last message received; None if there was none."""
+        return None if self._builder.last is None else Tip.of(self._builder.last)
+
+    async def unflushed(self) -> Unflushed:
+        """Close what is open and hand over all that was received and not put. After `run` only.
+
+        Of a builder that an error tore only what was finished before.
+        """
+        await self._deps.pools.idle()
+        self._builder.close(Close.DOUBT)
+        await self._encoder.all()
+        sealed, self._encoder.sealed = self._encoder.sealed, deque()
+        return Unflushed(self._archive, sealed, self.received)
+
+    async def close(self) -> None:
+        """Give back memory and spool files. After `run` only."""
+        self._account.close()
+        await self._deps.pools.idle()
+        self._encoder.close()

@@ -8,50 +8,58 @@ that it came from, before that history is closed.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from common.errors import Stopped
+from common.clock import Backoff
+from common.errors import FloeError, LeaseLost, Stopped
 from common.jetstream.lease import Lease
 from common.service.logs import get_logger
-from common.tasks import again, either, end, orphaned, unless, watched
-from egress.advisories.loop import refuse_loop
-from egress.archive import Archive, Marks
-from egress.consumers import LIMITS, check_start, hold
-from egress.expiry import Expiry
-from egress.history import History, Incarnation
-from egress.identity import Evidence, Kind, Source, Verdict
-from egress.inquiry import Inquiry
-from egress.partitions.closing import Closing, Decision
-from egress.partitions.succession import Succession
-from egress.partitions.unmatched import watch
-from egress.parts import Parts, Pools
-from egress.putting import require
-from egress.reading import Reading, Stand
-from egress.report import FeedReport
-from egress.resolve.choices import never_begun, stopped_error
-from egress.resolve.decisions import Acceptances
-from egress.slices import Slice
-from egress.start import first_sequence, is_set
-from egress.walking import Walk
+from common.tasks import Stop, StopReason, again, end, orphaned, unless, wait_for, watched
+from egress.acks import ReaderResetError
+from egress.advisories.advisory import look_for_loop, refuse_loop
+from egress.archive import Archive, ArchiveWalks
+from egress.consumers import LIMITS, check_start, first_sequence, hold
+from egress.deps import PartitionDeps
+from egress.evidence import Inquiry
+from egress.handover import Handover
+from egress.identity import (
+    Evidence,
+    SourceVerdict,
+    VerdictKind,
+    acceptance_of,
+    never_begun,
+    stopped_error,
+)
+from egress.incarnations import Closing, EndDecision, History, Incarnation
+from egress.partition import Position
+from egress.report import watch
+from egress.sampling.resume import Resumed, resume
+from egress.sampling.snapshot_store import Snapshots
+from egress.session import Session, Stand
+from egress.uploader import RetakeError, Unflushed, require
+from egress.watchdog import Expiry
 
 log = get_logger("egress.worker")
 
+# Seconds. Where the line is cut more often than segments are due, nothing would ever be stored: the first
+# segment behind a cut is closed after half the time that the line held, but not sooner than this.
+MIN_HURRY = 1.0
+
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Findings:
     """What a round found: where the chain is, how far its incarnation is with closing, what the stream is."""
 
     current: Incarnation
     archive: Archive
     closing: Closing
     evidence: Evidence
-    verdict: Verdict
+    verdict: SourceVerdict
 
     @property
-    def decision(self) -> Decision | None:
+    def decision(self) -> EndDecision | None:
         """What an operator decided about the stream as it is now."""
         source = self.evidence.source
         return None if source is None else self.closing.decision_for(source.created)
@@ -63,123 +71,212 @@ class Worker:
     `run` may be called again after whatever it raised; it goes on from the listing.
     """
 
-    def __init__(self, part: Slice, parts: Parts, pools: Pools, report: FeedReport) -> None:
-        self._slice, self._parts, self._pools, self._report = part, parts, pools, report
-        self._chain = part.chain
-        self._marks, self._acceptances = Marks(parts.state), Acceptances(parts.state)
-        self._history = History(part, parts.chains, parts.objects, self._marks, pools.io, parts.clock)
-        self._succession = Succession(part, parts, self._history, report)
-        self._inquiry = Inquiry(part, parts, pools.io)
-        self._walk = Walk(pools.io, parts.clock, parts.tuning.pace)
-        self._reading = Reading(part, parts, pools, report, self._inquiry, self._succession, self._walk)
-        self._expiry = Expiry(part, parts.client, report, parts.clock)
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._deps, self._partition, self._report = deps, deps.partition, deps.report
+        self._history = History(deps)
+        self.handover = Handover(deps, self._history)
+        self.inquiry = Inquiry(deps)
+        self._walk = ArchiveWalks(deps.pools.io, deps.clock, deps.tuning.pace)
+        self._expiry = Expiry(deps)
+        self._backoff = Backoff(deps.rng)
+        self._hurry: float | None = None
+        self._unflushed: Unflushed | None = None
         self._has_begun = False
 
-    async def run(self, lease: Lease, stop: asyncio.Event) -> None:
-        """Freeze until `stop` is set or the lease is to be given back, and everything is put.
+    async def run(self, lease: Lease, stop: Stop) -> None:
+        """Freeze until `stop` is set and everything is put.
 
         Raises Stopped where only an operator can go on, LeaseLost, Unavailable and others for the caller to
         wait.
         """
-        await self._parts.state.ensure()
+        await self._deps.state.ensure()
         side = [watched(work, orphaned, name="monitor") for work in self._monitors()]
         try:
-            async with either(stop, lease.give_back) as leaving:
-                while not leaving.is_set() or self._reading.held is not None:
-                    await self._round(lease, stop, leaving)
+            while not stop.is_set or self._unflushed is not None:
+                await self._round(lease, stop)
         finally:
             await end(*side)
 
     def _monitors(self) -> list[Coroutine[Any, Any, None]]:
         """What looks on beside the work, and tells the report; each for itself."""
-        parts, clock = self._parts, self._parts.clock
+        deps, clock = self._deps, self._deps.clock
+        looked = deps.partition, deps.client, deps.pools.io, deps.report, clock
         return [
-            again(
-                "unmatched",
-                lambda: watch(self._slice, parts.client, self._pools.io, self._report, clock),
-                clock,
-            ),
-            again("expiry", lambda: self._expiry.run(parts.tuning.pace.check), clock),
+            again("unmatched", lambda: watch(*looked), clock),
+            again("expiry", lambda: self._expiry.run(self._deps.tuning.pace.check), clock),
             again("walk", self._walk.run, clock),
         ]
 
-    async def _round(self, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event) -> None:
-        """Judge, then act; once `leaving` is set, only what is held back is still put where it belongs."""
+    async def _round(self, lease: Lease, stop: Stop) -> None:
+        """Judge, then act; once `stop` is set, only what was left unput is still put where it belongs."""
         current = await self._current()
         archive = await self._open_archive(current)
         self._walk.follow(archive)
         self._expiry.position = lambda: max(archive.first, archive.end + 1)
-        if self._reading.held is not None and self._reading.held.archive.chain != current.chain:
-            await self._reading.held.drop()
-            self._reading.held = None
-        closing = await self._succession.closing(current)
+        if self._unflushed is not None and self._unflushed.archive.chain != current.chain:
+            await self._unflushed.drop()
+            self._unflushed = None
+        closing = await self.handover.closing(current)
         if closing.next is not None:
-            await self._put_held(lease)
-            await self._succession.begin(current, closing)
+            await self._flush(lease)
+            await self.handover.begin(current, closing)
             return
-        await hold(self._parts.client, self._slice)
-        found = await self._judge(current, archive, closing, leaving)
-        if found is not None and found.verdict.is_same and found.evidence.source is not None:
-            await self._go_on(found, found.evidence.source, lease, stop, leaving)
-        elif found is not None:
-            await self._turn(found, lease, leaving)
+        await hold(self._deps.client, self._partition)
+        found = await self._judge(current, archive, closing, stop)
+        if found is None:
+            return
+        if found.verdict.is_same:
+            await self._go_on(found, lease, stop)
+        elif found.verdict.kind in (VerdictKind.RECREATED, VerdictKind.GONE) or found.decision is not None:
+            await self._flush(lease)  # into the history that it came from, before that is closed
+            await self._turn(found, lease, stop)
+        else:
+            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
 
     async def _judge(
-        self, current: Incarnation, archive: Archive, closing: Closing, leaving: asyncio.Event
-    ) -> Found | None:
-        """None where `leaving` came first and nothing is held back that would depend on the answer."""
-        held = self._reading.held
-        self._inquiry.acceptance = await self._acceptances.get(current.chain)
-        asking = self._inquiry.judge(current, archive, None if held is None else held.received)
-        answer = await (unless(leaving, asking) if held is None else asking)
+        self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop
+    ) -> Findings | None:
+        """None where `stop` came first and nothing is left unput that would depend on the answer."""
+        judging = self.judge(current, archive)
+        answer = await (unless(stop, judging) if self._unflushed is None else judging)
         if answer is None:
             return None
         evidence, verdict = answer
-        verdict = self._succession.adopt(evidence, verdict, closing)
+        verdict = self.handover.adopt(evidence, verdict, closing)
         self._report.judged(evidence, verdict)
-        return Found(current, archive, closing, evidence, verdict)
+        return Findings(current, archive, closing, evidence, verdict)
 
-    async def _go_on(
-        self, found: Found, source: Source, lease: Lease, stop: asyncio.Event, leaving: asyncio.Event
-    ) -> None:
+    async def judge(self, current: Incarnation, archive: Archive) -> tuple[Evidence, SourceVerdict]:
+        """What the stream is, by what is archived, was received and was accepted by an operator."""
+        self.inquiry.acceptance, _ = await acceptance_of(self._deps.state, current.chain).get()
+        received = None if self._unflushed is None else self._unflushed.received
+        return await self.inquiry.judge(current, archive, received)
+
+    async def _go_on(self, found: Findings, lease: Lease, stop: Stop) -> None:
         """The stream is the same: read on, unless an operator lets the incarnation end."""
-        if self._reading.held is not None and source.retention != LIMITS:
+        source, decision = found.evidence.source, found.decision
+        assert source is not None, "what is the same is there"
+        if self._unflushed is not None and source.retention != LIMITS:
             # It may be the last copy: who removes the durable of an interest stream removes its messages.
-            await self._put_held(lease)
+            await self._flush(lease)
             return
-        self._discard_held()
-        decision = found.decision
-        if decision is not None and self._slice.partition not in decision.first:
-            await self._close(found, source, decision, lease, leaving)
-        elif not leaving.is_set() and await self._succession.reopen(found.current, found.closing):
-            stand = Stand(found.current, found.archive, source)
-            await self._reading.run(stand, lease, stop, leaving)
+        self.discard()
+        if decision is not None and self._partition.number not in decision.first:
+            await self._close(found, lease, stop)
+        elif not stop.is_set and await self.handover.reopen(found.current, found.closing):
+            await self._read(Stand(found.current, found.archive, source), lease, stop)
 
-    async def _turn(self, found: Found, lease: Lease, leaving: asyncio.Event) -> None:
+    async def _turn(self, found: Findings, lease: Lease, stop: Stop) -> None:
         """The stream is another one, or not what it was: end the incarnation where that may be done."""
         decision, source = found.decision, found.evidence.source
-        if found.verdict.kind not in (Kind.RECREATED, Kind.GONE) and decision is None:
-            raise await self._stopped(found)
-        await self._put_held(lease)
-        halts = self._slice.settings.on_recreated == "halt"
+        halts = self._partition.settings.on_recreated == "halt"
         if source is None or (halts and decision is None):
-            raise await self._stopped(found)
+            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
         if decision is None:
             await self._history.check_interval(found.current.chain, source.first)
-        await self._close(found, source, decision, lease, leaving)
+        await self._close(found, lease, stop)
 
-    async def _stopped(self, found: Found) -> Stopped:
-        """Why the chain stops, with the choices that there are."""
-        proposal = await self._inquiry.proposal(found.current, found.archive, found.evidence, found.verdict)
-        current = found.current
-        return stopped_error(
-            self._slice,
-            current.chain,
-            found.evidence,
-            found.verdict,
-            proposal,
-            continues=current.stream.continues,
+    # Reading
+
+    async def _read(self, stand: Stand, lease: Lease, stop: Stop) -> None:
+        """One session from the position on, until `stop` is set, it ends, or an operator ends it.
+
+        Raises LeaseLost and what the servers raise.
+        """
+        position = await unless(stop, self.inquiry.place(stand.archive, stand.source))
+        if position is None:
+            return
+        await stand.archive.mend()
+        self._report.lost(sum(map(len, position.lost)))
+        leave = Stop(stop)
+        works = {"decisions": lambda: self._watch_decisions(stand, leave)}
+        if position.until is None:
+            works["walk"] = lambda: self._watch_walk(stand, leave)
+        watches = [
+            watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()
+        ]
+        try:
+            await self.read_at(position, stand, lease, leave)
+        finally:
+            await end(*watches)
+
+    async def _watch_decisions(self, stand: Stand, leave: Stop) -> None:
+        """End the session where an operator closes the incarnation because of another partition."""
+        while len(self._partition.settings.filters()) > 1 and not leave.is_set:
+            await self._deps.clock.sleep(self._deps.tuning.pace.check)
+            try:
+                if await self.handover.is_decided(stand.current.chain, stand.source.created):
+                    leave.set(StopReason.DECISION)
+            except FloeError as error:
+                log.info("decisions not read", action="decisions_put_off", error=str(error))
+
+    async def _watch_walk(self, stand: Stand, leave: Stop) -> None:
+        """End the session where a walk has found a hole that the source still holds: it comes next."""
+        while not leave.is_set:
+            await self._walk.news.wait()
+            self._walk.news.clear()
+            try:
+                self._walk.tell(stand.archive)
+                source = replace(stand.source, first=await self.inquiry.first())
+                position = await self.inquiry.place(stand.archive, source)
+            except FloeError as error:
+                log.info("holes not looked at", action="holes_put_off", error=str(error))
+                continue
+            self._report.lost(sum(map(len, position.lost)))
+            if position.fills_hole:
+                log.info("hole to be filled", action="hole_found", first=position.first, last=position.until)
+                leave.set(StopReason.RESET)
+
+    async def read_at(self, position: Position, stand: Stand, lease: Lease, stop: Stop) -> None:
+        """One session at `position`. Raises as `_read`."""
+        resumed = None
+        if self._partition.settings.sampling_key:
+            resumed = await unless(stop, self._resume(position, stand))
+            if resumed is None:
+                return
+        session = Session(self._deps, self.inquiry, stand, position, lease, self._hurry, resumed)
+        started = self._deps.clock.monotonic()
+        try:
+            await session.run(stop)
+        except RetakeError as retake:
+            context = stand.archive.chain.log_context()
+            log.info("position taken again", action="retake", reason=str(retake), **context)
+            await self._pause(session, stop)
+        except ReaderResetError as doubt:
+            self._report.doubt(doubt.reason, str(doubt))
+            self._unflushed = await session.unflushed()
+            lasted = self._deps.clock.monotonic() - started
+            self._hurry = None if session.puts else max(MIN_HURRY, min(lasted, self._hurry or lasted) / 2)
+            await self._pause(session, stop)
+        except LeaseLost:
+            # Whoever holds the lease reads it again; if the stream is gone by then, this is the last copy.
+            self._unflushed = await session.unflushed()
+            raise
+        finally:
+            await session.close()
+
+    async def _resume(self, position: Position, stand: Stand) -> Resumed:
+        deps, chain = self._deps, stand.current.chain
+        await look_for_loop(self._partition, chain, deps.client)
+        snapshots = Snapshots(deps.store, chain, clock=deps.clock)
+        return await resume(
+            self._partition, stand.archive, position, stand.source, snapshots, deps.store, deps.pools.io
         )
+
+    async def _pause(self, session: Session, stop: Stop) -> None:
+        """Wait before the next session where this one stored nothing."""
+        if session.puts:
+            self._backoff.reset()
+        else:
+            await wait_for(stop, self._backoff.next())
+
+    async def stopped(
+        self, current: Incarnation, archive: Archive, evidence: Evidence, verdict: SourceVerdict
+    ) -> Stopped:
+        """The error for a stream that is not what was archived, with the choices that there are."""
+        proposal = await self.inquiry.proposal(current, archive, evidence, verdict)
+        continues = current.stream.continues
+        return stopped_error(self._partition, current.chain, evidence, verdict, proposal, continues=continues)
 
     # What is there
 
@@ -187,61 +284,60 @@ class Worker:
         """The newest incarnation; the first one is made if there is none."""
         found = await self._history.load()
         if found is None:
-            info = await self._inquiry.info()
+            info = await self.inquiry.info()
             if info is None:
-                raise never_begun(self._slice)
-            check_start(info, self._slice.settings)
-            refuse_loop(self._slice, self._chain, info)
-            first = await first_sequence(self._parts.client, info, self._slice.settings, self._parts.clock)
+                raise never_begun(self._partition)
+            check_start(info, self._partition.settings)
+            refuse_loop(self._partition, self._partition.chain, info)
+            first = await first_sequence(self._deps.client, info, self._partition.settings, self._deps.clock)
             found = await self._history.begin(info, first)
-        elif is_set(self._slice.settings) and not self._has_begun:
-            log.info(
-                "start keys ignored, the feed has begun", action="start_ignored", **self._chain.log_context()
-            )
+        elif self._partition.settings.is_set and not self._has_begun:
+            context = self._partition.chain.log_context()
+            log.info("start keys ignored, the feed has begun", action="start_ignored", **context)
         self._has_begun = True
         return found
 
     async def _open_archive(self, current: Incarnation) -> Archive:
-        archive = await Archive.of(current, self._parts, self._marks, self._pools.io)
+        archive = await Archive.of(current, self._deps)
         await archive.load()
         self._report.damaged(archive.damaged)
         return archive
 
-    # What was received and not put
-
-    async def _put_held(self, lease: Lease) -> None:
+    async def _flush(self, lease: Lease) -> None:
         """Put what was received through a reader of the history that has ended, into that history."""
-        if self._reading.held is not None:
-            await self._reading.held.put(lease)
-        self._reading.held = None
+        if self._unflushed is not None:
+            await self._unflushed.put(lease)
+        self._unflushed = None
 
-    def _discard_held(self) -> None:
-        if self._reading.held is not None:
-            self._reading.held.discard()
-        self._reading.held = None
+    def discard(self) -> None:
+        """Throw away what a session left unput: it is read again."""
+        if self._unflushed is not None:
+            self._unflushed.discard()
+        self._unflushed = None
 
     # The end of an incarnation
 
-    async def _close(
-        self, found: Found, source: Source, decision: Decision | None, lease: Lease, leaving: asyncio.Event
-    ) -> None:
+    async def _close(self, found: Findings, lease: Lease, stop: Stop) -> None:
         """Note where the partition ends; wait for the others a while, if there are any."""
-        info = await self._inquiry.info()
-        if info is None or info.created != source.created:
+        source, decision = found.evidence.source, found.decision
+        info = await self.inquiry.info()
+        if info is None or source is None or info.created != source.created:
             return
         archive = await self._open_archive(found.current)
         first = self._next_first(archive, found.verdict, decision)
         if first is None:
-            raise await self._stopped(found)
+            raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
         require(lease, archive)
-        closing = await self._succession.close(found.current, archive, info, first, decision)
+        closing = await self.handover.close(found.current, archive, info, first, decision)
         if closing.next is None:
-            await self._succession.wait(found.current, closing, info.created, lease, leaving)
+            await self.handover.wait(found.current, closing, info.created, lease, stop)
 
-    def _next_first(self, archive: Archive, verdict: Verdict, decision: Decision | None) -> int | None:
+    def _next_first(
+        self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None
+    ) -> int | None:
         """Where the partition goes on in the next incarnation; None where an operator has yet to say so."""
-        if decision is not None and self._slice.partition in decision.first:
-            return decision.first[self._slice.partition]
+        if decision is not None and self._partition.number in decision.first:
+            return decision.first[self._partition.number]
         if verdict.is_same:
             return max(archive.end + 1, archive.first)
-        return 1 if verdict.kind is Kind.RECREATED else None
+        return 1 if verdict.kind is VerdictKind.RECREATED else None

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.clock import wait_for
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, RawSubscription, frame
+from common.tasks import wait_for
 
 WINDOW = 4096  # messages under way
 ACK_TIMEOUT = 10.0  # seconds without any acknowledgement until those under way count as unknown

@@ -1,23 +1,226 @@
 """A stream of awkward messages: the same again for the same random source.
 
-Beside the messages themselves (`infra/awkward_kinds.py`): the same message id far apart, sequences deleted
-after they were stored, and few subjects over and over, so that a limit per subject leaves holes.
+Each kind is a message that nats-server 2.15 stores and a careless copier loses, repeats, alters, or lets
+act a second time: a function from `Context` to `Awkward`. Kinds in `NEEDS` are stored only by a stream with
+that setting. Beside them: the same message id far apart, sequences deleted after they were stored, and few
+subjects over and over, so that a limit per subject leaves holes.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError
-from common.jetstream.client import ApiError, FloeClient
-from common.jetstream.streams import get_message, stream_info
+from common.jetstream.api import stream_info
+from common.jetstream.client import ApiError, FloeClient, frame
+from common.jetstream.pull import get_message
 from infra.acked import AckedPublisher, Published
-from infra.awkward_kinds import KINDS, NEEDS, RARE, Awkward, Context, unchecked_frame
+
+MAX_HEADERS = 65_535  # bytes of a header block; nats-server refuses more, whatever max_payload says
+LONG_VALUE = 32 * 1024  # leaves room for the provenance line below MAX_HEADERS
+
+
+@dataclass(frozen=True, slots=True)
+class Awkward:
+    """A message to publish; `headers` is the raw block, None for none."""
+
+    kind: str
+    subject: bytes
+    headers: bytes | None
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a kind may use: `number` is the message's place in the sequence, unlike any other's."""
+
+    root: bytes
+    stream: bytes
+    number: int
+    max_payload: int
+    rng: random.Random
+
+    def text(self) -> bytes:
+        """A payload that no other message of this run has."""
+        return b'{"number":%d,"noise":"%s"}' % (self.number, self.rng.randbytes(8).hex().encode())
+
+    def subject(self, *tokens: bytes) -> bytes:
+        return b".".join((self.root, *tokens))
+
+
+def unchecked_frame(
+    subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None
+) -> bytes:
+    """As `frame`, and with whatever `headers` holds: other clients do not check it either."""
+    if headers is None:
+        return frame(subject, payload, None, reply)
+    size = len(headers)
+    words = subject + b" " + reply if reply else subject
+    return b"HPUB %b %d %d\r\n%b%b\r\n" % (words, size, size + len(payload), headers, payload)
+
+
+def block(*lines: bytes) -> bytes:
+    """The raw header block with these lines, as they are."""
+    return b"NATS/1.0\r\n" + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+Kind = Callable[[Context], Awkward]
+KINDS: dict[str, Kind] = {}
+RARE: set[str] = set()  # large ones: once in several rounds
+NEEDS: dict[str, str] = {}  # the stream setting without which the server refuses the kind
+
+
+def _kind(name: str, make: Callable[[Context], tuple[bytes, bytes | None, bytes]]) -> None:
+    def kind(context: Context) -> Awkward:
+        return Awkward(name, *make(context))
+
+    KINDS[name] = kind
+
+
+def _headers(name: str, *lines: bytes, payload: bytes | None = None, needs: str = "") -> None:
+    """A kind told by its header lines; `%d` in one is the message's number, `%s` the stream's name."""
+
+    def make(context: Context) -> tuple[bytes, bytes | None, bytes]:
+        values = {b"%d": b"%d" % context.number, b"%s": context.stream, b"%r": context.root}
+        filled = []
+        for line in lines:
+            for mark, value in values.items():
+                line = line.replace(mark, value)
+            filled.append(line)
+        body = context.text() if payload is None else payload
+        return context.subject(b"headers", name.encode(), b"%d" % context.number), block(*filled), body
+
+    _kind(name, make)
+    if needs:
+        NEEDS[name] = needs
+
+
+def _block(name: str, headers: bytes) -> None:
+    _kind(name, lambda context: (context.subject(b"blocks"), headers, context.text()))
+
+
+def _subject(name: str, *tokens: bytes) -> None:
+    _kind(name, lambda context: (context.subject(*tokens), None, context.text()))
+
+
+# Payloads
+_kind("no_headers", lambda c: (c.subject(b"plain"), None, c.text()))
+_kind("nothing_at_all", lambda c: (c.subject(b"plain"), None, b""))
+_kind("empty_block", lambda c: (c.subject(b"plain"), block(), c.text()))
+_kind("empty_block_and_payload", lambda c: (c.subject(b"plain"), block(), b""))
+_kind("binary_payload", lambda c: (c.subject(b"plain"), None, c.rng.randbytes(c.rng.randint(1, 512))))
+_kind(
+    "protocol_payload", lambda c: (c.subject(b"plain"), block(b"A: 1"), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n")
+)
+_kind("maximal_payload", lambda c: (c.subject(b"large"), None, c.rng.randbytes(c.max_payload)))
+_kind("maximal_with_headers", lambda c: _maximal_with_headers(c))
+RARE |= {"maximal_payload", "maximal_with_headers"}
+
+# Header blocks
+_headers("headers_only", b"A: %d", payload=b"")
+_headers("repeated", b"A: 1", b"B: x", b"A: 2", b"A: 1")
+_headers("mixed_case", b"Key: 1", b"KEY: 2", b"key: 3")
+_headers("empty_values", b"A:", b"B: ", b"C:   ", payload=b"")
+_headers("spaces", b"A:  before", b"B: after  ", b"C:\ttab\t", b"D:none", b"E: a: b:c")
+_headers("binary_values", b"A: \xff\xfe\xfd", b"B: caf\xe9", b"C: \x00\x01\x7f", b"D: \xc3\xa9\xe2\x82\xac")
+_headers("odd_names", b"with space: 1", b"caf\xc3\xa9: 2", b"\xff: 3", b": no name", b"$%&: 4")
+_headers("long_value", b"A: " + b"v" * LONG_VALUE)
+_headers("many", *[b"K%d: v" % i for i in range(1000)])
+_headers("traced", b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+RARE |= {"long_value", "many"}
+
+# Blocks that are none, by clients that wrote their own; the server stores what lies in the announced bytes
+_block("block_without_end", b"NATS/1.0\r\nA: 1\r\n")
+_block("block_without_lines", b"NATS/1.0")
+_block("block_of_another_protocol", b"HTTP/1.1 200 OK\r\nNats-Marker-Reason: x\r\n\r\n")
+_block("block_with_empty_line", b"NATS/1.0\r\nA: 1\r\n\r\nB: 2\r\n\r\n")
+_block("block_with_lone_line_feed", b"NATS/1.0\r\nA: 1\nNats-Rollup: all\r\n\r\n")
+_block("block_with_lone_return", b"NATS/1.0\r\nA: 1\rB: 2\r\n\r\n")
+_block("block_without_colon", b"NATS/1.0\r\nNats-Rollup\r\nA\r\n\r\n")
+
+# Subjects
+_subject("subject_not_utf8", b"\xff\xfe\x80")
+_subject("subject_latin1", b"caf\xe9")
+_subject("subject_utf8", "žluťoučký.✓".encode())
+_subject("subject_control", b"\x01\x7f")
+_subject("subject_long", b"x" * 2000)
+_subject("subject_deep", *[b"t"] * 100)
+_subject("subject_dollar", b"$JS", b"API", b"INFO")
+_subject("subject_star_token", b"*")  # stored, and no wildcard where it stands in a message
+_subject("subject_full_wildcard", b">")
+_subject("subject_star_inside", b"a*b>c")
+_kind("few_subjects", lambda c: (c.subject(b"limited", b"%d" % c.rng.randrange(3)), None, c.text()))
+
+# Headers that a JetStream server obeys: stored once, they must not act again anywhere
+_headers("msg_id", b"Nats-Msg-Id: %r-%d")
+_headers("msg_id_lower", b"nats-msg-id: fixed")
+_headers("msg_id_long", b"Nats-Msg-Id: %d" + b"i" * 10_000)
+_headers("msg_id_twice", b"Nats-Msg-Id: %r-a%d", b"Nats-Msg-Id: fixed")
+_kind("msg_id_again", lambda c: _msg_id_again(c))
+_headers("expected_stream", b"Nats-Expected-Stream: %s")
+_headers("expected_none", b"Nats-Expected-Last-Subject-Sequence: 0")
+_headers(
+    "expected_none_elsewhere",
+    b"Nats-Expected-Last-Subject-Sequence: 0",
+    b"Nats-Expected-Last-Subject-Sequence-Subject: %r.never.%d",
+)
+_headers("rollup_lower", b"nats-rollup: all")  # no rollup here: the server knows one spelling
+_headers("kv_delete", b"KV-Operation: DEL", payload=b"")
+_headers("kv_purge", b"KV-Operation: PURGE", payload=b"")
+_headers("marker", b"Nats-Marker-Reason: MaxAge", payload=b"")
+_headers("schedule_parts", b"Nats-Schedule-Target: x", b"Nats-Schedule-TTL: 5s", b"Nats-Schedule-Source: y")
+_headers("counter_sources", b'Nats-Counter-Sources: {"a":{"b":"1"}}')
+_headers("api_level", b"Nats-Required-Api-Level: 99")
+_headers("batch_parts", b"Nats-Batch-Sequence: 7", b"Nats-Batch-Commit: 1")
+_headers("trace_dest", b"Nats-Trace-Dest: nobody.listens.here")
+_headers("delivery", b"Nats-Stream: S", b"Nats-Sequence: 5", b"Nats-Last-Sequence: 4", b"Nats-Num-Pending: 1")
+_headers("consumer", b"Nats-Last-Consumer: 1", b"Nats-Last-Stream: 1", b"Nats-Consumer-Stalled: x")
+_headers("rollup_subject", b"Nats-Rollup: sub", needs="allow_rollup_hdrs")
+_kind("rollup_again", lambda c: (c.subject(b"limited", b"0"), block(b"Nats-Rollup: sub"), c.text()))
+NEEDS["rollup_again"] = "allow_rollup_hdrs"
+_headers("ttl", b"Nats-TTL: 1h", needs="allow_msg_ttl")
+_headers("ttl_never", b"Nats-TTL: never", needs="allow_msg_ttl")
+_headers(
+    "schedule_once",
+    b"Nats-Schedule: @at 2099-01-01T00:00:00Z",
+    b"Nats-Schedule-Target: %r.scheduled.%d",
+    needs="allow_msg_schedules",
+)
+_headers(
+    "schedule_daily",
+    b"Nats-Schedule: @daily",
+    b"Nats-Schedule-Target: %r.daily.%d",
+    needs="allow_msg_schedules",
+)
+_headers(
+    "batch_of_one",
+    b"Nats-Batch-Id: %r-%d",
+    b"Nats-Batch-Sequence: 1",
+    b"Nats-Batch-Commit: 1",
+    needs="allow_atomic",
+)
+
+# Floe's own headers, forged by a publisher
+_headers("forged_source", b"Floe-Source: evil NODES 0 0 1 1", b"A: 1")
+_headers("forged_original", b"Floe-Original: Nats-Rollup: all", b"Floe-Original:", b"floe-original: x")
+_headers("forged_replay", b"floe-replay: 1", b"FLOE-SOURCE: x", b"Floe-Anything: y")
+
+
+def _maximal_with_headers(context: Context) -> tuple[bytes, bytes | None, bytes]:
+    headers = block(b"A: 1", b"Nats-Msg-Id: %s-max%d" % (context.root, context.number))
+    return context.subject(b"large"), headers, b"p" * (context.max_payload - len(headers))
+
+
+def _msg_id_again(context: Context) -> tuple[bytes, bytes | None, bytes]:
+    """One of four ids: dropped as a duplicate within the stream's window, stored again after it."""
+    again = b"Nats-Msg-Id: %s-again%d" % (context.root, context.rng.randrange(4))
+    return context.subject(b"again"), block(again), context.text()
+
 
 ROUNDS_BETWEEN_RARE = 8
 DELETED_SHARE = 0.03
@@ -25,7 +228,7 @@ LONGEST_PAUSE = 2.0  # seconds; a stream's duplicate window up to this is waited
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AwkwardReport:
     """What became of the messages; `stored`: how many of each kind; `deleted`: sequences removed again."""
 
     published: Published
@@ -57,7 +260,7 @@ async def publish_awkward(
     deleted_share: float = DELETED_SHARE,
     largest: int | None = None,
     clock: Clock | None = None,
-) -> Report:
+) -> AwkwardReport:
     """Publish `count` awkward messages into `stream` and delete some of them again.
 
     The stream must take `{subject_root}.>`. `largest`: bytes of the largest messages, headers included; by
@@ -83,7 +286,7 @@ async def publish_awkward(
             await publisher.publish(message.subject, message.payload, message.headers, make=unchecked_frame)
         published = await publisher.settle()
     deleted = await _delete_some(client, stream, sorted(sequences.values()), rng, deleted_share)
-    return Report(published, Counter(kinds[number] for number in sequences), deleted)
+    return AwkwardReport(published, Counter(kinds[number] for number in sequences), deleted)
 
 
 async def _config(client: FloeClient, stream: str) -> dict[str, Any]:

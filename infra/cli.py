@@ -15,7 +15,7 @@ from common.errors import UsageError
 from common.service.cli import Duration, Size, json_option, print_json, run_command
 
 if TYPE_CHECKING:
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ Examples:
 @json_option
 @run_command
 async def emulate(**options: Any) -> None:
-    from infra.emulate import Emulation, run_emulation
+    from infra.emulator import Emulation, run_emulation
 
     as_json = options.pop("as_json")
     settings = _connection(options.pop("config"), options.pop("server"))
@@ -100,11 +100,11 @@ async def emulate(**options: Any) -> None:
 @json_option
 @run_command
 async def demo(seconds: float, rate: float, seed: int | None, keep: bool, as_json: bool) -> int:
-    from infra.demo import STEPS, Options, run_demo
-    from infra.demo_publish import Load
-    from infra.demo_view import ConsoleView, QuietView
+    from infra.demo.demo import STEPS, DemoOptions, run_demo
+    from infra.demo.publish import Load
+    from infra.demo.view import ConsoleView, QuietView
 
-    options = Options(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
+    options = DemoOptions(Load(seconds=seconds, seed=_seed(seed), rate=rate), keep=keep)
     clock = SystemClock()
     if as_json:
         result = await _until_terminated(run_demo(options, QuietView(), clock))
@@ -126,11 +126,11 @@ def _connection(config: str | None, server: str | None) -> NatsSettings:
     if config and server:
         raise UsageError("--server and --config: expected at most one of them")
     if config:
-        from common.service.wiring import load_settings
+        from common.open import load_settings
 
         return load_settings(config, quiet=True).nats_for("egress")
     from common.service.logs import configure
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
     configure()
     try:

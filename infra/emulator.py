@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from common.clock import Clock
+from common.clock import Clock, SystemClock
 from common.errors import ConfigError, DataError, UsageError
-from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
+from common.jetstream.api import StreamInfo, create_stream, stream_info
+from common.jetstream.client import FloeClient, connect
+from common.service.logs import get_logger
+from common.service.process import stop_on_signals
+from common.settings.service import NatsSettings
+from common.tasks import Stop, wait_for
 from infra.acked import AckedPublisher, Published
-from infra.fleet import Fleet
+from infra.fleet import Fleet, Sizes, describe, read_facts
+
+log = get_logger("infra.emulator")
+
 
 SUBJECT = "choria.node_metadata.{sender}"
 STREAM = "NODE_DATA"
@@ -19,7 +27,7 @@ TICK = 0.05  # seconds between two looks at what is due
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PublishSchedule:
     """When which message is due, in seconds after the start.
 
     `interval`: every node publishes once in so many seconds, one after the other. `rate`: messages per second
@@ -57,7 +65,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Progress:
+class EmulatorProgress:
     """How far an emulation has come; read while it runs."""
 
     published: Published = field(default_factory=Published)
@@ -75,20 +83,20 @@ class Emulator:
     """
 
     def __init__(
-        self, client: FloeClient, fleet: Fleet, pace: Pace, clock: Clock, *, subject: str = SUBJECT
+        self, client: FloeClient, fleet: Fleet, pace: PublishSchedule, clock: Clock, *, subject: str = SUBJECT
     ) -> None:
         subject_filter(subject)
-        self.progress = Progress()
+        self.progress = EmulatorProgress()
         self._client, self._fleet, self._pace, self._clock = client, fleet, pace, clock
         self._subject = subject
         self._documents = self._endless()
 
-    async def run(self, stop: asyncio.Event) -> Published:
+    async def run(self, stop: Stop) -> Published:
         """Publish until the pace is over or `stop` is set; returns when all is acknowledged."""
         started = self._clock.monotonic()
         async with AckedPublisher(self._client) as publisher:
             self.progress.published = publisher.published
-            while not stop.is_set():
+            while not stop.is_set:
                 elapsed = self.progress.elapsed = self._clock.monotonic() - started
                 if self._pace.is_over(publisher.published.sent, elapsed):
                     break
@@ -96,11 +104,11 @@ class Emulator:
             self.progress.elapsed = self._clock.monotonic() - started
             return await publisher.settle()
 
-    async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: asyncio.Event) -> None:
+    async def _publish_due(self, publisher: AckedPublisher, elapsed: float, stop: Stop) -> None:
         """Publish what is due now, a second's worth of the fastest pace at most, and wait for the next."""
         due = min(self._pace.due(elapsed) - publisher.published.sent, 20_000)
         for _ in range(due):
-            if stop.is_set():
+            if stop.is_set:
                 return
             await publisher.publish(*next(self._documents))
         await publisher.flush()
@@ -152,3 +160,75 @@ async def check_stored(client: FloeClient, before: StreamInfo, published: Publis
             hint=published.line(),
             code="E-NOT-STORED",
         )
+
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What to publish, where and for how long. Sizes in bytes, times in seconds."""
+
+    settings: NatsSettings
+    stream: str
+    subject: str
+    create: bool
+    nodes: int
+    interval: float
+    rate: float | None
+    min_size: int
+    max_size: int
+    count: int | None
+    duration: float | None
+    seed: int
+
+    def pace(self) -> PublishSchedule:
+        return PublishSchedule(self.nodes, self.interval, self.rate, self.count, self.duration)
+
+
+async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dict[str, object]:
+    """Publish until the pace is over or a signal comes; the result as a document, its sentence under `line`.
+
+    Raises DataError where the stream does not hold what was sent, ConfigError where it does not exist.
+    """
+    clock, facts = clock or SystemClock(), read_facts()
+    pace = emulation.pace()
+    sizes = Sizes(emulation.min_size, emulation.max_size)
+    fleet = Fleet(facts, seed=emulation.seed, nodes=emulation.nodes, interval=emulation.interval, sizes=sizes)
+    async with aclosing(await connect(emulation.settings, name="floe emulate", clock=clock)) as client:
+        emulator = Emulator(client, fleet, pace, clock, subject=emulation.subject)
+        before = await open_stream(client, emulation.stream, emulation.subject, create=emulation.create)
+        log.info(
+            "emulating", action="emulate", machine=describe(facts), nodes=fleet.nodes, seed=emulation.seed
+        )
+        await _run(emulator)
+        await check_stored(client, before, emulator.progress.published)
+    return _result(emulation, emulator)
+
+
+async def _run(emulator: Emulator) -> None:
+    """Run until it is over or a signal comes, with a line now and then."""
+    async with stop_on_signals() as stop, asyncio.TaskGroup() as group:
+        watching = group.create_task(_watch(emulator, stop))
+        await emulator.run(stop)
+        watching.cancel()
+
+
+async def _watch(emulator: Emulator, stop: Stop) -> None:
+    while not await wait_for(stop, SECONDS_BETWEEN_LINES):
+        progress = emulator.progress
+        log.info(progress.published.line(), action="emulating", per_second=round(progress.rate()))
+
+
+def _result(emulation: Emulation, emulator: Emulator) -> dict[str, object]:
+    published, elapsed = emulator.progress.published, emulator.progress.elapsed
+    pace = f"in {elapsed:.1f} s, {emulator.progress.rate():,.0f} a second"
+    return {
+        "line": f"{published.line()} {pace}, seed {emulation.seed}",
+        "stream": emulation.stream,
+        "seed": emulation.seed,
+        "sent": published.sent,
+        "stored": published.stored,
+        "bytes": published.bytes,
+        "seconds": round(elapsed, 3),
+    }

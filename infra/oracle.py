@@ -2,19 +2,33 @@
 
 Each place is read into a `Trace`: 24 bytes for each message, whatever its size. `compare` then tells apart
 what can have happened to messages on the way: lost (in front, in the middle, at the end), repeated, out of
-order, altered, unexpected. `infra/oracle_reading.py` fills traces from streams and buckets.
+order, altered, unexpected. `source_trace` and `target_traces` fill them
+from streams, `archived` reads the archive through the cover rule.
+
+Streams are read raw, byte for byte, through a consumer of their own. In memory is one pull of messages at a
+time, beside 24 to 32 bytes for each message read.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
 
+from common.chain import Chain
+from common.errors import ConfigError
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import restore
+from common.jetstream.pull import read_through
+from common.segments.reader import messages
 from common.segments.segment import Message
+from common.segments.store import SegmentStore
+from common.segments.unread import open_stretch
+from common.sequences import SequenceRange, cover, holes
 
 MAX_EXAMPLES = 5  # of each kind of damage
 
@@ -254,3 +268,73 @@ def _require_order(trace: Trace) -> None:
         if sequence <= previous:
             raise ValueError(f"expectation out of order: sequence {sequence} stands after {previous}")
         previous = sequence
+
+
+async def source_trace(client: FloeClient, stream: str, subject: SubjectMap = same_subject) -> Trace:
+    """What the stream holds now. Raises ConfigError where it does not exist."""
+    trace = Trace()
+    last = await read_stream(client, stream, lambda message: trace.add(message, subject(message.subject)))
+    trace.through = last
+    return trace
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What a target stream holds, chain by chain, in the order in which it was stored.
+
+    `delays`: milliseconds between a message's time at its source and its time here. `foreign`: messages
+    without provenance.
+    """
+
+    traces: dict[Chain, Trace] = field(default_factory=dict)
+    delays: dict[Chain, array[int]] = field(default_factory=dict)
+    foreign: int = 0
+
+    def take(self, message: Message) -> None:
+        """Note one message of the target."""
+        provenance, original = restore(message.headers)
+        if provenance is None:
+            self.foreign += 1
+            return
+        chain = Chain(provenance.site, provenance.feed, provenance.incarnation, provenance.partition)
+        self.traces.setdefault(chain, Trace()).add(
+            Message(provenance.sequence, provenance.timestamp_ns, message.subject, original, message.payload)
+        )
+        delay = (message.timestamp_ns - provenance.timestamp_ns) // 1_000_000
+        self.delays.setdefault(chain, array("q")).append(delay)
+
+
+async def target_traces(client: FloeClient, stream: str) -> Arrived:
+    """What has arrived in the target stream. Raises ConfigError where it does not exist."""
+    arrived = Arrived()
+    await read_stream(client, stream, arrived.take)
+    return arrived
+
+
+async def read_stream(client: FloeClient, stream: str, take: Callable[[Message], None]) -> int:
+    """Give every message that the stream holds to `take`, in order; the stream's last sequence.
+
+    Raises ConfigError where the stream does not exist, else as `scan`.
+    """
+    info = await stream_info(client, stream)
+    if info is None:
+        raise ConfigError(f"stream {stream}: expected to exist, found none")
+    if info.messages:
+        await read_through(client, stream, info.last_sequence, take)
+    return info.last_sequence
+
+
+def archived(store: SegmentStore, chain: Chain, position: int = 1) -> Iterator[Message]:
+    """The messages that the cover of `chain` holds from `position` on; holes are stepped over."""
+    for stretch in cover(store.list(chain, position=position), position):
+        with open_stretch(store, stretch) as reader:
+            for batch in reader.batches(stretch.rows):
+                yield from messages(batch)
+
+
+def archive_holes(store: SegmentStore, chain: Chain) -> list[SequenceRange]:
+    """The ranges between the first and the last covered sequence that no segment covers."""
+    ranges = [ref.coverage for ref in store.list(chain)]
+    if not ranges:
+        return []
+    return holes(ranges, SequenceRange(min(r.first for r in ranges), max(r.last for r in ranges)))

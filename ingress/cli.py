@@ -6,8 +6,7 @@ import click
 
 from common.service.cli import config_option, json_option, run_command
 from common.service.lean import slim
-from ingress.checkpoints.cli import checkpoint_set
-from ingress.checkpoints.releasing import checkpoint_release
+from ingress.operator.checkpoint_cli import checkpoint_release, checkpoint_set
 
 
 @click.group()
@@ -25,10 +24,10 @@ async def run(config: str) -> None:
     """
     slim()
     from common.clock import SystemClock
+    from common.open import load_settings, open_chains, open_store
     from common.service.monitor import Health, Monitor
-    from common.service.shutdown import stop_on_signals
-    from common.service.wiring import load_settings, open_chains, open_store
-    from ingress.controller import Controller
+    from common.service.process import stop_on_signals
+    from ingress.service import Controller
 
     settings, clock = load_settings(config), SystemClock()
     health = Health(clock)
@@ -61,8 +60,8 @@ async def checkpoint_ls(config: str, as_json: bool) -> None:
 
     Example: floe checkpoint ls -c central.yaml --json
     """
-    from common.service.wiring import load_settings
-    from ingress.reports import print_checkpoints
+    from common.open import load_settings
+    from ingress.operator.status import print_checkpoints
 
     await print_checkpoints(load_settings(config, quiet=True), as_json)
 
@@ -79,7 +78,7 @@ async def status(config: str, as_json: bool) -> int:
 
     Example: floe status -c central.yaml
     """
-    from common.service.wiring import load_settings
-    from ingress.standing import print_status
+    from common.open import load_settings
+    from ingress.operator.status import print_status
 
     return await print_status(load_settings(config, quiet=True), as_json)

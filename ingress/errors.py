@@ -8,6 +8,7 @@ from common.settings.ingress import IngressSettings
 
 # A cluster whose members do not all know each other yet says so too, for some seconds.
 NO_SUITABLE_PEERS = 10005
+LOOK_AT_STOPPED = 60.0  # seconds until a target or a chain that stopped is looked at again
 
 
 def passes_by_itself(error: BaseException) -> bool:

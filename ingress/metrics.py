@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from common.leasing.balancer import HAND_OVERS
 from common.service.metrics import counter, gauge, histogram
-from common.sharing.scope import HAND_OVERS
-from ingress.checkpoints.intent import Intent
+from ingress.checkpoint import Intent
 
 # The refusals that are known to come; another number begins when it comes for the first time: a wrong last
 # sequence (two), a batch that is not complete, one that is too large, a stream at its limits (two).
@@ -43,7 +43,7 @@ unreadable = counter(
     "ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",)
 )
 
-# Lag and holes: set by `ingress.lags`, once a second
+# Lag and holes: set by `ingress.report`, once a second
 lag_messages = gauge(
     "ingress_lag_messages",
     "Archived messages that are not carried yet; what is not decoded yet counts by its sequences.",

@@ -5,17 +5,17 @@ it take.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from common.errors import ConfigError
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself
-from ingress.rows.prepare import Shape
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.subjects import Accepting, rule_of
 
 log = get_logger("ingress.preflight")
@@ -104,17 +104,14 @@ def add_command(settings: TargetSettings) -> str:
 
 def _subjects_option(settings: TargetSettings) -> list[str]:
     """`--subjects`, with what the rules of all sources make; nothing where one of them may make anything."""
-    made = [rule_of(source).pattern() for source in settings.sources]
+    made = [rule_of(source).pattern for source in settings.sources]
     known = [pattern for pattern in made if pattern is not None]
     if not made or len(known) < len(made):
         return []
-    return [f"--subjects {shlex.quote(','.join(_apart(known)))}"]
-
-
-def _apart(patterns: Iterable[str]) -> list[str]:
-    """As they are, without those that another one covers: a stream's subjects must not overlap."""
-    found = sorted(set(patterns))
-    return [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+    # As they are, without those that another one covers: a stream's subjects must not overlap.
+    found = sorted(set(known))
+    apart = [each for each in found if not Accepting(other for other in found if other != each).covers(each)]
+    return [f"--subjects {shlex.quote(','.join(apart))}"]
 
 
 def _needed(settings: TargetSettings) -> set[str]:
@@ -178,12 +175,12 @@ def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
     """Sources of which no message could be stored, as far as the configuration alone says."""
     accepting = Accepting(config.get("subjects") or [settings.stream])
     for index, source in enumerate(settings.sources):
-        made = rule_of(source).pattern()
+        made = rule_of(source).pattern
         if made is not None and not accepting.meets(made):
             yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 
 
-def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> Shape:
+def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> TargetLimits:
     """What the target takes: its subjects, and the lesser of its and its server's greatest message."""
     limits = [client.max_payload]
     if (size := int(info.config.get("max_msg_size", -1))) >= 0:
@@ -191,7 +188,7 @@ def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> 
     subjects = info.config.get("subjects") or [settings.stream]
     parks = settings.on_oversize == "park"
     headers = control_headers(settings)
-    return Shape(
+    return TargetLimits(
         Accepting(subjects),
         min(limits),
         headers,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,8 +16,13 @@ from common.errors import FloeError
 from common.service import logs
 from infra.local.nats import NatsServer
 from infra.local.seaweedfs import SeaweedFS
-from tests.hints import problems_of
-from tests.support import SharedS3
+from tests.support.basics import SharedS3, problems_of
+
+if TYPE_CHECKING:
+    from common.jetstream.client import FloeClient
+    from tests.support.egress import Bench
+    from tests.support.ingress import Archive
+    from tests.support.replay import World
 
 # A developer's credentials or proxies must neither help nor hurt a test.
 _KEPT = ("FLOE_SEED", "FLOE_NATS_SERVER_")  # the seed of a run, older servers
@@ -94,6 +100,49 @@ def nats_url(nats_server: NatsServer) -> str:
 def s3() -> Iterator[SharedS3]:
     with SeaweedFS() as server:
         yield SharedS3(server)
+
+
+# Worlds of tests. What they need is imported with the first of them: most unit tests need none of it.
+
+
+@pytest.fixture
+async def client(nats_url: str) -> AsyncIterator[FloeClient]:
+    from tests.support.ingress import client_of
+
+    async with client_of(nats_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def bench(nats_url: str, tmp_path: Path, client: FloeClient) -> Bench:
+    """Egress of one site, over a folder."""
+    from tests.support.egress import Bench
+
+    return Bench(nats_url, tmp_path, client)
+
+
+@pytest.fixture
+async def far(nats_url: str, s3: SharedS3, tmp_path: Path, client: FloeClient) -> Bench:
+    """Egress of one site, over S3."""
+    from tests.support.egress import Bench
+
+    return Bench(nats_url, tmp_path, client, s3=s3)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Archive:
+    """An archive that ingress carries, empty."""
+    from tests.support.ingress import Archive
+
+    return Archive(tmp_path / "store")
+
+
+@pytest.fixture
+async def world(nats_url: str, tmp_path: Path, client: FloeClient) -> World:
+    """An archive, a server, and replays between them."""
+    from tests.support.replay import World
+
+    return World(tmp_path, nats_url, client)
 
 
 @pytest.fixture(autouse=True)

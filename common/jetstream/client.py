@@ -24,18 +24,28 @@ from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
-from common.clock import Clock, SystemClock, wait_for, within
+from common.clock import Backoff, Clock, SystemClock, doubling
 from common.errors import ConfigError, OutcomeUnknown, Refused, Unavailable
-from common.jetstream.auth import Credential, credential, is_loopback, plaintext, tls_context, wants_tls
-from common.jetstream.context import with_context
-from common.jetstream.explain import explain, host, is_refusal, reason
-from common.jetstream.frames import FrameParser, Sink, WireError, check_subject, frame
+from common.jetstream.credentials import (
+    Credential,
+    credential,
+    explain,
+    host,
+    is_loopback,
+    is_refusal,
+    plaintext,
+    reason,
+    tls_context,
+    wants_tls,
+    with_context,
+)
+from common.jetstream.protocol import FrameParser, Sink, WireError, check_subject, frame
 from common.jetstream.requests import ApiError, Asking, Requests
 from common.service.logs import get_logger
-from common.tasks import Tell, guarded, orphaned
+from common.tasks import Tell, guarded, orphaned, wait_for, within
 
 if TYPE_CHECKING:
-    from common.settings.nats import NatsSettings
+    from common.settings.service import NatsSettings
 
 __all__ = ["ApiError", "FloeClient", "RawSubscription", "Sink", "connect", "frame"]
 
@@ -72,7 +82,8 @@ async def connect(
     if settings.tls.insecure:
         log.warning("certificate of the NATS server is not checked", action="nats_insecure")
     servers = rng.sample(settings.url, len(settings.url))
-    deadline, pause = clock.monotonic() + settings.connect_timeout, FIRST_PAUSE
+    deadline = clock.monotonic() + settings.connect_timeout
+    backoff = Backoff(None, doubling(FIRST_PAUSE, settings.connect_timeout))
     while True:
         client = FloeClient(settings, auth, clock=clock, rng=rng, ping_interval=ping_interval)
         timeout, shown = max(0.2, (deadline - clock.monotonic()) / min(2, len(servers))), auth.in_file
@@ -86,10 +97,11 @@ async def connect(
             problem = explain(error, servers[0], auth, settings)
             if isinstance(problem, Refused) and problem.code == "E-NATS-AUTH" and auth.renew() != shown:
                 continue
+            pause = backoff.next()
             if not isinstance(problem, Unavailable) or clock.monotonic() + pause >= deadline:
                 raise problem from None
         await clock.sleep(pause)
-        servers, pause = servers[1:] + servers[:1], pause * 2
+        servers = servers[1:] + servers[:1]
 
 
 def no_headers() -> ConfigError:
@@ -132,7 +144,8 @@ class FloeClient(Asking, Client):
         super().__init__()
         self.generation = 0
         self.clock = clock
-        self._settings, self._auth, self._rng = settings, auth, rng
+        self._settings, self._auth = settings, auth
+        self._backoff = Backoff(rng, doubling(FIRST_PAUSE * 2, LONGEST_PAUSE))
         self._interval, self._domain = ping_interval, settings.jetstream_domain
         self._sinks: dict[bytes, Sink] = {}
         self._owners: dict[bytes, Tell] = {}
@@ -142,7 +155,7 @@ class FloeClient(Asking, Client):
         self._listeners: list[Callable[[bool], None]] = []
         self._refusals: dict[bytes, str] = {}
         self._up = asyncio.Event()
-        self._received, self._failures, self._up_since = 0, 0, 0.0
+        self._received, self._up_since = 0, 0.0
         self._last_error = ""
 
     # What the roles use, with request_raw and api of Asking
@@ -300,10 +313,8 @@ class FloeClient(Asking, Client):
     async def _select_next_server(self) -> None:
         """One attempt at the next server, after a pause that grows with the failures, with jitter."""
         self._abort()
-        if self._failures:
-            longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures, 10))
-            await self.clock.sleep(longest * self._rng.uniform(0.5, 1.0))
-        self._failures += 1
+        if self._current_server is not None:
+            await self.clock.sleep(self._backoff.next())
         server = self._server_pool.pop(0)
         self._server_pool.append(server)
         self._current_server = server
@@ -423,7 +434,7 @@ class FloeClient(Asking, Client):
         """Forget what was buffered for the lost connection, and tell all who wait."""
         was_up = self._up.is_set()
         if was_up and self.clock.monotonic() - self._up_since >= GOOD_WHILE:
-            self._failures = 1
+            self._backoff.reset()
         self._up.clear()
         self._pending, self._pending_data_size = [], 0
         while self._flush_queue is not None and not self._flush_queue.empty():

@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import unquote
+from typing import Any, Generic, Protocol, TypeVar
 
+from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
-from common.jetstream.client import FloeClient, RawSubscription
-from common.jetstream.headers import build_block, header
-from common.jetstream.requests import NOBODY, ApiError, api_error
-from common.jetstream.streams import (
+from common.jetstream.api import (
     MESSAGE_NOT_FOUND,
     STREAM_NOT_FOUND,
     ask,
@@ -26,19 +23,27 @@ from common.jetstream.streams import (
     stored_message,
     stream_info,
 )
+from common.jetstream.client import FloeClient, RawSubscription
+from common.jetstream.headers import build_block, header
+from common.jetstream.requests import NOBODY, ApiError, api_error
 from common.segments.segment import Message
 from common.tasks import Tell, orphaned
 
 WRONG_LAST_SEQUENCE = (10071, 10164)  # the second one where another write of the key is in flight
 NAME_IN_USE = 10058
 REQUEST_TIMEOUT = 5.0  # seconds
-NANOSECONDS = 1_000_000_000
 PARALLEL_READS = 64
 PAUSES = (0.02, 0.05, 0.1, 0.2, 0.4)  # seconds before a write that reached nobody is sent again
 KEYS_OF_ONE_ANSWER = 100_000  # the server's limit of subjects in one STREAM.INFO
 
+T = TypeVar("T")
+
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _FOREIGN = re.compile(rb"[^-_a-zA-Z0-9]")
+
+
+#: Replicas of a bucket that is made; a question is asked then only.
+Replicas = int | Callable[[], Awaitable[int]]
 
 
 class BucketGone(Unavailable):
@@ -48,7 +53,7 @@ class BucketGone(Unavailable):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KvEntry:
     """The value of a key and its revision, which rises with every change of the bucket."""
 
     value: bytes
@@ -63,7 +68,9 @@ class KeyValue:
     right.
     """
 
-    def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None, replicas: int) -> None:
+    def __init__(
+        self, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
+    ) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
         self._is_optional = False
@@ -72,7 +79,7 @@ class KeyValue:
 
     @classmethod
     async def open(
-        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: int = 1
+        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
     ) -> KeyValue:
         """The bucket of that name, created if it is missing.
 
@@ -85,7 +92,7 @@ class KeyValue:
 
     @classmethod
     def optional(
-        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: int = 1
+        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
     ) -> KeyValue:
         """The bucket of that name for a command that may only look: a missing one is empty, and is created by
         the first write.
@@ -97,26 +104,28 @@ class KeyValue:
     async def ensure(self) -> None:
         """Create the bucket unless it is there."""
         info = await stream_info(self._client, self._stream)
+        max_age = round((self.ttl or 0) * NS_PER_S)
         if info is None:
+            replicas = self._replicas if isinstance(self._replicas, int) else await self._replicas()
             try:
-                info = await create_stream(self._client, self._config())
+                info = await create_stream(self._client, self._config(max_age, replicas))
             except ApiError as error:  # somebody else created it just now
                 if error.err_code != NAME_IN_USE:
                     raise
                 info = await stream_info(self._client, self._stream)
         found = 0 if info is None else info.config.get("max_age", 0)
-        if found != self._config()["max_age"]:
+        if found != max_age:
             expected = f"expected a time to live of {self.ttl or 0:g} s"
             raise ConfigError(
-                f"bucket {self.bucket}: {expected}, found {found / NANOSECONDS:g} s",
+                f"bucket {self.bucket}: {expected}, found {found / NS_PER_S:g} s",
                 hint="use one value for all that share the bucket, or another bucket",
                 code="E-KV-TTL",
             )
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> KvEntry | None:
         """The value of `key` by the leader; None where there is none, it was deleted, or it expired."""
         last = await self._last(key)
-        return None if last is None or _is_marker(last) else Entry(last.payload, last.sequence)
+        return None if last is None or _is_marker(last) else KvEntry(last.payload, last.sequence)
 
     async def create(self, key: str, value: bytes) -> int | None:
         """Set `key` unless it has a value; its revision, or None where it has one."""
@@ -131,21 +140,6 @@ class KeyValue:
     async def update(self, key: str, value: bytes, revision: int) -> int | None:
         """Replace the value of that revision; the new revision, or None where the key has moved on."""
         return await self._write(key, value, revision)
-
-    async def change(self, key: str, step: Callable[[bytes | None], bytes | None]) -> None:
-        """Have at `key` what `step` makes of its value (None: none is there), whoever else changes it too.
-
-        Where `step` gives None the key stays as it is. What `step` raises is raised.
-        """
-        done = None
-        while done is None:
-            entry = await self.get(key)
-            value = step(None if entry is None else entry.value)
-            if value is None:
-                return
-            done = await (
-                self.create(key, value) if entry is None else self.update(key, value, entry.revision)
-            )
 
     async def put(self, key: str, value: bytes) -> int:
         """Set `key` whatever it holds; its revision."""
@@ -274,9 +268,8 @@ class KeyValue:
     def _missing(self) -> BucketGone:
         return BucketGone(f"bucket {self.bucket} does not exist any more")
 
-    def _config(self) -> dict[str, Any]:
-        max_age = round((self.ttl or 0) * NANOSECONDS)
-        window = 120 * NANOSECONDS
+    def _config(self, max_age: int, replicas: int) -> dict[str, Any]:
+        window = 120 * NS_PER_S
         return {
             "name": self._stream,
             "subjects": [f"{self._prefix}>"],
@@ -285,11 +278,77 @@ class KeyValue:
             "duplicate_window": min(window, max_age or window),
             "discard": "new",
             "storage": "file",
-            "num_replicas": self._replicas,
+            "num_replicas": replicas,
             "allow_rollup_hdrs": True,
             "deny_delete": True,
             "allow_direct": True,
         }
+
+
+class Form(Protocol[T]):
+    """How values of one type are written and read, such as `common.documents.JsonForm`."""
+
+    def encode(self, value: T) -> bytes: ...
+    def decode(self, raw: bytes) -> T: ...
+
+
+class Bucket(Protocol):
+    """What a document needs of `KeyValue`."""
+
+    async def get(self, key: str) -> KvEntry | None: ...
+    async def create(self, key: str, value: bytes) -> int | None: ...
+    async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
+    async def put(self, key: str, value: bytes) -> int: ...
+
+
+class KvDocument(Generic[T]):
+    """One key whose value is a T. Methods raise what the bucket raises.
+
+    `unreadable` makes the error of a value that is none, from what is wrong with it: `get` and `change` raise
+    it.
+    """
+
+    def __init__(
+        self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]
+    ) -> None:
+        self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
+
+    async def get(self) -> tuple[T | None, int]:
+        """The value and its revision; None and 0 where there is none."""
+        entry = await self._bucket.get(self.key)
+        return (None, 0) if entry is None else (self._parsed(entry.value), entry.revision)
+
+    async def put(self, value: T) -> int:
+        """Have this value, whatever was there; its revision."""
+        return await self._bucket.put(self.key, self._form.encode(value))
+
+    async def create(self, value: T) -> int | None:
+        """As `KeyValue.create`."""
+        return await self._bucket.create(self.key, self._form.encode(value))
+
+    async def update(self, value: T, revision: int) -> int | None:
+        """As `KeyValue.update`; where `revision` is 0, as `create`."""
+        if revision == 0:
+            return await self.create(value)
+        return await self._bucket.update(self.key, self._form.encode(value), revision)
+
+    async def change(self, step: Callable[[T | None], T | None]) -> T | None:
+        """Have what `step` makes of the value (None: none is there), whoever else changes it too; what is
+        there then. Where `step` gives None, or the same again, the value stays. What `step` raises is raised.
+        """
+        while True:
+            found, revision = await self.get()
+            value = step(found)
+            if value is None or value == found:
+                return found
+            if await self.update(value, revision) is not None:
+                return value
+
+    def _parsed(self, raw: bytes) -> T:
+        try:
+            return self._form.decode(raw)
+        except ValueError as error:
+            raise self._unreadable(f"{error} (begins {raw[:40]!r})") from error
 
 
 def _is_marker(message: Message) -> bool:
@@ -308,11 +367,3 @@ def state_key(*parts: str) -> str:
     return ".".join(
         _FOREIGN.sub(lambda found: b"=%02X" % ord(found[0]), part.encode()).decode() for part in parts
     )
-
-
-def key_parts(key: str) -> list[str]:
-    """The parts that `state_key` joined. Raises ValueError for another key."""
-    parts = [unquote(token.replace("=", "%"), errors="strict") for token in key.split(".")]
-    if state_key(*parts) != key:
-        raise ValueError(f"key {key!r:.80}: not made by state_key")
-    return parts

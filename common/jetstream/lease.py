@@ -18,7 +18,7 @@ from common.errors import FloeError, OutcomeUnknown
 from common.jetstream.client import RawSubscription
 from common.jetstream.kv import BucketGone, KeyValue
 from common.service.logs import get_logger
-from common.tasks import Tell, orphaned, told
+from common.tasks import Stop, StopReason, Tell, orphaned, told
 
 log = get_logger("jetstream.lease")
 
@@ -47,7 +47,7 @@ class Leases:
             raise ValueError(
                 f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s"
             )
-        self._kv, self.owner, self.ttl, self._clock = kv, owner, ttl, clock
+        self._kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:
         """The lease on `key`; None where another owner holds it. Raises Unavailable, OutcomeUnknown."""
@@ -58,13 +58,13 @@ class Leases:
             return await self._acquire(key)
 
     async def _acquire(self, key: str) -> Lease | None:
-        started = self._clock.monotonic()
+        started = self.clock.monotonic()
         try:
             revision = await self._kv.create(key, self.owner.encode())
         except OutcomeUnknown:
             revision = None  # it may have been done; the value tells
         if revision is None:
-            started = self._clock.monotonic()
+            started = self.clock.monotonic()
             revision = await self._renew_own(key)
         return None if revision is None else self._lease(key, revision, started)
 
@@ -76,7 +76,7 @@ class Leases:
         return await self._kv.update(key, entry.value, entry.revision)
 
     def _lease(self, key: str, revision: int, started: float) -> Lease:
-        return Lease(self._kv, key, self.owner, revision, started, self.ttl, self._clock)
+        return Lease(self._kv, key, self.owner, revision, started, self.ttl, self.clock)
 
     async def keys(self, prefix: str) -> list[str]:
         """The keys that begin with `prefix` and are held by anybody. Raises as `acquire`."""
@@ -104,13 +104,13 @@ class Lease:
     def __init__(
         self, kv: KeyValue, key: str, owner: str, revision: int, started: float, ttl: float, clock: Clock
     ) -> None:
-        self.key, self.lost, self.give_back = key, asyncio.Event(), asyncio.Event()
+        self.key, self.lost, self.give_back = key, Stop(), Stop()
         self._kv, self._value, self._revision = kv, owner.encode(), revision
         self._ttl, self._clock, self._deadline = ttl, clock, started + ttl
 
     def is_usable(self) -> bool:
         """Whether work may still be begun under this lease: a third of its time is left, at least."""
-        return not self.lost.is_set() and self._clock.monotonic() < self._deadline - self._ttl / 3
+        return not self.lost.is_set and self._clock.monotonic() < self._deadline - self._ttl / 3
 
     async def keep(self) -> None:
         """Renew it every third of its time until it is lost; to run as a task, cancelled before `release`.
@@ -126,7 +126,7 @@ class Lease:
 
     async def _keep(self) -> None:
         pause = self._ttl / 3
-        while not self.lost.is_set():
+        while not self.lost.is_set:
             await self._clock.sleep(pause)
             if self._clock.monotonic() >= self._deadline:
                 self._lose("its time ran out")
@@ -136,8 +136,8 @@ class Lease:
 
     async def release(self) -> None:
         """Give it up, so that another owner need not wait; what fails here, expiry does later."""
-        held = not self.lost.is_set()
-        self.lost.set()
+        held = not self.lost.is_set
+        self.lost.set(StopReason.LEASE_LOST)
         for _ in range(SETTLING_READS if held else 0):
             try:
                 if await self._kv.delete(self.key, self._revision) or not await self._adopt():
@@ -177,7 +177,7 @@ class Lease:
 
     def _lose(self, why: str) -> None:
         log.warning("lease lost", action="lease_lost", key=self.key, reason=why)
-        self.lost.set()
+        self.lost.set(StopReason.LEASE_LOST)
 
 
 def _end_if_cancelled() -> None:

@@ -7,9 +7,9 @@ import json
 from asyncio import Future
 from typing import Any
 
-from common.clock import within
 from common.errors import FloeError, OutcomeUnknown, Unavailable
-from common.jetstream.frames import frame
+from common.jetstream.protocol import frame
+from common.tasks import within
 
 Answer = tuple[bytes, bytes | None]  # payload, raw header block or None
 

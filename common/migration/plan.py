@@ -1,4 +1,4 @@
-"""Which feeds at which sites, and which targets at which centres, the entries of `streams` become. Pure.
+"""Which sites, feeds, centres and targets the entries of `streams` become; heartbeats too. Pure.
 
 An entry of stream-replicator is a path from one stream to another. In Floe the way to the bucket (a feed) and
 the way from it (a source of a target) are apart, so one feed may serve several targets, and entries that are
@@ -7,15 +7,15 @@ partitions of one stream become partitions of one feed.
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.migration.commented import Entries, Entry
-from common.migration.connection import Connection
-from common.migration.notes import Note
-from common.migration.shape import Given
-from common.settings.overlap import first_overlap
+from common.migration.entries import Entries, Variable, YamlEntry, render
+from common.migration.read import Connection, Given, Note, convert, read_url
+from common.subjects import first_overlap
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Path:
     @property
     def wishes(self) -> str:
         """Equal for entries that ask the same of a feed, filters apart."""
-        return _text(self.feed)
+        return render(self.feed)
 
     @property
     def route(self) -> tuple[object, str, str, str]:
@@ -56,7 +56,7 @@ class Path:
 
 
 @dataclass(slots=True)
-class Feed:
+class PlannedFeed:
     """A feed of a site: `paths` all ask the same of it and lead to different targets, or are its partitions,
     which `filters` then holds in their order.
     """
@@ -75,35 +75,27 @@ class Feed:
 class Site:
     name: str
     connection: Connection
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[PlannedFeed] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Target:
+class PlannedTarget:
     """A target stream. `sources`: the site and feed that flow into it, with the path that says how."""
 
     stream: str
-    sources: list[tuple[Site, Feed, Path]] = field(default_factory=list)
+    sources: list[tuple[Site, PlannedFeed, Path]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Centre:
     connection: Connection
-    targets: list[Target] = field(default_factory=list)
+    targets: list[PlannedTarget] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that the paths become."""
-
-    sites: Sequence[Site]
-    centres: Sequence[Centre]
-
-
-def plan(name: str, paths: Sequence[Path]) -> Plan:
+def plan(name: str, paths: Sequence[Path]) -> tuple[list[Site], list[Centre]]:
     """The sites and centres that do what `paths` say; a first site is called `name`."""
     sites = list(_sites(name, paths))
-    return Plan(sites, _centres(sites))
+    return sites, _centres(sites)
 
 
 def _sites(name: str, paths: Sequence[Path]) -> Iterable[Site]:
@@ -115,14 +107,14 @@ def _sites(name: str, paths: Sequence[Path]) -> Iterable[Site]:
         yield Site(name[: 63 - len(tail)] + tail, group[0].source, _feeds(group))
 
 
-def _feeds(paths: Sequence[Path]) -> list[Feed]:
-    feeds: list[Feed] = []
+def _feeds(paths: Sequence[Path]) -> list[PlannedFeed]:
+    feeds: list[PlannedFeed] = []
     for group, filters in _bundles(paths):
         shared = next((feed for feed in feeds if _may_share(feed, group, filters)), None)
         if shared is not None:
             shared.paths += group
         else:
-            feeds.append(Feed(_name(group[0], {feed.name for feed in feeds}), group, filters))
+            feeds.append(PlannedFeed(_name(group[0], {feed.name for feed in feeds}), group, filters))
     return feeds
 
 
@@ -141,7 +133,7 @@ def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
     return found
 
 
-def _may_share(feed: Feed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
+def _may_share(feed: PlannedFeed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
     """Whether the feed is what the group asks for, and none of its targets would get it twice."""
     taken = {path.route[:2] for path in feed.paths}
     return (
@@ -166,25 +158,140 @@ def _centres(sites: Sequence[Site]) -> list[Centre]:
             centre = centres.setdefault(path.target.identity, Centre(path.target))
             target = next((t for t in centre.targets if t.stream == path.target_stream), None)
             if target is None:
-                target = Target(path.target_stream)
+                target = PlannedTarget(path.target_stream)
                 centre.targets.append(target)
             target.sources.append((site, feed, path))
     return list(centres.values())
 
 
-def within(inner: str, outer: str) -> bool:
-    """Whether every subject that matches `inner` matches `outer`."""
-    inside, outside = inner.split("."), outer.split(".")
-    for mine, its in zip(inside, outside, strict=False):
-        if its == ">":
-            return True
-        if mine == ">" or (its not in ("*", mine)):
-            return False
-    return len(inside) == len(outside)
+#: Keys of an entry without a counterpart, and why.
+LEFT_OUT = {
+    "ephemeral": "nothing is copied again at a start: Floe goes on where it stood",
+    "target_initiated": "Floe always runs at both ends: egress at the source, ingress at the target",
+    "leader_election_name": "several instances share the work by leases, without a key; see lease_ttl",
+}
+
+_STARTS = ("start_at_end", "start_sequence", "start_delta", "start_time")  # the first that is set counts
+_MODES = ("inspect_field", "inspect_header", "inspect_subject_token")
+_ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
-def _text(entries: Sequence[Entry]) -> str:
-    values = [
-        _text(entry.value) if isinstance(entry.value, Entries) else repr(entry.value) for entry in entries
+def feed_of(stream: Given) -> tuple[Entries, list[Note]]:
+    """The keys of the feed but for its name and filter, and what differs; problems are noted."""
+    entries, notes = Entries([stream.entry("stream", stream.text("stream"))]), stream.left_out(LEFT_OUT)
+    entries += [*_start(stream, notes), *stream.duration("max_age")]
+    if mode := _mode(stream, notes):
+        entries += _sampling(stream, mode, notes)
+    else:
+        without = ("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger", "advisory")
+        why = "without sampling it has no effect, in stream-replicator as in Floe"
+        notes += [stream.note(key, why) for key in without if stream.get(key)]
+    return entries, notes
+
+
+def _start(stream: Given, notes: list[Note]) -> list[YamlEntry]:
+    found = [key for key in _STARTS if stream.get(key) and stream.get(key) != _ZERO_TIME]
+    for key in found[1:]:
+        why = f"stream-replicator goes by {found[0]} where both are set, and so does this file"
+        notes.append(stream.note(key, why))
+    if found[:1] == ["start_delta"]:
+        return stream.duration("start_delta")
+    return [stream.entry(key) for key in found[:1]]
+
+
+def _mode(stream: Given, notes: list[Note]) -> str:
+    """The key to sample by; empty where nothing is sampled."""
+    found = [key for key in _MODES if stream.get(key)]
+    if len(found) > 1:
+        stream.refuse(found[1], f"expected at most one key to sample by, found {' and '.join(found)}")
+    if not found or _has_period(stream):
+        return found[0] if found else ""
+    why = "without inspect_duration stream-replicator copies every message; so does this feed"
+    notes.append(stream.note(found[0], why))
+    return ""
+
+
+def _has_period(stream: Given) -> bool:
+    try:
+        return convert(stream.text("inspect_duration")) != "0s"
+    except ValueError:
+        return True  # the problem is noted where the key is read
+
+
+def _sampling(stream: Given, mode: str, notes: list[Note]) -> list[YamlEntry]:
+    if mode != "inspect_field":
+        why = "stream-replicator never sampled by this key (a defect) and copied everything; Floe samples"
+        notes.append(stream.note(mode, why))
+    entries = [stream.entry(mode)]
+    if stream.text("inspect_force_field"):
+        why = "stream-replicator forced a copy where the field was there at all, Floe where it is true"
+        notes.append(stream.note("inspect_force_field", why))
+        entries.append(stream.entry("inspect_force_field"))
+    entries += [*stream.duration("inspect_duration"), *stream.duration("warn_duration")]
+    if size := math.ceil(stream.get("size_trigger", 0)):
+        entries.append(stream.entry("size_trigger", str(size)))
+    advisory: Given | None = stream.get("advisory")
+    if advisory is not None and advisory.text("subject"):
+        keys = ("subject", "reliable") if advisory.has("reliable") else ("subject",)
+        entries.append(stream.entry("advisory", Entries(advisory.entry(key) for key in keys)))
+    return entries
+
+
+#: Who publishes them (None: no site does), the section `heartbeats`, and what differs.
+Beats = tuple[Site | None, Entries, list[Note]]
+
+_SECRET = re.compile(r"auth|token|secret|passw|credential|cookie|api-?key", re.IGNORECASE)
+_LEFT_OUT = {
+    "leader_election": "one of all instances publishes them, without a key",
+    "choria": "Choria's login is not carried over; heartbeats go through the connection of egress",
+    "tls": "heartbeats go through the connection of egress",
+}
+
+
+def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
+    """The heartbeats of the section `given`; nothing where there is none."""
+    if given is None:
+        return None, Entries(), []
+    notes = given.left_out(_LEFT_OUT)
+    subjects: tuple[Given, ...] = given.get("subjects", ())
+    if not sites or not subjects:
+        what = "subjects" if sites else "streams"
+        return None, Entries(), [*notes, Note(given.path, given.mark, f"left out: there are no {what}")]
+    site = _site(given, sites, notes)
+    entries = Entries(given.duration("interval"))
+    if headers := _headers(given, subjects, notes):
+        entries.append(given.entry("headers", headers))
+    items = [
+        Entries([subject.entry("subject", subject.text("subject")), *subject.duration("interval")])
+        for subject in subjects
     ]
-    return repr([(entry.key, value) for entry, value in zip(entries, values, strict=True)])
+    entries.append(given.entry("subjects", items))
+    return site, entries, notes
+
+
+def _site(given: Given, sites: Sequence[Site], notes: list[Note]) -> Site:
+    found, _ = read_url(given, "url", {})
+    servers = set(found.servers) if found else set()
+    for site in sites:
+        if servers & set(site.connection.servers):
+            return site
+    notes.append(given.note("url", f"heartbeats go where egress reads, here {sites[0].connection.host}"))
+    return sites[0]
+
+
+def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
+    """The headers of every message: those of all subjects together, where they are the same for each."""
+    common: Mapping[str, str] = given.get("headers", {})
+    wanted = [{**common, **subject.get("headers", {})} for subject in subjects]
+    if all(headers == wanted[0] for headers in wanted):
+        common = wanted[0]
+    else:
+        why = "headers are the same for all subjects in Floe; those of this one are left out"
+        notes += [subject.note("headers", why) for subject in subjects if subject.has("headers")]
+    return Entries(YamlEntry(name, _hidden(name, text), given.at("headers")) for name, text in common.items())
+
+
+def _hidden(name: str, text: str) -> str:
+    if not _SECRET.search(name):
+        return text
+    return Variable(f"${{FLOE_HEARTBEAT_{re.sub('[^A-Z0-9]', '_', name.upper())}}}")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote
+from weakref import WeakKeyDictionary
 
-from common.objects.aws import Account
+from common.errors import FloeError, Refused
 from common.objects.local import LocalObjects
-from common.objects.port import ObjectStore
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
+from common.objects.port import ChecksumMismatch, ObjectStore
+from common.objects.s3 import S3Account, S3Objects, S3Options
 from common.objects.sqs import SqsQueue
-from common.segments.layout import Layout
-from common.settings.secret_file import FileSecret
-from common.settings.store import StoreSettings
+from common.service.logs import get_logger
+from common.settings.root import StoreSettings
+from common.settings.types import FileSecret
+
+log = get_logger("objects.probe")
 
 
 def open_objects(settings: StoreSettings) -> ObjectStore:
@@ -49,12 +54,7 @@ def open_queue(address: str, settings: StoreSettings) -> SqsQueue:
     secret = settings.secret_access_key.get_secret_value()
     verify = _options(settings).verification()
     region = settings.region or None
-    return SqsQueue(address, Account(settings.access_key_id or None, secret or None, region, None, verify))
-
-
-def layout_of(settings: StoreSettings) -> Layout:
-    """The keys under the prefix that `settings` names."""
-    return Layout(settings.prefix)
+    return SqsQueue(address, S3Account(settings.access_key_id or None, secret or None, region, None, verify))
 
 
 def _options(settings: StoreSettings) -> S3Options:
@@ -67,3 +67,43 @@ def _options(settings: StoreSettings) -> S3Options:
         ca=Path(settings.tls.ca) if settings.tls.ca else None,
         insecure=settings.tls.insecure,
     )
+
+
+PROBE_PREFIX = "_floe/probe/"
+
+
+_guard = threading.Lock()
+_answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
+
+
+def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
+    """`verifies_checksums`, asked once for each `objects`; False where the credential may not try it."""
+    with _guard:
+        answer = _answers.get(objects)
+        if answer is None:
+            try:
+                answer = verifies_checksums(objects, prefix)
+                if not answer:
+                    log.warning("store takes wrong checksums: reading back whole", action="read_back_whole")
+            except Refused:
+                # Who may only read finds out by reading.
+                log.info("no right to try the store: reading back whole", action="read_back_whole")
+                answer = False
+            _answers[objects] = answer
+        return answer
+
+
+def verifies_checksums(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
+    """Whether the store refuses bytes that their SHA-256 denies; if not, only a full GET proves a put.
+
+    Puts one object under `prefix`, always the same, and removes it where that is allowed. Raises what
+    `ObjectStore.put` raises.
+    """
+    key = f"{prefix}wrong-checksum"
+    try:
+        objects.put(key, b"these bytes", sha256=hashlib.sha256(b"other bytes").hexdigest())
+    except ChecksumMismatch:
+        return True
+    with suppress(FloeError):  # egress may not delete
+        objects.delete(key)
+    return False

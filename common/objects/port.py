@@ -1,16 +1,24 @@
 """The object store port: seven verbs, synchronous, safe to call from several threads.
 
-Services call it in threads (`common.service.threads`); Spark tasks call it directly. One contract suite
+Services call it in threads (`common.service.process`); Spark tasks call it directly. One contract suite
 (`tests/contract/test_objects.py`) runs over every implementation.
 """
 
 from __future__ import annotations
 
+import base64
 import builtins
+import hashlib
+import io
+import re
+import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
+
+from common.errors import ConfigError, Unavailable
 
 Body = bytes | Path
 
@@ -84,6 +92,14 @@ class ObjectStore(Protocol):
         ...
 
 
+def store_now(objects: ObjectStore, key: str) -> float:
+    """Seconds since 1970 UTC by the store's clock, taken from the object `key`, which is written for it."""
+    objects.put(key, b"")
+    if (info := objects.head(key)) is None:
+        raise Unavailable(f"object {key}: written and not found", code="E-READ-BACK")
+    return info.modified
+
+
 @dataclass(frozen=True, slots=True)
 class HiddenObject:
     """An object behind a delete marker. `version`: the newest that is kept, stored at `modified`; `marker`:
@@ -118,3 +134,107 @@ class Versioned(Protocol):
         Empty where the bucket keeps no versions, the store knows none, or the credential may not see them.
         """
         ...
+
+
+MAX_KEY_BYTES = 1024
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def check_key(key: str) -> None:
+    """Raises ConfigError unless `key` is up to 1024 bytes of UTF-8, no part empty, `.` or `..`."""
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        raise _refusal(key, "parts that are neither empty, '.' nor '..'")
+    _check_text(key)
+
+
+def check_prefix(prefix: str) -> None:
+    """Raises ConfigError unless keys can begin with `prefix`, which may be empty or end inside a part."""
+    *folders, _ = prefix.split("/")
+    if any(part in ("", ".", "..") for part in folders):
+        raise _refusal(prefix, "parts that are neither empty, '.' nor '..'")
+    _check_text(prefix)
+
+
+def in_key_order(key: str) -> bytes:
+    """What to sort keys by: S3 orders them by the bytes of their UTF-8."""
+    return key.encode()
+
+
+def _check_text(key: str) -> None:
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise _refusal(key, "UTF-8") from None
+    if size > MAX_KEY_BYTES:
+        raise _refusal(key, f"at most {MAX_KEY_BYTES} bytes")
+    if _CONTROL.search(key):
+        raise _refusal(key, "no control characters")
+
+
+def _refusal(key: str, expected: str) -> ConfigError:
+    return ConfigError(f"object key {key!r:.200}: expected {expected}", code="E-KEY")
+
+
+CHUNK_BYTES = 1024 * 1024
+
+
+class ChecksumMismatch(Unavailable):
+    """The store received other bytes than the checksum says and kept none of them."""
+
+    default_code = "E-STORE-DIGEST"
+
+
+def size_of(body: Body) -> int:
+    """Bytes in `body`."""
+    return body.stat().st_size if isinstance(body, Path) else len(body)
+
+
+@contextmanager
+def opened(body: Body) -> Iterator[BinaryIO]:
+    """`body` as a file to read from."""
+    with body.open("rb") if isinstance(body, Path) else io.BytesIO(body) as file:
+        yield file
+
+
+def chunks(file: BinaryIO, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The rest of `file` in pieces of `size` bytes, the last one shorter."""
+    while chunk := file.read(size):
+        yield chunk
+
+
+def sha256_of(body: Body) -> str:
+    """64 hex digits."""
+    with opened(body) as file:
+        return sha256_of_file(file)
+
+
+def sha256_of_file(file: BinaryIO) -> str:
+    """64 hex digits over the rest of `file`."""
+    digest = hashlib.sha256()
+    for chunk in chunks(file):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def crc32_base64(body: Body) -> str:
+    """As the header `x-amz-checksum-crc32` has it."""
+    crc = 0
+    with opened(body) as file:
+        for chunk in chunks(file):
+            crc = zlib.crc32(chunk, crc)
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()
+
+
+def hex_to_base64(digest: str) -> str:
+    """A digest as the headers `x-amz-checksum-…` have it."""
+    return base64.b64encode(bytes.fromhex(digest)).decode()
+
+
+def base64_to_sha256(text: str) -> str | None:
+    """64 hex digits; None if `text` is not one SHA-256, such as the composite of a multipart upload."""
+    try:
+        digest = base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+    return digest.hex() if len(digest) == 32 else None

@@ -10,10 +10,12 @@ import builtins
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import boto3.session
+from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -30,23 +32,150 @@ from botocore.parsers import ResponseParserError
 from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects import s3_errors
-from common.objects.aws import Account, make_client
-from common.objects.checksums import size_of
-from common.objects.keys import check_key, check_prefix
-from common.objects.port import Body, HiddenObject, ObjectInfo
-from common.objects.s3_body import AnswerBody, ByteRange, CutShortError
-from common.objects.s3_doubts import Doubts
+from common.objects.port import Body, HiddenObject, ObjectInfo, check_key, check_prefix, size_of
 from common.objects.s3_errors import code_of, status_of, without_paths
-from common.objects.s3_listing import Listing, head_info, hidden_objects
-from common.objects.s3_options import S3Options
-from common.objects.s3_upload import Upload
+from common.objects.s3_transfer import (
+    AnswerBody,
+    ByteRange,
+    CutShortError,
+    Listing,
+    Upload,
+    head_info,
+    hidden_objects,
+)
 from common.service.logs import get_logger
-from common.settings.secret_file import FileSecret
+from common.settings.types import FileSecret
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 log = get_logger("objects.s3")
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """How to speak to a store.
+
+    `checksum`: what the server is asked to check on a put. `ca`: None for the system's. `attempts`: per
+    request, the first included. `connect_timeout`, `read_timeout`: seconds. `connections`: kept open, as many
+    as threads use the store. Bodies above `multipart_bytes` go up in parts of `part_bytes`.
+    """
+
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    checksum: Literal["sha256", "crc32", "none"] = "sha256"
+    storage_class: str = ""
+    encryption: Literal["none", "sse-s3", "sse-kms"] = "none"
+    kms_key_id: str = ""
+    ca: Path | None = None
+    insecure: bool = False
+    attempts: int = 5
+    connect_timeout: float = 5.0
+    read_timeout: float = 60.0
+    connections: int = 16
+    multipart_bytes: int = 64 * 1024 * 1024
+    part_bytes: int = 16 * 1024 * 1024
+
+    def storing(self) -> dict[str, Any]:
+        """What every new object is put with."""
+        fields = {"StorageClass": self.storage_class} if self.storage_class else {}
+        if self.encryption == "sse-s3":
+            fields["ServerSideEncryption"] = "AES256"
+        if self.encryption == "sse-kms":
+            fields["ServerSideEncryption"] = "aws:kms"
+            if self.kms_key_id:
+                fields["SSEKMSKeyId"] = self.kms_key_id
+        return fields
+
+    def verification(self) -> bool | str | None:
+        """Which certificates boto3 trusts: none checked, a file of authorities, or its own default."""
+        if self.insecure:
+            return False
+        return str(self.ca) if self.ca else None
+
+
+# "Not implemented", "busy" and "full" say that nothing was done; other failures may come after the work.
+_NOT_DONE = {501, 503, 507}
+
+
+class Doubts(threading.local):
+    """Whether a try of the request that this thread is making may have been done unseen.
+
+    boto3 shows the outcome of the last try only, and a first try whose answer was lost may have been done:
+    then `412` on the second means "it is there", perhaps by this very request.
+    """
+
+    def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
+        self._not_sent = not_sent
+        self._found = False
+
+    def any(self) -> bool:
+        """Whether a try since `forget` is in doubt."""
+        return self._found
+
+    def forget(self) -> None:
+        """Begin a request."""
+        self._found = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave the doubts as they are, whatever requests are made meanwhile."""
+        before = self._found
+        try:
+            yield
+        finally:
+            self._found = before
+
+    def note(self, response: Any = None, caught_exception: Exception | None = None, **_: object) -> None:
+        """Take the outcome of one try; boto3 calls this after each (its event `needs-retry`)."""
+        if caught_exception is not None:
+            self._found |= not isinstance(caught_exception, self._not_sent)
+        elif response is not None:
+            status = response[0].status_code
+            self._found |= status >= 500 and status not in _NOT_DONE
+
+
+__all__ = ["BotoCoreError", "ClientError", "S3Account", "make_client"]
+
+
+@dataclass(frozen=True, slots=True)
+class S3Account:
+    """Who asks, and where.
+
+    Without `access_key_id` the credential comes from where AWS tools find theirs. `endpoint_url` None: what
+    AWS tools ask, so `AWS_ENDPOINT_URL_SQS` and the like count. `region` None: theirs, else us-east-1.
+    `verify`: which certificates are trusted, as boto3 takes it.
+    """
+
+    access_key_id: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
+    region: str | None = None
+    endpoint_url: str | None = None
+    verify: bool | str | None = None
+
+
+def make_client(service: str, account: S3Account, place: str, **config: Any) -> Any:
+    """A client of `service`, `s3` or `sqs`; nothing is asked yet. `config`: as botocore's Config takes it.
+
+    Raises ConfigError, which names `place`, where the address or the region is none.
+    """
+    session = boto3.session.Session(account.access_key_id, account.secret_access_key)
+    client: Any = session.client  # one signature for all services; the stubs know one for each
+    try:
+        return client(
+            service,
+            endpoint_url=account.endpoint_url,
+            region_name=account.region or session.region_name or "us-east-1",
+            verify=account.verify,
+            config=Config(
+                tcp_keepalive=True,
+                proxies={},  # none from the environment, which could send the data elsewhere
+                user_agent_appid="floe",  # type: ignore[call-arg]  # the stubs do not know it
+                **config,
+            ),
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(f"{place}: {error}", code="E-S3-REQUEST") from error
+
 
 PAGE_KEYS = 1000
 PAUSES = (0.1, 0.4, 1.6)  # seconds before the next try of what boto3 itself does not try again
@@ -77,7 +206,7 @@ class S3Objects:
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
         self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
-        self._account = Account(
+        self._account = S3Account(
             access_key_id, secret_access_key, region, endpoint_url, self._options.verification()
         )
         self._secret_file, self._renewing = secret_file, threading.Lock()
@@ -192,11 +321,10 @@ class S3Objects:
 
     def head(self, key: str) -> ObjectInfo | None:
         check_key(key)
+        asked: dict[str, Any] = {"ChecksumMode": "ENABLED"} if self._options.checksum == "sha256" else {}
         with self._calling("head", key):
             try:
-                answer = self._client.head_object(
-                    Bucket=self._bucket, Key=key, **self._options.checksum_mode()
-                )
+                answer = self._client.head_object(Bucket=self._bucket, Key=key, **asked)
             except ClientError as error:
                 # The answer to a HEAD has no body, so it says neither what is missing nor why it is refused.
                 if status_of(error.response) < 500 and not self._is_there(key):
@@ -342,7 +470,7 @@ class S3Objects:
         if code_of(error.response) == "400" and self._is_plain_on_tls():  # said by no S3: it names its errors
             return self._wrong_scheme(verb, key)
         self._has_answered = True
-        explained = s3_errors.explain(s3_errors.Failure.of(verb, self._place(key), error.response))
+        explained = s3_errors.explain(s3_errors.S3Failure.of(verb, self._place(key), error.response))
         if isinstance(explained, Refused) and self._secret_file is not None:
             self._secret_file.read_again()
             if self._renew():
@@ -391,12 +519,14 @@ class S3Objects:
 
 
 def _config(options: S3Options, endpoint_url: str | None) -> dict[str, Any]:
+    # A server of one's own seldom has a name for each bucket.
+    is_path = endpoint_url and options.addressing_style == "auto"
     return {
         "retries": {"mode": "standard", "total_max_attempts": options.attempts},
         "max_pool_connections": options.connections,
         "connect_timeout": options.connect_timeout,
         "read_timeout": options.read_timeout,
-        "s3": {"addressing_style": options.addressing(endpoint_url)},
+        "s3": {"addressing_style": "path" if is_path else options.addressing_style},
         # Checksums are set by this module: boto3's own come as trailers, which many stores refuse.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",

@@ -4,16 +4,18 @@ naming the operation and the key, and of an address scheme, host and port only.
 
 from __future__ import annotations
 
+import builtins
 import re
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.objects.checksums import ChecksumMismatch
+from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
+from common.objects.port import Body, ChecksumMismatch, ObjectInfo, ObjectStore
 
 PERMISSIONS = {
     "list": "s3:ListBucket",
@@ -53,7 +55,7 @@ NOT_IMPLEMENTED = {"NotImplemented", "501"}
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class S3Failure:
     """A request that a server answered with an error.
 
     `verb`: of the object store port. `place`: `s3://bucket/key`. `code`: S3's name of the error, or the
@@ -68,7 +70,7 @@ class Failure:
     region: str = ""
 
     @classmethod
-    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> Failure:
+    def of(cls, verb: str, place: str, response: Mapping[str, Any]) -> S3Failure:
         """What boto3's ClientError holds as `response`."""
         told = response.get("Error", {})
         headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
@@ -91,7 +93,7 @@ def status_of(response: Mapping[str, Any]) -> int:
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
-def explain(failure: Failure) -> FloeError:
+def explain(failure: S3Failure) -> FloeError:
     """The error to raise for `failure`, as if its outcome were known."""
     if error := _refusal(failure) or _misconfiguration(failure):
         return error
@@ -111,7 +113,7 @@ def explain(failure: Failure) -> FloeError:
     )
 
 
-def _refusal(failure: Failure) -> FloeError | None:
+def _refusal(failure: S3Failure) -> FloeError | None:
     if "kms" in f"{failure.code} {failure.message}".lower() and failure.status < 500:
         hint = "grant kms:GenerateDataKey and kms:Decrypt on the key"
         return Refused(str(failure), hint=hint, code="E-S3-KMS")
@@ -129,7 +131,7 @@ def _grant(verb: str) -> str:
     return hint
 
 
-def _misconfiguration(failure: Failure) -> FloeError | None:
+def _misconfiguration(failure: S3Failure) -> FloeError | None:
     text, code = str(failure), failure.code
     if code == "NoSuchBucket":
         return ConfigError(text, hint="create the bucket, or correct store.url", code="E-S3-BUCKET")
@@ -204,3 +206,59 @@ def wrong_scheme(text: str, endpoint: str) -> ConfigError:
     address = without_paths(endpoint)
     hint = f"set store.endpoint_url: {expected}{address.removeprefix(found)}, or the port that speaks {found}"
     return ConfigError(f"{text}: store {address}: {what}", hint=hint, code="E-S3-TLS")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class AnsweringStore:
+    """`objects`, telling `told` after each call, in whatever thread, whether the server gave an answer.
+
+    A refusal is one, and so is "there is no such object".
+    """
+
+    def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:
+        self._objects, self._told = objects, told
+
+    def list(
+        self, prefix: str, *, start_after: str = "", limit: int | None = None
+    ) -> builtins.list[ObjectInfo]:
+        return self._call(self._objects.list, prefix, start_after=start_after, limit=limit)
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        return self._call(self._objects.get, key, first=first, length=length)
+
+    def download(self, key: str, path: Path) -> bool:
+        return self._call(self._objects.download, key, path)
+
+    def put(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self._call(self._objects.put, key, body, sha256=sha256, metadata=metadata)
+
+    def put_if_absent(
+        self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
+    ) -> bool:
+        return self._call(self._objects.put_if_absent, key, body, sha256=sha256, metadata=metadata)
+
+    def put_if_match(self, key: str, body: Body, etag: str) -> bool:
+        return self._call(self._objects.put_if_match, key, body, etag)
+
+    def delete(self, key: str) -> None:
+        self._call(self._objects.delete, key)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._call(self._objects.head, key)
+
+    def _call(self, verb: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            answer = verb(*args, **kwargs)
+        except (Unavailable, OutcomeUnknown):
+            self._told(False)
+            raise
+        except FloeError:
+            self._told(True)
+            raise
+        self._told(True)
+        return answer

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.objects.aws import Account, BotoCoreError, ClientError, make_client
+from common.objects.s3 import BotoCoreError, ClientError, S3Account, make_client
 from common.objects.s3_errors import without_paths
 
 BATCH = 10  # messages of one receive or delete; Amazon's limit
@@ -46,7 +46,7 @@ class SqsQueue:
     Refused (credential or right) and Unavailable.
     """
 
-    def __init__(self, address: str, account: Account) -> None:
+    def __init__(self, address: str, account: S3Account) -> None:
         self._place = f"sqs://{address}"
         found = _REGION.match(address)
         self._url = f"https://{address}" if "/" in address else None

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import msgspec
 
 from common.chain import Chain
+from common.documents import JsonForm
 from common.objects.port import ObjectInfo
 from common.sequences import MAX_SEQUENCE
 
-FORMAT_VERSION = 1
 FORGOTTEN = 7 * 86_400.0  # seconds behind the newest object of the same site
 MAX_CHAINS = 20_000  # of one process
 STANDBY = "standby"
@@ -43,17 +43,14 @@ class _ChainWire(msgspec.Struct, frozen=True, omit_defaults=True):
     source_asked: float | None = None
 
 
-class _AliveWire(msgspec.Struct, frozen=True):
-    format_version: int
+class _AliveWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
     site: str
     owner: str
     time: float
     chains: list[_ChainWire]
 
 
-# Made at import: types that several threads use first at the same time are not safe.
-_DECODER = msgspec.json.Decoder(_AliveWire)
-_ENCODER = msgspec.json.Encoder(order="sorted")
+_FORM = JsonForm(_AliveWire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +116,12 @@ class Alive:
             )
             for each in self.chains
         ]
-        return _ENCODER.encode(_AliveWire(FORMAT_VERSION, self.site, self.owner, self.time, wires))
+        return _FORM.encode(_AliveWire(self.site, self.owner, self.time, wires))
 
     @classmethod
     def from_json(cls, raw: bytes) -> Alive:
         """What `to_json` wrote, by this version or a later one that added fields. Raises ValueError."""
-        try:
-            wire = _DECODER.decode(raw)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
-        if wire.format_version != FORMAT_VERSION:
-            raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {wire.format_version}")
+        wire = _FORM.decode(raw)
         if len(wire.chains) > MAX_CHAINS:
             raise ValueError(f"chains: expected at most {MAX_CHAINS}, found {len(wire.chains)}")
         return cls(wire.site, wire.owner, wire.time, tuple(_sign(wire.site, each) for each in wire.chains))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TypeVar
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.segments.documents import ChainStore
-from common.segments.faults import SegmentGone
-from common.segments.layout import MAX_LEVEL
+from common.segments.keys import MAX_LEVEL
 from common.segments.naming import Pair, chosen, one, parse
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
-from common.sequences import SequenceRange, cover
+from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+from common.service.exits import command
 
 Report = Callable[[str], None]
 T = TypeVar("T")
@@ -105,3 +109,227 @@ def read_cover(
             break
     if position <= within.last:
         report(f"no segment covers {SequenceRange(position, within.last)}")
+
+
+MARGIN_NS = 60_000_000_000
+_LISTINGS = 3  # compaction may delete what a listing named
+_COLUMNS = ("sequence", "timestamp_ns")
+
+
+def first_at(store: SegmentStore, chain: Chain, moment_ns: int) -> int | None:
+    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC).
+
+    None: the rows of the archive are all before, or there are none. Damaged segments are left out. Blocking.
+    Raises SegmentGone where segments vanish time and again, and what the store raises.
+    """
+    return search(store, chain, moment_ns).sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """`sequence`: as `first_at` says. `behind`: where a search that found nothing goes on when there is more
+    of the chain, so that what ends before is not listed again.
+    """
+
+    sequence: int | None
+    behind: int
+
+
+def search(store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1) -> Searched:
+    """As `first_at`, among the segments that reach `position` only. Blocking."""
+    for _ in range(_LISTINGS - 1):
+        try:
+            return _search(store, chain, moment_ns, position)
+        except SegmentGone:
+            continue
+    return _search(store, chain, moment_ns, position)
+
+
+def _search(store: SegmentStore, chain: Chain, moment_ns: int, position: int) -> Searched:
+    timeline = Timeline(store, store.list(chain, position=position), position)
+    found = timeline.first_at(moment_ns)
+    return Searched(found, timeline.behind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """The times in one segment, inclusive; of its last examined message where it has no rows.
+
+    `is_mixed`: some of the rows are those of other segments, which this one did not read.
+    """
+
+    first: int
+    last: int
+    has_rows: bool
+    is_mixed: bool = False
+
+
+class Timeline:
+    """The segments `refs` of one chain by time, from sequence `first` on; remembers the footers that it has
+    read. Blocking.
+    """
+
+    def __init__(self, store: SegmentStore, refs: Iterable[SegmentRef], first: int = 1) -> None:
+        self._store, self._usable, self._first = store, list(refs), first
+        self._times: dict[str, _Times | None] = {}
+
+    def first_at(self, moment_ns: int) -> int | None:
+        """As the function `first_at`. Raises SegmentGone for a segment that is not there any more."""
+        while True:
+            try:
+                return self._first_at(cover(self._usable, self._first), moment_ns)
+            except _DamagedError as damaged:
+                self._usable.remove(damaged.ref)
+
+    @property
+    def behind(self) -> int:
+        """The sequence behind all segments that were not found damaged."""
+        return max((ref.coverage.last + 1 for ref in self._usable), default=self._first)
+
+    def times_of(self, ref: SegmentRef) -> tuple[int, int] | None:
+        """The least and the greatest timestamp (ns) in a segment; None where it says nothing of time."""
+        try:
+            times = self._of(ref)
+        except _DamagedError:
+            return None
+        return None if times is None else (times.first, times.last)
+
+    def _first_at(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int | None:
+        begin = self._stepped_back(stretches, self._bisected(stretches, moment_ns), moment_ns)
+        for stretch in stretches[begin:]:
+            times = self._of(stretch.segment)
+            if times is None or not times.has_rows or times.last < moment_ns:
+                continue
+            if (sequence := self._row(stretch, moment_ns)) is not None:
+                return sequence
+        return None
+
+    def _bisected(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int:
+        """A stretch that reaches the moment while the one before does not; their number if none does."""
+        low, high = 0, len(stretches)
+        while low < high:
+            middle = probe = (low + high) // 2
+            while probe < high and self._of(stretches[probe].segment) is None:
+                probe += 1
+            times = self._of(stretches[probe].segment) if probe < high else None
+            if times is None or times.last >= moment_ns:
+                high = middle
+            else:
+                low = probe + 1
+        return low
+
+    def _stepped_back(self, stretches: list[Stretch[SegmentRef]], begin: int, moment_ns: int) -> int:
+        """How far before `begin` a row at or after the moment may stand."""
+        while begin > 0:
+            times = self._of(stretches[begin - 1].segment)
+            if times is not None and times.last < moment_ns - MARGIN_NS:
+                break
+            begin -= 1
+        return begin
+
+    def _of(self, ref: SegmentRef) -> _Times | None:
+        """None where the segment says nothing of time: nothing was examined for it."""
+        if ref.key not in self._times:
+            try:
+                self._times[ref.key] = self._read(ref)
+            except SegmentCorrupt:
+                raise _DamagedError(ref) from None
+        return self._times[ref.key]
+
+    def _read(self, ref: SegmentRef) -> _Times | None:
+        with self._store.open_part(ref) as reader:
+            times = reader.times()
+            mixed = self._mixed(ref, reader.footer.unread) if reader.footer.unread else []
+            if found := [*times, *mixed]:
+                return _Times(min(low for low, _ in found), max(high for _, high in found), True, bool(mixed))
+            tip = reader.footer.tip
+            return None if tip is None else _Times(tip.timestamp_ns, tip.timestamp_ns, False)
+
+    def _mixed(self, ref: SegmentRef, unread: SequenceRange) -> list[tuple[int, int]]:
+        """The times of the rows that stand where `ref` did not read everything, if others have some there."""
+        with open_stretch(self._store.in_parts(), Stretch(ref, unread), refs=self._usable) as reader:
+            batches = reader.batches(columns=_COLUMNS) if reader.others else ()
+            columns: list[list[Any]] = [batch.column("timestamp_ns").to_pylist() for batch in batches]
+            return [(min(times), max(times)) for times in columns]
+
+    def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
+        """The first row of the stretch at or after the moment; only row groups that may hold it are read."""
+        times = self._of(stretch.segment)
+        if times is not None and times.is_mixed:
+            return self._mixed_row(stretch, moment_ns)
+        try:
+            with self._store.open_part(stretch.segment) as reader:
+                for group, (_, last) in zip(reader.row_groups, reader.times(), strict=True):
+                    rows = group.range.intersection(stretch.rows)
+                    if last < moment_ns or rows is None:
+                        continue
+                    for batch in reader.batches(rows, _COLUMNS):
+                        if (sequence := _first(batch, moment_ns)) is not None:
+                            return sequence
+        except SegmentCorrupt:
+            raise _DamagedError(stretch.segment) from None
+        return None
+
+    def _mixed_row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
+        """As `_row`, where other segments have rows that this one did not read."""
+        try:
+            with open_stretch(self._store.in_parts(), stretch, refs=self._usable) as reader:
+                found = (_first(batch, moment_ns) for batch in reader.batches(columns=_COLUMNS))
+                return next((sequence for sequence in found if sequence is not None), None)
+        except SegmentCorrupt:
+            raise _DamagedError(stretch.segment) from None
+
+
+class _DamagedError(Exception):
+    """`ref` cannot be read."""
+
+    def __init__(self, ref: SegmentRef) -> None:
+        super().__init__(ref.key)
+        self.ref = ref
+
+
+def _first(batch: pa.RecordBatch, moment_ns: int) -> int | None:
+    late = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(moment_ns, pa.int64()))
+    row: int = pc.index(late, True).as_py()
+    sequence: int | None = batch.column("sequence")[row].as_py() if row >= 0 else None
+    return sequence
+
+
+def behind(
+    coverages: Iterable[SequenceRange], end: int | None, accepted: Iterable[SequenceRange] = ()
+) -> list[SequenceRange]:
+    """What is covered behind `end` and nobody has given up, ascending.
+
+    `end`: where the incarnation ended, None while it has not.
+    """
+    ranges = list(coverages)
+    last = max((each.last for each in ranges), default=0)
+    if end is None or last <= end:
+        return []
+    whole = SequenceRange(min(end + 1, MAX_SEQUENCE), last)
+    return holes([*holes(ranges, whole), *accepted], whole)
+
+
+def carry(chain: Chain, rows: SequenceRange) -> str:
+    """Put what is there into a stream of its own."""
+    stream = f"{chain.feed}_{chain.incarnation:04d}"
+    options = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
+    options += ["--incarnation", str(chain.incarnation), "--partition", str(chain.partition)]
+    options += ["--from-sequence", str(rows.first), "--to-sequence", str(rows.last)]
+    options += ["--target", shlex.quote(stream), "--subject-prefix", shlex.quote(stream)]
+    return command("replay", *options, "--create --append")
+
+
+def give_up(chain: Chain, rows: SequenceRange) -> str:
+    """Deliver it to nobody; the segments stay."""
+    options = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
+    options += ["--incarnation", str(chain.incarnation), "--partition", str(chain.partition)]
+    return command("gap accept", *options, f"--first {rows.first} --last {rows.last}")
+
+
+def ways_on(chain: Chain, rows: SequenceRange) -> str:
+    """The two commands, one to choose."""
+    return (
+        f"carry them into a stream of their own:\n{carry(chain, rows)}\n"
+        f"or give them up for good; the segments stay:\n{give_up(chain, rows)}"
+    )

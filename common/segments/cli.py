@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
+import pyarrow as pa
 
-from common.sequences import MAX_SEQUENCE, SequenceRange
-from common.service.cli import (
-    Sequence,
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    print_json,
-    run_command,
-    table,
-)
+from common.chain import Chain
+from common.clock import NS_PER_S, format_time
+from common.errors import UsageError
+from common.open import load_settings, open_chains, open_store
+from common.segments.archive import find_chain, read_cover, select_chains, span
+from common.segments.columns import messages
+from common.segments.documents import ChainStore
+from common.segments.naming import configured
+from common.segments.parquet_guard import SegmentGone
+from common.segments.quarantine import quarantine
+from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
+from common.segments.store import SegmentStore
+from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
+from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
+from common.service.exits import DIFFERENCES
+from common.service.logs import escaped
+from common.settings.root import Settings
+from common.settings.types import format_duration
 
-if TYPE_CHECKING:
-    from common.chain import Chain
-    from common.segments.documents import ChainStore
-    from common.segments.segment import SegmentRef
-    from common.segments.store import SegmentStore
-    from common.settings.root import Settings
-
-DIFFERENCES = 3  # exit code: done, but something is missing or damaged
 _COLUMNS = ("chain", "level", "first", "last", "bytes", "modified", "name")
 
 
@@ -57,16 +59,12 @@ def list_segments(
         floe segments ls -c central.yaml --cover --format paths us-east/NODE_DATA
         duckdb -c "select count(*) from read_parquet([...])"
     """
-    from common.segments import listing
-    from common.segments.archive import select_chains
-    from common.segments.naming import configured
-
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
     rows = []
     for chain in select_chains(chains, what, configured(settings)):
         refs = store.list(chain, level=level)
-        rows += listing.covered(refs) if is_cover else listing.listed(refs)
+        rows += covered(refs) if is_cover else listed(refs)
     if as_json:
         print_json([row.as_json(settings.store.url) for row in rows])
     elif form == "paths":
@@ -93,10 +91,6 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
     Example:
         floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
     """
-    from dataclasses import asdict
-
-    from common.segments.quarantine import quarantine
-
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     try:
@@ -136,26 +130,24 @@ def info(config: str, what: str, as_json: bool) -> int:
         floe segments info -c central.yaml us-east/NODE_DATA
         floe segments info -c central.yaml data/site=us-east/…/level=0/….parquet
     """
-    from common.segments import listing
-
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     if (ref := _segment(store, settings, what)) is not None:
-        found = listing.describe_segment(store, ref)
+        found = describe_segment(store, ref)
     else:
         chains = open_chains(settings)
-        found = listing.describe_chain(store, chains, _chain(settings, chains, what))
+        found = describe_chain(store, chains, _chain(settings, chains, what))
     if as_json:
         print_json(found)
     else:
-        table(listing.lines(listing.readable(found)), ("field", "value"))
+        table(lines(readable(found)), ("field", "value"))
     return DIFFERENCES if found.get("holes") else 0
 
 
 @segments.command()
 @click.argument("what", metavar="KEY|CHAIN")
-@click.option("--from-sequence", type=Sequence(), help="The first sequence to print.")
-@click.option("--to-sequence", type=Sequence(), help="The last sequence to print.")
+@click.option("--from-sequence", type=SequenceType(), help="The first sequence to print.")
+@click.option("--to-sequence", type=SequenceType(), help="The last sequence to print.")
 @json_option
 @config_option
 @run_command
@@ -171,9 +163,6 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
         floe segments cat -c central.yaml us-east/NODE_DATA --from-sequence 1000 --to-sequence 1010
         floe segments cat -c central.yaml us-east/NODE_DATA --json | jq -r .payload
     """
-    from common.segments import listing
-    from common.segments.archive import read_cover, span
-
     settings = load_settings(config, quiet=True)
     store = open_store(settings)
     ref = _segment(store, settings, what)
@@ -184,7 +173,7 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
     if whole is not None:
         within = _within(from_sequence or whole.first, to_sequence or whole.last)
         for batch in read_cover(store, refs, within, problems.append):
-            for line in listing.message_lines(batch, as_json=as_json):
+            for line in message_lines(batch, as_json=as_json):
                 click.echo(line)
     for problem in problems:
         click.echo(problem, err=True)
@@ -199,9 +188,6 @@ def _within(first: int, last: int) -> SequenceRange:
 
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
     """The segment whose key, path or URL is `what`; None where it is not one."""
-    from common.segments.faults import SegmentGone
-    from common.segments.segment import SegmentRef
-
     key = _key(settings, what)
     name = store.layout.parse_segment(key)
     if name is None:
@@ -219,13 +205,184 @@ def _key(settings: Settings, what: str) -> str:
 
 
 def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
-    from common.errors import UsageError
-    from common.segments.archive import find_chain
-    from common.segments.naming import configured
-
     try:
         return find_chain(chains, what, configured(settings))
     except UsageError as error:
         if "=" in what:  # no site is called so
             raise UsageError(f"{what}: expected the key of a segment, or a chain") from None
         raise error
+
+
+_MILLISECOND = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSegment:
+    """A segment in a listing, and which of its rows are taken from it."""
+
+    ref: SegmentRef
+    rows: SequenceRange
+
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether it also holds rows that are taken from another segment."""
+        return self.rows != self.ref.coverage
+
+    def path(self, url: str) -> str:
+        """Where other engines find it."""
+        return f"{url.removeprefix('file://').rstrip('/')}/{self.ref.key}"
+
+    def as_json(self, url: str) -> dict[str, object]:
+        ref = self.ref
+        return {
+            "chain": str(ref.chain),
+            "level": ref.level,
+            "first": ref.coverage.first,
+            "last": ref.coverage.last,
+            "take_first": self.rows.first,
+            "take_last": self.rows.last,
+            "bytes": ref.size,
+            "modified": format_time(int(ref.modified) * NS_PER_S),
+            "name": ref.name,
+            "key": ref.key,
+            "path": self.path(url),
+        }
+
+
+def listed(refs: Sequence[SegmentRef]) -> list[ListedSegment]:
+    """Every segment, by level and end."""
+    return [ListedSegment(ref, ref.coverage) for ref in refs]
+
+
+def covered(refs: Sequence[SegmentRef]) -> list[ListedSegment]:
+    """The segments of the cover, ascending."""
+    return [ListedSegment(stretch.segment, stretch.rows) for stretch in cover(refs, 1)]
+
+
+def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
+    """The footer of one segment and what the store says of the object. Raises SegmentCorrupt."""
+    with store.open(ref) as reader:
+        footer = json.loads(reader.footer.to_json())
+        groups = [
+            {"first": g.range.first, "last": g.range.last, "rows": g.rows, "raw_bytes": g.raw_bytes}
+            for g in reader.row_groups
+        ]
+    modified = format_time(int(ref.modified) * NS_PER_S)
+    return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
+
+
+def describe_chain(store: SegmentStore, chains: ChainStore, chain: Chain) -> dict[str, Any]:
+    """What is there of one chain: documents, segments by level, holes."""
+    refs = store.list(chain)
+    whole = span(refs)
+    document, stream = chains.read_chain(chain), chains.read_stream(chain)
+    missing = holes((ref.coverage for ref in refs), whole) if whole else []
+    return {
+        "chain": str(chain),
+        "begins": document.first if document else None,
+        "filters": list(document.filters) if document else None,
+        "partitions": document.partitions if document else None,
+        "created": stream.created if stream else None,
+        "previous": dict(stream.previous) if stream and stream.previous else None,
+        "floor": chains.read_floor(chain),
+        "tail": chains.read_tail(chain),
+        "first": whole.first if whole else None,
+        "last": whole.last if whole else None,
+        "levels": {
+            level: {"segments": len(at), "bytes": sum(ref.size for ref in at)}
+            for level in sorted({ref.level for ref in refs})
+            if (at := [ref for ref in refs if ref.level == level])
+        },
+        "holes": [str(hole) for hole in missing],
+    }
+
+
+def lines(found: Mapping[str, Any]) -> list[tuple[str, object]]:
+    """`found` as rows of field and value, nested fields with their path."""
+    rows: list[tuple[str, object]] = []
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            rows += [(f"{name}.{inner}", each) for inner, each in lines(value)]
+        elif isinstance(value, list):
+            rows += lines({f"{name}[{i}]": each for i, each in enumerate(value)})
+        else:
+            rows.append((name, value))
+    return rows
+
+
+def readable(found: Mapping[str, Any]) -> dict[str, Any]:
+    """`found`, of a segment or a chain, for people: times and durations as they are written, and the share
+    that was sampled out.
+    """
+    shown = _without_nanoseconds(found)
+    if found.get("sampling") is not None:
+        left_out = found["ledger"].get(Reason.SAMPLED_OUT.value, 0)
+        total = found["rows"] + left_out
+        shown["sampled out"] = f"{left_out:,} of {total:,} ({100 * left_out // max(1, total)} %)"
+    return shown
+
+
+def _as_written(name: str, nanoseconds: int) -> str:
+    if name.endswith("timestamp_ns"):
+        return format_time(nanoseconds)
+    is_exact = nanoseconds % _MILLISECOND == 0 and 0 <= nanoseconds < 2**63
+    return format_duration(nanoseconds / NS_PER_S) if is_exact else f"{nanoseconds}ns"
+
+
+def _without_nanoseconds(found: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    for key, value in found.items():
+        name = str(key)  # a level or a partition is a number
+        if isinstance(value, Mapping):
+            shown[name] = _without_nanoseconds(value)
+        elif name.endswith("_ns") and (value is None or isinstance(value, int)):
+            shown[name.removesuffix("_ns")] = value if value is None else _as_written(name, value)
+        else:
+            shown[name] = value
+    return shown
+
+
+def message_lines(batch: pa.RecordBatch, *, as_json: bool) -> Iterator[str]:
+    """One line for each message."""
+    for message in messages(batch):
+        yield json.dumps(_as_json(message)) if as_json else _as_text(message)
+
+
+def _as_json(message: Message) -> dict[str, object]:
+    return {
+        "sequence": message.sequence,
+        "timestamp": format_time(message.timestamp_ns),
+        **_json_bytes("subject", message.subject),
+        **_json_bytes("headers", message.headers),
+        **_json_bytes("payload", message.payload),
+    }
+
+
+def _json_bytes(name: str, raw: bytes | None) -> dict[str, object]:
+    if raw is None:
+        return {name: None}
+    try:
+        return {name: raw.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": encode_bytes(raw)}
+
+
+def _as_text(message: Message) -> str:
+    headers = "-" if message.headers is None else _text_bytes(message.headers)
+    subject = escaped(decode_subject(message.subject))
+    return "\t".join(
+        (
+            str(message.sequence),
+            format_time(message.timestamp_ns),
+            subject,
+            headers,
+            _text_bytes(message.payload),
+        )
+    )
+
+
+def _text_bytes(raw: bytes) -> str:
+    try:
+        return escaped(raw.decode())
+    except UnicodeDecodeError:
+        return encode_bytes(raw)

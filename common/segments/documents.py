@@ -5,9 +5,9 @@
     chain.json    one for each chain: filters, number of partitions, first sequence, whether it is a relay
     floor.json    the first sequence that retention has left
     tails/…       the end of a chain's coverage; a hint that tells when a listing is worth while
-    gaps/…        sequences that are given up (`common.segments.gaps`)
+    gaps/…        sequences that are given up (`common.segments.documents`)
     alive/…       what each process of egress says of itself every minute (`common.segments.alive`)
-    ingress/…     how far each target is (`common.segments.target_positions`)
+    ingress/…     how far each target is (`common.segments.documents`)
 
 Whoever can write to the bucket can write these: they are read up to a size, every field is checked, and one
 that is not as it must be is never acted on (DataError, code E-STATE-JSON).
@@ -16,30 +16,341 @@ that is not as it must be is never acted on (DataError, code E-STATE-JSON).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import TypeVar
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from common.chain import MAX_INCARNATION, Chain
+import msgspec
+
+from common.chain import MAX_INCARNATION, MAX_PARTITION, Chain
+from common.clock import parse_time
+from common.documents import JsonForm
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.port import ObjectInfo, ObjectStore
 from common.segments.alive import Alive, to_read
-from common.segments.document_values import (
-    ChainDocument,
-    StreamDocument,
-    floor_from_json,
-    floor_to_json,
-    tail_from_json,
-    tail_to_json,
-)
-from common.segments.gaps import AcceptedGap
-from common.segments.layout import Layout
-from common.segments.target_positions import MAX_BYTES as POSITIONS_BYTES
-from common.segments.target_positions import TargetPositions
+from common.segments.keys import Layout, StateName
+from common.sequences import MAX_SEQUENCE, SequenceRange
+from common.service.exits import command
 from common.service.logs import get_logger
 
-__all__ = ["ChainDocument", "ChainStore", "StreamDocument"]
-
 log = get_logger("segments.documents")
+
+
+class _Versioned(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="format_version", tag=1):
+    """A document of the first version."""
+
+
+class _BeginWire(msgspec.Struct, frozen=True, omit_defaults=True):
+    filters: tuple[str, ...]
+    first: int
+    relay: bool = False
+
+
+class _StreamWire(_Versioned, frozen=True):
+    config: dict[str, Any]
+    created: str
+    previous: dict[int, int] | None
+    chains: tuple[_BeginWire, ...] = ()
+    continues: bool = False
+
+
+class _FloorWire(_Versioned, frozen=True):
+    first: int
+
+
+class _TailWire(_Versioned, frozen=True):
+    end: int
+
+
+class ChainDocument(_Versioned, frozen=True):
+    """What a chain is. `filters`: its filter subjects, none for the whole stream. `partitions`: of its feed.
+
+    `first`: the sequence at which the chain begins. `relay`: the stream is itself a target of Floe, so its
+    `Floe-*` headers are believed. Raises ValueError where a number is outside its range.
+    """
+
+    filters: tuple[str, ...]
+    partitions: int
+    first: int
+    relay: bool = False
+
+    def __post_init__(self) -> None:
+        _expect("partitions", self.partitions, 1, MAX_PARTITION + 1)
+        _expect("first", self.first, 1, MAX_SEQUENCE)
+
+    def to_json(self) -> bytes:
+        return _CHAIN.encode(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> ChainDocument:
+        """What `to_json` wrote. Raises ValueError."""
+        return _CHAIN.decode(raw)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDocument:
+    """One incarnation of a stream. `config`, `created`: as STREAM.INFO had them when it was first seen.
+
+    `previous`: for each partition of the incarnation before, the last sequence it covered (0: none); None
+    where there is no incarnation before. `chains`: what each partition's `chain.json` says, by its number, so
+    that all hosts begin alike whoever comes first; empty in documents of the first version. `continues`: it
+    is the same history as the incarnation before, only cut otherwise. Raises ValueError where a number is
+    outside its range.
+    """
+
+    config: Mapping[str, Any]
+    created: str
+    previous: Mapping[int, int] | None = None
+    chains: tuple[ChainDocument, ...] = ()
+    continues: bool = False
+
+    def __post_init__(self) -> None:
+        for partition, end in (self.previous or {}).items():
+            _expect("previous: partition", partition, 0, MAX_PARTITION)
+            _expect("previous: end", end, 0, MAX_SEQUENCE)
+        for chain in self.chains:
+            _expect("chains: partitions", chain.partitions, len(self.chains), len(self.chains))
+
+    def to_json(self) -> bytes:
+        previous = None if self.previous is None else dict(self.previous)
+        chains = tuple(_BeginWire(each.filters, each.first, each.relay) for each in self.chains)
+        return _STREAM.encode(_StreamWire(dict(self.config), self.created, previous, chains, self.continues))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> StreamDocument:
+        """What `to_json` wrote. Raises ValueError."""
+        wire = _STREAM.decode(raw)
+        count = len(wire.chains)
+        chains = tuple(ChainDocument(each.filters, count, each.first, each.relay) for each in wire.chains)
+        return cls(wire.config, wire.created, wire.previous, chains, wire.continues)
+
+
+def floor_to_json(first: int) -> bytes:
+    """`floor.json`. Raises ValueError."""
+    return _FLOOR.encode(_FloorWire(_expect("first", first, 1, MAX_SEQUENCE)))
+
+
+def floor_from_json(raw: bytes) -> int:
+    """What `floor_to_json` wrote. Raises ValueError."""
+    return _expect("first", _FLOOR.decode(raw).first, 1, MAX_SEQUENCE)
+
+
+def tail_to_json(end: int) -> bytes:
+    """A tail; `end` 0: nothing is covered. Raises ValueError."""
+    return _TAIL.encode(_TailWire(_expect("end", end, 0, MAX_SEQUENCE)))
+
+
+def tail_from_json(raw: bytes) -> int:
+    """What `tail_to_json` wrote. Raises ValueError."""
+    return _expect("end", _TAIL.decode(raw).end, 0, MAX_SEQUENCE)
+
+
+def _expect(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise ValueError(f"{name}: expected {least} to {most}, found {value}")
+    return value
+
+
+BEFORE_GIVING_UP = (
+    "the source may still hold them: egress at the site looks within six hours, and at once when it is "
+    "started again; otherwise put the segment back"
+)
+MAX_TEXT = 1000  # characters of a note and of a name
+
+
+class _GapWire(_Versioned, frozen=True):
+    first: int
+    last: int
+    by: str
+    at: str
+    note: str = ""
+    from_hole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedGap:
+    """`range` is given up. `by`: who decided; `at`: when, RFC 3339 by the decider's clock; `note`: why, or
+    empty. An empty `at`: not known. `from_hole`: segments cover it, and lack some of what was lost there.
+
+    Raises ValueError for texts that are too long, and for an `at` that is no time.
+    """
+
+    range: SequenceRange
+    note: str = ""
+    by: str = ""
+    at: str = ""
+    from_hole: bool = False
+
+    def __post_init__(self) -> None:
+        for name, text in (("note", self.note), ("by", self.by), ("at", self.at)):
+            if len(text) > MAX_TEXT:
+                raise ValueError(f"{name}: expected at most {MAX_TEXT} characters, found {len(text)}")
+        if self.at:
+            parse_time(self.at)
+
+    def to_json(self) -> bytes:
+        bounds = self.range.first, self.range.last
+        return _GAP.encode(_GapWire(*bounds, self.by, self.at, self.note, self.from_hole))
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> AcceptedGap:
+        """What `to_json` wrote. Raises ValueError."""
+        wire = _GAP.decode(raw)
+        return cls(SequenceRange(wire.first, wire.last), wire.note, wire.by, wire.at, wire.from_hole)
+
+
+def of_chain(chain: Chain) -> str:
+    """The options that name a chain, in full: without an incarnation they would mean the newest."""
+    words = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
+    words += ["--incarnation", str(chain.incarnation), "--partition", str(chain.partition)]
+    return " ".join(words)
+
+
+def accept_command(chain: Chain, hole: SequenceRange) -> str:
+    """Give up a hole, for all targets; it asks first."""
+    return command("gap accept", of_chain(chain), f"--first {hole.first} --last {hole.last}")
+
+
+def way_out(chain: Chain, hole: SequenceRange) -> str:
+    """What to do about a hole, in the order in which it costs least: giving up comes last."""
+    return (
+        f"{BEFORE_GIVING_UP}; only when nobody has them any more, give them up for all targets:\n"
+        f"{accept_command(chain, hole)}"
+    )
+
+
+def way_out_filled(chain: Chain, rows: SequenceRange) -> str:
+    """What to do about sequences that are missing where a hole was filled."""
+    return (
+        "put the lost segment back; only when nobody has it any more, give up what is missing, for all "
+        f"targets (what is there is carried):\n{accept_command(chain, rows)}"
+    )
+
+
+def carry_late(chain: Chain, rows: SequenceRange) -> str:
+    """What to do about rows that came behind the position of a target."""
+    bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
+    target = shlex.quote(f"{chain.feed}_LATE")
+    replay = command("replay", of_chain(chain), bounds, f"--target {target} --subject-prefix late --create")
+    return (
+        "a target that lacks them gets them with the rest by `floe checkpoint set`, which says how many "
+        f"messages it then holds twice; or carry them into another stream:\n{replay}"
+    )
+
+
+def accepted_part(hole: SequenceRange, gaps: Iterable[SequenceRange]) -> SequenceRange | None:
+    """The leading part of `hole` that `gaps` account for without a break; None where its first is in none."""
+    reach = hole.first - 1
+    for gap in sorted(gaps):
+        if gap.first > reach + 1:
+            break
+        reach = max(reach, gap.last)
+    return SequenceRange(hole.first, min(reach, hole.last)) if reach >= hole.first else None
+
+
+_SAMPLING = "sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRef:
+    """A snapshot that a listing shows.
+
+    `size`: stored bytes. `modified`: seconds since 1970 UTC by the *store's* clock, 0.0 where it was put and
+    not listed.
+    """
+
+    state: StateName
+    key: str
+    size: int
+    modified: float
+
+    @property
+    def chain(self) -> Chain:
+        return self.state.chain
+
+    @property
+    def position(self) -> int:
+        """The first sequence that is not folded into it."""
+        return self.state.position
+
+    def log_context(self) -> dict[str, object]:
+        return {**self.chain.log_context(), "snapshot": self.key.rpartition("/")[2]}
+
+
+def newest_first(ref: SnapshotRef) -> tuple[int, float, str]:
+    """What to sort by: the greatest position first; of one position, the one that was stored last."""
+    return -ref.position, -ref.modified, ref.key
+
+
+def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[SnapshotRef]:
+    """The snapshots of a chain, newest first. Foreign keys are passed over; raises what the store raises."""
+    found = []
+    for info in objects.list(layout.states_prefix(chain)):
+        name = layout.parse_state(info.key)
+        if name is None:
+            log.debug("foreign key", action="foreign_key", key=info.key)
+        else:
+            found.append(SnapshotRef(name, info.key, info.size, info.modified))
+    return sorted(found, key=newest_first)
+
+
+def snapshot_metadata(sampling_digest: str, sha256: str) -> dict[str, str]:
+    """What the object says of itself without being opened. A hint only: what counts is in the snapshot."""
+    return {"format": "1", _SAMPLING: sampling_digest, "sha256": sha256}
+
+
+def sampling_of(metadata: Mapping[str, str]) -> str:
+    """The digest of the settings by which the snapshot was made; empty where the object does not say."""
+    return metadata.get(_SAMPLING, "")
+
+
+MAX_BYTES = 8 * 1024 * 1024  # about 100,000 chains
+
+
+class _PositionsWire(_Versioned, frozen=True):
+    target: str
+    time: float
+    positions: dict[str, int]
+    sources: tuple[str, ...] = ()
+    released: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPositions:
+    """One object, written at `time` (seconds since 1970 by the clock of ingress).
+
+    `positions`: by chain, the first sequence that the target does not hold yet. `sources`: the `site/feed`
+    that may flow in; a chain of them without a position has not begun, and needs everything. `released`: an
+    operator let the target go.
+    """
+
+    target: str
+    time: float
+    positions: Mapping[Chain, int] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    released: bool = False
+
+    def to_json(self) -> bytes:
+        positions = {str(chain): at for chain, at in self.positions.items()}
+        return _POSITIONS.encode(
+            _PositionsWire(self.target, self.time, positions, self.sources, self.released)
+        )
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> TargetPositions:
+        """What `to_json` wrote, by this version or a later one that added fields. Raises ValueError."""
+        wire = _POSITIONS.decode(raw)
+        for chain, at in wire.positions.items():
+            if not 0 <= at <= MAX_SEQUENCE + 1:
+                raise ValueError(f"{chain}: expected a position from 0 to {MAX_SEQUENCE + 1}, found {at}")
+        positions = {Chain.parse(chain): at for chain, at in wire.positions.items()}
+        return cls(wire.target, wire.time, positions, wire.sources, wire.released)
+
+
+_CHAIN, _STREAM = JsonForm(ChainDocument), JsonForm(_StreamWire)
+_FLOOR, _TAIL = JsonForm(_FloorWire), JsonForm(_TailWire)
+_GAP, _POSITIONS = JsonForm(_GapWire), JsonForm(_PositionsWire)
 
 MAX_DOCUMENT_BYTES = 1024 * 1024
 _ROUNDS = 5  # of compare-and-set, each lost to another writer
@@ -166,7 +477,7 @@ class ChainStore:
     def read_positions(self, target: str) -> TargetPositions | None:
         """How far a target is; None where nothing was ever said. Raises DataError for what cannot be read."""
         key = self.layout.ingress_positions(target)
-        found = self._read(key, TargetPositions.from_json, POSITIONS_BYTES)
+        found = self._read(key, TargetPositions.from_json, MAX_BYTES)
         if found is not None and found.target != target:
             raise _spoiled(key, f"expected target {target}, found {found.target!r:.80}")
         return found

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from common.errors import DataError, OutcomeUnknown, UsageError
 from common.failpoints import failpoint
-from common.segments.faults import SegmentGone
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, cover, holes
-from common.service.pasting import command
+from common.service.exits import command
 
 AGAIN = "egress reads them again while the source holds them; otherwise every target waits there"
 

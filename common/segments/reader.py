@@ -6,23 +6,250 @@ then for each row group its page headers (`pages`), and only then its rows, batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from common.segments import checks
-from common.segments.faults import explained
-from common.segments.layout import Layout, SegmentName
-from common.segments.limits import DEFAULT_LIMITS, Limits
-from common.segments.metadata import check_no_arrow_schema, check_shape
-from common.segments.scan import Opened, Scan
-from common.segments.schema import SCHEMA
-from common.segments.source import Fetch, Source, all_present, native
+from common.errors import SegmentCorrupt
+from common.segments import checks, parquet_guard
+from common.segments import parquet_guard as metadata
+from common.segments.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
+from common.segments.columns import (
+    RAW_COLUMNS,
+    SCHEMA,
+    TEXT_COLUMNS,
+    Columns,
+    columns,
+    lengths,
+    messages,
+    raw_size,
+    record_batch,
+    row_sizes,
+    total,
+)
+from common.segments.keys import Layout, SegmentName
+from common.segments.parquet_guard import (
+    DEFAULT_LIMITS,
+    Metadata,
+    ParquetLimits,
+    bomb,
+    check_no_arrow_schema,
+    check_shape,
+    explained,
+    parse,
+)
+from common.segments.segment import Footer
+from common.segments.writer import SegmentWriter, SpooledSegment, hash_file
 from common.sequences import SequenceRange
+
+# Makes `length` bytes from offset `first` readable in the source; for files of which only parts are here.
+Fetch = Callable[[int, int], None]
+
+# The stubs know an older pyarrow.
+_ParquetFile: Any = pq.ParquetFile
+_READ_AHEAD = 2**20  # bytes of a column chunk that pyarrow holds at a time
+_SCHEMA_DEPTH = 8
+
+
+def all_present(first: int, length: int) -> None:
+    """The fetch of a source that is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSource:
+    """The bytes of a segment. `key`: what errors call it. `cleanup`: runs when the reader is closed."""
+
+    file: Any
+    key: str
+    limits: ParquetLimits
+    fetch: Fetch
+    cleanup: ExitStack
+
+    def metadata(self) -> Metadata:
+        """The metadata at the end of the bytes. Raises SegmentCorrupt."""
+        size = self.file.size()
+        tail = min(size, TRAILER_BYTES)
+        self.fetch(size - tail, tail)
+        stored = check_trailer(self.file.read_at(tail, size - tail), size, self.limits)
+        self.fetch(size - tail - stored, stored)
+        return parse(self.file.read_at(stored, size - tail - stored), self.limits)
+
+    def parquet(self) -> Any:
+        """The pyarrow ParquetFile over the bytes, its schema checked. Raises whatever pyarrow does.
+
+        Only after `metadata`: see there what pyarrow does with bad ones.
+        """
+        metadata = _ParquetFile(
+            self.file,
+            thrift_string_size_limit=self.limits.footer_value_bytes,
+            thrift_container_size_limit=max(self.limits.row_groups, self.limits.columns),
+            schema_depth_limit=_SCHEMA_DEPTH,
+            arrow_extensions_enabled=False,
+        ).metadata
+        check_schema(metadata.schema.to_arrow_schema())
+        return _ParquetFile(
+            self.file,
+            metadata=metadata,
+            # Kept as dictionaries until their expanded size is known.
+            read_dictionary=list(TEXT_COLUMNS),
+            pre_buffer=False,
+            buffer_size=_READ_AHEAD,
+            # Without them a flipped bit reads back as good data.
+            page_checksum_verification=True,
+            arrow_extensions_enabled=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSegment:
+    """A segment whose metadata are checked. `leaves`: the number that each name has among the columns."""
+
+    source: SegmentSource
+    file: Any
+    metadata: Metadata
+    leaves: Mapping[str, int]
+    footer: Footer
+
+
+class Scan:
+    """Reads the columns `names` of the rows in `rows` (None: all) once.
+
+    The order of rows is always checked, and a subject is never read without its raw bytes, which say how much
+    it counts.
+    """
+
+    def __init__(self, opened: OpenedSegment, names: list[str], rows: SequenceRange | None) -> None:
+        self._opened = opened
+        self._source, footer = opened.source, opened.footer
+        self._names = names
+        self._rows = None if rows is None or rows.encloses(footer.coverage) else rows
+        needed = {*names, "sequence"} | ({"subject_raw"} if "subject" in names else set())
+        self._schema = pa.schema([field for field in SCHEMA if field.name in needed])
+        self._totals = _Totals(footer, set(self._schema.names), opened.source.limits.row_group_bytes)
+
+    def batches(self, groups: Iterable[RowGroup]) -> Iterator[pa.RecordBatch]:
+        """The rows of those `groups` that may hold some; raises SegmentCorrupt."""
+        with explained(self._source.key):
+            for group in groups:
+                if self._rows is None or self._rows.overlaps(group.range):
+                    yield from self._group(group)
+            if self._rows is None:
+                self._totals.check_end()
+
+    def _group(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
+        counted = 0
+        for batch in self._decoded(group):
+            plain = self._checked(batch, group)
+            counted += plain.num_rows
+            wanted = self._selected(plain)
+            if wanted.num_rows:
+                yield wanted
+            if self._rows is not None and self._totals.last_sequence >= self._rows.last:
+                return
+        if counted != group.rows:
+            raise SegmentCorrupt(f"row group {group.index}: expected {group.rows} rows, found {counted}")
+
+    def _decoded(self, group: RowGroup) -> Iterator[pa.RecordBatch]:
+        limits = self._source.limits
+        rows = limits.batch_bytes * group.rows // max(1, self._decoded_bytes(group))
+        batches: Iterator[pa.RecordBatch] = self._opened.file.iter_batches(
+            batch_size=max(1, min(limits.batch_rows, rows)),
+            row_groups=[group.index],
+            columns=self._schema.names,
+            use_threads=False,
+        )
+        return (batch for batch in batches if batch.num_rows)
+
+    def _decoded_bytes(self, group: RowGroup) -> int:
+        """What decoding the row group costs at most; known before anything is decoded."""
+        claimed = self._opened.metadata.groups[group.index]
+        size, most = 0, self._source.limits.row_group_bytes
+        for name in self._schema.names:
+            chunk = metadata.chunk(name, claimed, self._opened.leaves[name])
+            self._source.fetch(chunk.first, chunk.size)
+            size += parquet_guard.decoded_bytes(self._source.file, chunk, self._source.limits)
+        if size > most:
+            raise bomb(f"row group {group.index}: expected at most {most} decoded bytes, found {size}")
+        return size
+
+    def _checked(self, batch: pa.RecordBatch, group: RowGroup) -> pa.RecordBatch:
+        checks.check_text(batch)
+        self._totals.count(batch)
+        plain = _expanded(batch, self._schema)
+        checks.check_order(plain.column("sequence"), self._totals.last_sequence, group.range)
+        checks.check_values(plain)
+        self._totals.remember(plain)
+        return plain
+
+    def _selected(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if self._rows is not None:
+            sequences = batch.column("sequence")
+            first = pc.less(sequences, pa.scalar(self._rows.first, pa.int64())).true_count
+            end = pc.less_equal(sequences, pa.scalar(self._rows.last, pa.int64())).true_count
+            batch = batch.slice(first, end - first)
+        return batch if self._names == self._schema.names else batch.select(self._names)
+
+
+def _expanded(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """`batch` without dictionaries, in `schema`'s order; their sizes were counted before."""
+    plain: dict[str, Any] = {
+        name: column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
+    return pa.RecordBatch.from_arrays([plain[name] for name in schema.names], schema=schema)
+
+
+class _Totals:
+    """What a pass has seen so far, against what the footer claims of the whole."""
+
+    def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
+        self.last_sequence = 0
+        self._footer = footer
+        self._names = names
+        self._most = most_in_a_batch
+        self._raw_bytes = 0
+        self._times: tuple[int | None, int | None] = (None, None)
+
+    def count(self, batch: pa.RecordBatch) -> None:
+        """Add up raw bytes before dictionaries are expanded: one long text may be used by every row."""
+        raw = raw_size(batch)
+        self._raw_bytes += raw
+        if self._raw_bytes > self._footer.raw_bytes:
+            raise bomb(f"expected {self._footer.raw_bytes} raw bytes as in the footer, found more")
+        expanded = raw + sum(total(lengths(batch.column(name))) for name in {*TEXT_COLUMNS} & self._names)
+        if expanded > self._most:
+            raise bomb(f"expected batches of at most {self._most} bytes, found {expanded}")
+
+    def remember(self, batch: pa.RecordBatch) -> None:
+        """Take note of where the rows ended."""
+        self.last_sequence = batch.column("sequence")[-1].as_py()
+        if "timestamp_ns" in self._names:
+            times = batch.column("timestamp_ns")
+            first = times[0].as_py() if self._times[0] is None else self._times[0]
+            self._times = (first, times[-1].as_py())
+
+    def check_end(self) -> None:
+        """After the last row of a whole segment: the footer told the truth."""
+        footer = self._footer
+        if self._names.issuperset(RAW_COLUMNS) and self._raw_bytes != footer.raw_bytes:
+            raise _claim("raw_bytes", self._raw_bytes, footer.raw_bytes)
+        claimed = (footer.first_timestamp_ns, footer.last_timestamp_ns)
+        if "timestamp_ns" in self._names and self._times != claimed:
+            raise _claim("timestamps", self._times, claimed)
+
+
+def _claim(name: str, found: object, claimed: object) -> SegmentCorrupt:
+    return SegmentCorrupt(
+        f"footer {name}: expected {found} as in the rows, found {claimed}", code="E-SEG-META"
+    )
 
 
 class SegmentReader:
@@ -31,7 +258,7 @@ class SegmentReader:
     `footer` agrees with the key and the row counts; `row_groups` are the claims of the file's metadata.
     """
 
-    def __init__(self, opened: Opened, rows: SequenceRange | None = None) -> None:
+    def __init__(self, opened: OpenedSegment, rows: SequenceRange | None = None) -> None:
         self.footer = opened.footer
         self.row_groups = checks.row_groups(opened.metadata, opened.leaves["sequence"], opened.footer)
         self._opened = opened
@@ -44,9 +271,9 @@ class SegmentReader:
 
         Without `rows`: inside those that the segment was opened for, or all of it.
 
-        Row groups outside `rows` are not read. A batch aims at `Limits.batch_bytes` and never passes a row
-        group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and order
-        say; ValueError for a column that the schema does not have.
+        Row groups outside `rows` are not read. A batch aims at `ParquetLimits.batch_bytes` and never passes a
+        row group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and
+        order say; ValueError for a column that the schema does not have.
         """
         unknown = set(columns or ()) - set(SCHEMA.names)
         if unknown:
@@ -78,7 +305,7 @@ class SegmentReader:
 def open_file(
     source: Path | IOBase,
     expected: SegmentName,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: ParquetLimits = DEFAULT_LIMITS,
     *,
     key: str | None = None,
     rows: SequenceRange | None = None,
@@ -96,18 +323,40 @@ def open_file(
     with ExitStack() as cleanup, explained(name):
         if on_close is not None:
             cleanup.callback(on_close)
-        file = cleanup.enter_context(native(source))
-        reader = _open(Source(file, name, limits, fetch, ExitStack()), expected, rows)
+        # Without the interpreter where it is a file on disk.
+        file: pa.NativeFile = cleanup.enter_context(
+            pa.OSFile(str(source), mode="r") if isinstance(source, Path) else pa.PythonFile(source, mode="r")
+        )
+        reader = _open(SegmentSource(file, name, limits, fetch, ExitStack()), expected, rows)
         reader._opened.source.cleanup.push(cleanup.pop_all())
     return reader
 
 
-def _open(source: Source, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
+def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
     metadata = source.metadata()
     check_no_arrow_schema(metadata)
     file = source.parquet()
     check_shape(metadata, file.metadata.num_columns, source.limits)
     columns = file.metadata.schema
     leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
-    opened = Opened(source, file, metadata, leaves, checks.read_footer(metadata, expected))
+    opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))
     return SegmentReader(opened, rows)
+
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "SCHEMA",
+    "Columns",
+    "ParquetLimits",
+    "RowGroup",
+    "SegmentReader",
+    "SegmentWriter",
+    "SpooledSegment",
+    "columns",
+    "hash_file",
+    "messages",
+    "open_file",
+    "raw_size",
+    "record_batch",
+    "row_sizes",
+]

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 
 FORMAT_VERSION = 1

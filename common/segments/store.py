@@ -9,37 +9,179 @@ from __future__ import annotations
 import builtins
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from common.chain import Chain
 from common.clock import Clock, SystemClock
-from common.errors import OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown, SegmentCorrupt, Unavailable
 from common.failpoints import failpoint
-from common.objects.checksums import ChecksumMismatch
-from common.objects.port import ObjectInfo, ObjectStore
-from common.objects.probe import is_verifying
-from common.segments.faults import SegmentGone
-from common.segments.fetching import Fetcher
-from common.segments.layout import MAX_LEVEL, Layout
-from common.segments.reader import SegmentReader
+from common.objects.open import is_verifying
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.segments.documents import SnapshotRef
+from common.segments.keys import MAX_LEVEL, Layout
+from common.segments.parquet_guard import MIB, SegmentGone
+from common.segments.reader import SegmentReader, open_file
 from common.segments.segment import Footer, SegmentRef, Tip
-from common.segments.spool import Spool
 from common.segments.table import SegmentTable
-from common.segments.writer import SpooledSegment
+from common.segments.writer import Spool, SpooledSegment, hash_file, spool_error
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.metrics import counter
 
+log = get_logger("segments.store")
+
+
+BLOCK_BYTES = 32 * 1024  # the footer of most segments fits
+_MAX_GET_BYTES = 32 * MIB
+
+
+class SparseCopy:
+    """The file `path` of `size` bytes, into which blocks of the object `key` are copied when wanted.
+
+    Blocks are counted from the end, so that the last bytes, which are read first, come with the footer.
+    """
+
+    def __init__(self, objects: ObjectStore, key: str, size: int, path: Path) -> None:
+        self._objects = objects
+        self._key = key
+        self._size = size
+        self._shift = -size % BLOCK_BYTES
+        self._present: set[int] = set()
+        self._folder = path.parent
+        self._file = path.open("r+b", buffering=0)
+        self._file.truncate(size)
+
+    def fetch(self, first: int, length: int) -> None:
+        """Make `length` bytes from offset `first` readable, as far as the object reaches.
+
+        Raises SegmentGone, SegmentCorrupt where the object is shorter than listed, Unavailable (E-SPOOL too).
+        """
+        last = min(first + length, self._size) - 1
+        if first < 0 or last < first:
+            return
+        wanted = range((first + self._shift) // BLOCK_BYTES, (last + self._shift) // BLOCK_BYTES + 1)
+        for run in _runs([block for block in wanted if block not in self._present]):
+            self._copy(run)
+
+    def _copy(self, run: range) -> None:
+        begin = max(0, run.start * BLOCK_BYTES - self._shift)
+        length = run.stop * BLOCK_BYTES - self._shift - begin
+        data = self._objects.get(self._key, first=begin, length=length)
+        if data is None:
+            raise SegmentGone(f"segment {self._key}: not in the store any more")
+        if len(data) != length:
+            raise SegmentCorrupt(f"expected {length} bytes at {begin}, found {len(data)}")
+        self._write(begin, data)
+        self._present.update(run)
+
+    def _write(self, begin: int, data: bytes) -> None:
+        try:
+            self._file.seek(begin)
+            self._file.write(data)
+        except OSError as error:
+            raise spool_error(self._folder, error) from error
+
+    def close(self) -> None:
+        """Close the file; it is not removed here."""
+        self._file.close()
+
+
+def _runs(blocks: list[int]) -> list[range]:
+    """Adjacent blocks together, as far as one request should carry."""
+    runs: list[range] = []
+    for block in blocks:
+        if runs and runs[-1].stop == block and len(runs[-1]) * BLOCK_BYTES < _MAX_GET_BYTES:
+            runs[-1] = range(runs[-1].start, block + 1)
+        else:
+            runs.append(range(block, block + 1))
+    return runs
+
+
+# Up to this size a segment is fetched whole, which lets its name prove its bytes; beyond it, by ranges.
+WHOLE_BYTES = 256 * MIB
+FETCH_PAUSES = (0.1, 0.5)  # seconds before what arrived damaged is fetched again
+
+
+class WrongBytes(SegmentCorrupt):
+    """What was fetched is not what the name promises."""
+
+
+class Fetcher:
+    """Opens segments of one object store.
+
+    A file is unlinked as soon as it is open, so that a killed process leaves none.
+    """
+
+    def __init__(self, objects: ObjectStore, spool: Spool, clock: Clock) -> None:
+        self._objects = objects
+        self._spool = spool
+        self._clock = clock
+
+    def open(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
+        """As `SegmentStore.open` says."""
+        if ref.size > WHOLE_BYTES:
+            return self.open_ranged(ref, rows)
+        for pause in FETCH_PAUSES:
+            try:
+                return self._open_whole(ref, rows)
+            except WrongBytes as error:
+                # The line may have damaged what the store keeps well.
+                log.warning(
+                    "segment read damaged", action="read_damaged", error=str(error), **ref.log_context()
+                )
+                self._clock.pause(pause)
+        return self._open_whole(ref, rows)
+
+    def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
+        with self._downloaded(ref) as path:
+            if path is None:
+                raise SegmentGone(f"segment {ref.key}: not in the store any more")
+            size, sha256 = hash_file(path)
+            if size != ref.size or not sha256.startswith(ref.segment.digest):
+                raise WrongBytes(
+                    f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
+                    f"found {size} with {sha256[:16]}…"
+                )
+            return open_file(path, ref.segment, key=ref.key, rows=rows)
+
+    def open_ranged(self, ref: SegmentRef, rows: SequenceRange | None = None) -> SegmentReader:
+        """Open the segment with no more of it fetched than what is read."""
+        path = self._spool.new_file()
+        try:
+            copy = SparseCopy(self._objects, ref.key, ref.size, path)
+            return open_file(path, ref.segment, key=ref.key, rows=rows, fetch=copy.fetch, on_close=copy.close)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
+        """64 hex digits over the bytes that the store gives out; None if there is no such object."""
+        with self._downloaded(ref) as path:
+            return hash_file(path)[1] if path else None
+
+    @contextmanager
+    def _downloaded(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
+        path = self._spool.new_file()
+        try:
+            try:
+                is_there = self._objects.download(ref.key, path)
+            except OSError as error:
+                raise spool_error(path.parent, error) from error
+            yield path if is_there else None
+        finally:
+            path.unlink(missing_ok=True)
+
+
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
 
-log = get_logger("segments.store")
 _bad_read_backs = counter(
     "segment_read_back_failures", "Puts whose object did not read back as it was sent.", ("site", "feed")
 )
 
 PAGE = 1000  # segments that are listed at a time
 TABLE_PAGE = 5000  # the same where all are wanted: a folder is read anew for each page
-PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
+PUT_PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back is put again
 
 
 class SegmentStore:
@@ -86,7 +228,8 @@ class SegmentStore:
         `level` None: all levels. `limit`: at most so many of each level. Foreign keys are passed over.
         """
         levels = range(MAX_LEVEL + 1) if level is None else (level,)
-        return [ref for each in levels for ref in self._list_level(chain, each, position, limit)]
+        afters = ((each, self.layout.start_after(chain, each, position)) for each in levels)
+        return [ref for each, after in afters for ref in self._list_from(chain, each, after, limit)]
 
     def list_behind(self, ref: SegmentRef, limit: int) -> builtins.list[SegmentRef]:
         """At most `limit` segments of the chain and level of `ref` that are listed behind it."""
@@ -129,11 +272,6 @@ class SegmentStore:
                 found += [ref for ref in page if ref.coverage.overlaps(within)]
         return found
 
-    def _list_level(
-        self, chain: Chain, level: int, position: int, limit: int | None
-    ) -> builtins.list[SegmentRef]:
-        return self._list_from(chain, level, self.layout.start_after(chain, level, position), limit)
-
     def _list_from(
         self, chain: Chain, level: int, after: str, limit: int | None
     ) -> builtins.list[SegmentRef]:
@@ -169,29 +307,38 @@ class SegmentStore:
         """
         name = spooled.segment_name
         ref = SegmentRef(name, self.layout.segment(name), spooled.size, 0.0)
-        for number, pause in enumerate((*PAUSES, 0.0)):
-            self._write(ref, spooled, repair=number > 0)
-            failpoint("segments.read_back")
-            info = self._read_back(ref, spooled.sha256)
-            if info is not None:
-                return SegmentRef(name, ref.key, spooled.size, info.modified)
-            _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
-            log.warning("segment did not read back", action="read_back_failed", **ref.log_context())
+        info = self.put_verified(ref, spooled.path, object_metadata(spooled), point="segments.")
+        return replace(ref, modified=info.modified)
+
+    def put_verified(
+        self, ref: SegmentRef | SnapshotRef, body: Path | bytes, metadata: Mapping[str, str], *, point: str
+    ) -> ObjectInfo:
+        """Put `body`, whose `sha256` `metadata` names, and read it back, as often as it takes.
+
+        Returning means that the store holds these very bytes. `point`: how its failpoints begin. Raises
+        Unavailable, code E-READ-BACK, where it never reads back as it was sent.
+        """
+        what, sha256 = "segment" if isinstance(ref, SegmentRef) else "snapshot", metadata["sha256"]
+        for number, pause in enumerate((*PUT_PAUSES, 0.0)):
+            put = self.objects.put if number else self.objects.put_if_absent
+            failpoint(f"{point}put")
+            try:
+                put(ref.key, body, sha256=sha256, metadata=metadata)
+            except (OutcomeUnknown, ChecksumMismatch) as error:
+                # What came of it is found out by reading back.
+                log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
+            failpoint(f"{point}read_back")
+            if (info := self._read_back(ref, sha256)) is not None:
+                return info
+            if isinstance(ref, SegmentRef):
+                _bad_read_backs.labels(ref.chain.site, ref.chain.feed).inc()
+            log.warning(f"{what} did not read back", action="read_back_failed", **ref.log_context())
             self._clock.pause(pause)
         raise Unavailable(
-            f"segment {ref.key}: put {len(PAUSES) + 1} times and never read back as it was sent",
+            f"{what} {ref.key}: put {len(PUT_PAUSES) + 1} times and never read back as it was sent",
             hint="look at the store: it accepts what it does not keep",
             code="E-READ-BACK",
         )
-
-    def _write(self, ref: SegmentRef, spooled: SpooledSegment, *, repair: bool) -> None:
-        """Ask the store to keep the bytes; what came of it is found out by reading back."""
-        put = self.objects.put if repair else self.objects.put_if_absent
-        failpoint("segments.put")
-        try:
-            put(ref.key, spooled.path, sha256=spooled.sha256, metadata=object_metadata(spooled))
-        except (OutcomeUnknown, ChecksumMismatch) as error:
-            log.warning("put in doubt", action="put_in_doubt", error=str(error), **ref.log_context())
 
     def delete(self, ref: SegmentRef) -> None:
         """Remove the segment; no error if it is gone."""
@@ -203,17 +350,15 @@ class SegmentStore:
         """Whether the segment is there, as long as it was listed and with the bytes its name promises."""
         return self._read_back(ref, ref.segment.digest) is not None
 
-    def _read_back(self, ref: SegmentRef, digest: str) -> ObjectInfo | None:
+    def _read_back(self, ref: SegmentRef | SnapshotRef, digest: str) -> ObjectInfo | None:
         """What the store says of the object, if its size is right and its SHA-256 begins with `digest`."""
         info = self.objects.head(ref.key)
         if info is None or info.size != ref.size:
             return None
-        proven = info.sha256 is not None and is_verifying(self.objects, self._probe_prefix(ref.chain))
+        probe = f"{self.layout.documents_prefix(ref.chain.site, ref.chain.feed)}probe/"
+        proven = info.sha256 is not None and is_verifying(self.objects, probe)
         sha256 = info.sha256 if proven else self._fetcher.stored_sha256(ref)
         return info if sha256 is not None and sha256.startswith(digest) else None
-
-    def _probe_prefix(self, chain: Chain) -> str:
-        return f"{self.layout.documents_prefix(chain.site, chain.feed)}probe/"
 
     # Opening
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 from common.chain import Chain
-from common.segments.layout import DIGEST_LENGTH, SegmentName
+from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange
 

@@ -20,10 +20,9 @@ from typing import Any
 import pyarrow as pa
 
 from common.errors import SegmentCorrupt
-from common.segments.faults import SegmentGone, fork
+from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
+from common.segments.parquet_guard import SegmentGone, fork
 from common.segments.reader import SegmentReader
-from common.segments.rows import CONTENT_COLUMNS, first_difference
-from common.segments.schema import SCHEMA
 from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch, preference
@@ -35,7 +34,7 @@ NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnreadPart:
     """Some rows of a stretch, ascending, all from `segment`.
 
     `segment` has no other rows between the part before, or `since` where that is greater, and the last of
@@ -95,7 +94,7 @@ class StretchReader:
 
     def parts(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
-    ) -> Iterator[Part]:
+    ) -> Iterator[UnreadPart]:
         """As `batches`, with the segment that each comes from.
 
         Raises SegmentCorrupt and SegmentGone for the stretch's own segment, DataError (E-FORK) where two
@@ -124,12 +123,12 @@ class StretchReader:
         found = sum(batch.num_rows for batch in self.batches(unread, ("sequence",)))
         return min(self.footer.ledger.unread(), len(unread) - found)
 
-    def _own(self, rows: SequenceRange, columns: Sequence[str] | None) -> Iterator[Part]:
+    def _own(self, rows: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
         segment, since = self._stretch.segment, self._stretch.rows.first
         for batch in self._reader.batches(rows, columns):
-            yield Part(segment, since, batch)
+            yield UnreadPart(segment, since, batch)
 
-    def _united(self, within: SequenceRange, columns: Sequence[str] | None) -> Iterator[Part]:
+    def _united(self, within: SequenceRange, columns: Sequence[str] | None) -> Iterator[UnreadPart]:
         """The rows that any of the segments has inside `within`, without those that cannot be read."""
         names = [name for name in SCHEMA.names if columns is None or name in columns]
         own = self._stretch.segment
@@ -141,7 +140,7 @@ class StretchReader:
                 for segment, batch in uniting.parts():
                     begins = self._stretch.rows if segment is own else within
                     since = max(begins.first, segment.coverage.first)
-                    yield Part(segment, since, batch.select(names))
+                    yield UnreadPart(segment, since, batch.select(names))
                     position = batch.column("sequence")[-1].as_py() + 1
                 return
             except _UnusableError as error:

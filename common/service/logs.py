@@ -10,18 +10,100 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import queue
 import sys
 import traceback
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any, TextIO
 
 import structlog
 from structlog.stdlib import BoundLogger, ProcessorFormatter
 
 from common.errors import FloeError
-from common.service.log_writer import LineHandler
-from common.service.text import escaped
+from common.service.metrics import counter
+
+CAPACITY = 10_000  # lines waiting; beyond it lines are dropped and counted
+FLUSH_TIMEOUT = 1.0  # seconds
+
+dropped_lines = counter("log_lines_dropped", "Log lines dropped because nobody reads the log fast enough")
+
+
+class LineHandler(QueueHandler):
+    """Formats in the caller's thread; a thread of its own writes. `dropped`: lines lost so far."""
+
+    def __init__(self, stream: TextIO, capacity: int = CAPACITY) -> None:
+        self._lines: queue.Queue[Any] = queue.Queue(capacity)
+        super().__init__(self._lines)
+        self.dropped = 0
+        self._writer = _Writer(stream, self)
+        self._writer.start()
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+        """The queue is full, or a value's str() failed, which must not fail the service."""
+        self.drop()
+
+    def drop(self) -> None:
+        self.dropped += 1
+        dropped_lines.inc()
+
+    def flush(self) -> None:
+        """Wait until the lines so far are written; FLUSH_TIMEOUT at most."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_TIMEOUT)
+
+    def close(self) -> None:
+        """Write what waits (as `flush`) and end the thread."""
+        self.flush()
+        with suppress(queue.Full):
+            self._writer.enqueue_sentinel()
+        super().close()
+
+
+class _Writer(QueueListener):
+    """Writes the lines of a handler, and tells how many it had to drop."""
+
+    def __init__(self, stream: TextIO, handler: LineHandler) -> None:
+        super().__init__(handler.queue)
+        self._stream, self._handler, self._told = stream, handler, 0
+        # Past Python's buffer: a thread stuck in its lock would keep the interpreter from ending.
+        self._descriptor: int | None = None
+        with suppress(OSError, ValueError, AttributeError):
+            self._descriptor = stream.fileno()
+
+    def handle(self, record: Any) -> None:
+        if lines := self._handler.dropped - self._told:
+            self._told += lines
+            text = f"log lines dropped: {lines}"
+            told = logging.LogRecord("common.logs", logging.WARNING, "", 0, text, None, None)
+            self._write(self._handler.format(told))
+        self._write(record)
+
+    def _write(self, line: str) -> None:
+        try:
+            if self._descriptor is None:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+                return
+            data = line.encode("utf-8", "backslashreplace") + b"\n"
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except (OSError, ValueError):
+            self._handler.drop()
+
+
+def escaped(text: str) -> str:
+    """`text` with control characters and line ends escaped: data cannot forge lines or move the cursor."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE = 4096  # characters of one value; longer ones are cut, so that no event floods the log
@@ -155,6 +237,6 @@ def _as_text(line: dict[str, Any]) -> str:
 
 
 def _as_word(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    is_word = text and text.isprintable() and not set(text) & set(' ="')
-    return text if is_word or not isinstance(value, str) else json.dumps(text, ensure_ascii=False)
+    if isinstance(value, str) and value and value.isprintable() and not set(value) & set(' ="'):
+        return value
+    return json.dumps(value, ensure_ascii=False)

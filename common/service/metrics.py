@@ -1,4 +1,4 @@
-"""The metrics registry. Each part declares its metrics once, at import, with these helpers.
+"""The metrics registry and Floe's version. Each part declares its metrics once, at import, with these.
 
 Every name gets the prefix `floe_`. Labels are site, feed, partition, target and small fixed sets (reason,
 level, op, result); never a subject, a sender or a segment, which would grow without bound. Base units only:
@@ -9,14 +9,38 @@ from __future__ import annotations
 
 import itertools
 import platform
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from common.service.version import version
+M = TypeVar("M", Counter, Histogram)
+
+DISTRIBUTION = "floe-jetstream"
+
+
+@cache
+def version() -> str:
+    """The version of the installed distribution, or of the checkout that runs; else `unknown`."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return _of_checkout(Path(__file__).parents[2] / "pyproject.toml")
+
+
+def _of_checkout(project: Path) -> str:
+    try:
+        found = tomllib.loads(project.read_text())["project"]
+    except (OSError, tomllib.TOMLDecodeError, KeyError):
+        return "unknown"
+    return str(found["version"]) if found.get("name") == DISTRIBUTION else "unknown"
+
 
 PREFIX = "floe_"
 
@@ -40,9 +64,7 @@ def counter(
     """
     if unknown := sets.keys() - set(labels):
         raise ValueError(f"metric {name}: expected sets of its labels, found {unknown}")
-    made = Counter(PREFIX + name, help, labels, registry=REGISTRY)
-    _note(made, name, labels, kind, sets)
-    return made
+    return _noted(Counter(PREFIX + name, help, labels, registry=REGISTRY), name, labels, kind, sets)
 
 
 def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
@@ -63,8 +85,7 @@ def histogram(
     `kind`: see `begin`.
     """
     made = Histogram(PREFIX + name, help, labels, registry=REGISTRY, buckets=buckets)
-    _note(made, name, labels, kind, {})
-    return made
+    return _noted(made, name, labels, kind, {})
 
 
 # Beginning at 0: a counter without a sample has no increase at its first event, which no alert then sees
@@ -79,26 +100,16 @@ class Counted(NamedTuple):
     kind: str
     sets: Mapping[str, tuple[str, ...]]
 
-    def begin(self, values: Mapping[str, str]) -> None:
-        """Have it show 0 for `values`, with every combination of its fixed sets."""
-        for combination in itertools.product(*self.sets.values()):
-            self.metric.labels(**values, **dict(zip(self.sets, combination, strict=True)))
-
 
 COUNTED: list[Counted] = []
 
 
-def _note(
-    metric: Counter | Histogram,
-    name: str,
-    labels: Sequence[str],
-    kind: str,
-    sets: Mapping[str, Iterable[str]],
-) -> None:
+def _noted(metric: M, name: str, labels: Sequence[str], kind: str, sets: Mapping[str, Iterable[str]]) -> M:
     free = tuple(label for label in labels if label not in sets)
     fixed = {label: tuple(map(str, values)) for label, values in sets.items()}
     if labels:  # without any it shows 0 from its declaration on
         COUNTED.append(Counted(metric, name, free, kind, fixed))
+    return metric
 
 
 def begin(prefix: str, kind: str = "", **labels: str) -> None:
@@ -108,7 +119,8 @@ def begin(prefix: str, kind: str = "", **labels: str) -> None:
     """
     for each in COUNTED:
         if each.name.startswith(prefix) and each.kind == kind and set(each.labels) == labels.keys():
-            each.begin(labels)
+            for values in itertools.product(*each.sets.values()):
+                each.metric.labels(**labels, **dict(zip(each.sets, values, strict=True)))
 
 
 build_info = gauge("build_info", "1, labelled with the version of Floe and of Python", ("version", "python"))

@@ -8,21 +8,112 @@ from __future__ import annotations
 
 import errno
 import html
+import io
 import json
+import socket
+import socketserver
 import threading
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from common.clock import Clock
+from common.clock import Clock, SystemClock
 from common.errors import ConfigError, FloeError, Unavailable
-from common.service.metrics import REGISTRY
-from common.service.monitor_http import Answer, HttpServer
-from common.service.text import escaped
-from common.service.version import version
-from common.settings.units import parse_listen
+from common.service.logs import escaped
+from common.service.metrics import REGISTRY, version
+from common.settings.types import parse_listen
+from common.tasks import told
+
+MAX_REQUEST = 8192  # bytes of a request's head; bodies are not read
+MAX_REQUESTS = 16  # answered at the same time; further ones are turned away
+REQUEST_TIMEOUT = 5.0  # seconds to send a request, and to take each part of the answer
+
+Answer = tuple[int, str, bytes]  # HTTP status, content type, body
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Answers each request with `answer(path, accept)`, in a thread of its own."""
+
+    daemon_threads = True
+    block_on_close = False  # a scraper that never reads must not hold the shutdown
+    allow_reuse_port = False
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], answer: Callable[[str, str], Answer]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self.answer = answer
+        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the name service for this host's name, which may take seconds.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is its own affair."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HttpServer
+    timeout = REQUEST_TIMEOUT
+    server_version, sys_version = "floe", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(io.BytesIO(_read_head(self.connection)))
+
+    def do_GET(self) -> None:
+        try:
+            status, content_type, body = self.server.answer(self.path, self.headers.get("Accept", ""))
+        except Exception as error:  # the server goes on with the next request
+            known = told(error, "monitor", f"monitor {self.path.partition('?')[0]:.80}")
+            status, content_type, body = 500, "text/plain; charset=utf-8", f"{known.line()}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815  (the name that the server looks for)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+
+def _read_head(connection: socket.socket) -> bytes:
+    """The head of a request, all of it within REQUEST_TIMEOUT seconds and MAX_REQUEST bytes; else OSError."""
+    clock = SystemClock()
+    deadline = clock.monotonic() + REQUEST_TIMEOUT
+    head = b""
+    while b"\r\n\r\n" not in head:
+        connection.settimeout(max(0.01, deadline - clock.monotonic()))
+        part = connection.recv(MAX_REQUEST - len(head))  # 0 bytes once it is too long
+        if not part:
+            raise ConnectionError("not a request, or too long a one")
+        head += part
+    connection.settimeout(REQUEST_TIMEOUT)
+    return head
+
 
 MAX_BEAT_AGE = 30.0  # seconds without a heartbeat of the event loop before /healthz says so
 
@@ -34,8 +125,7 @@ class Health:
         self._clock = clock
         self._lock = threading.Lock()
         self._beat = clock.monotonic()
-        self._not_ready: dict[str, str] = {}
-        self._parts: set[str] = set()
+        self._not_ready: dict[str, str] = {}  # by part, why; empty where it is ready
         self._status: dict[str, Mapping[str, Any]] = {}
 
     def beat(self) -> None:
@@ -53,15 +143,11 @@ class Health:
     def set_ready(self, part: str, ready: bool, why: str = "") -> None:
         """Whether `part` ("nats", "objects", a chain) works, and `why` not."""
         with self._lock:
-            self._parts.add(part)
-            self._not_ready.pop(part, None)
-            if not ready:
-                self._not_ready[part] = why or "not ready"
+            self._not_ready[part] = "" if ready else why or "not ready"
 
     def forget(self, part: str) -> None:
         """`part` is no longer this process's: it is neither ready nor not, and has no status."""
         with self._lock:
-            self._parts.discard(part)
             self._not_ready.pop(part, None)
             self._status.pop(part, None)
 
@@ -72,9 +158,9 @@ class Health:
     def problems(self) -> list[str]:
         """`part: why` for each part that is not ready, by name; empty when all are."""
         with self._lock:
-            if not self._parts:
+            if not self._not_ready:
                 return ["starting: nothing has reported yet"]
-            return [f"{part}: {why}" for part, why in sorted(self._not_ready.items())]
+            return [f"{part}: {why}" for part, why in sorted(self._not_ready.items()) if why]
 
     def set_status(self, part: str, status: Mapping[str, Any]) -> None:
         """What /status shows for `part`: values that JSON holds, no secrets, no payloads."""

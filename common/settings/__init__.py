@@ -1,1 +1,1 @@
-"""What a user tunes: one frozen model for each section of the configuration, attribute names as the keys."""
+"""What a user tunes: a frozen model for each section of the configuration, its attributes the keys."""

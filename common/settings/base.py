@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -31,6 +31,28 @@ class Section(BaseModel):
         """
         yield from ()
 
+    def given(self, *names: str) -> list[str]:
+        """Those of the keys that are set (not empty, not 0, not false)."""
+        return [name for name in names if getattr(self, name)]
+
+    def together(self, one: str, other: str) -> Iterator[tuple[str, str]]:
+        """The problem, if one of two keys is set without the other."""
+        for there, missing in ((one, other), (other, one)):
+            value = getattr(self, missing)
+            if getattr(self, there) and not value:
+                file = f" or {missing}_file" if isinstance(value, SecretStr) else ""
+                yield there, f"expected {missing}{file} beside it, found none"
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        """What is given, with what other keys say of it; asked before any value is judged."""
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        return cls.completed(data) if isinstance(data, Mapping) else data
+
     @model_validator(mode="after")
     def _refuse_combinations(self) -> Self:
         if problems := list(self.combinations()):
@@ -53,6 +75,16 @@ def merged(defaults: Any, entry: Any) -> Any:
     return {**defaults, **entry, **both}
 
 
-def several(names: Mapping[str, object]) -> list[str]:
-    """The names whose value is set (not empty, not 0, not false)."""
-    return [name for name, value in names.items() if value]
+def merged_entries(section: Any, key: str, defaults: Any) -> Any:
+    """`section` with `defaults` below each entry of its list `key`, if it has one."""
+    if not isinstance(section, Mapping) or not isinstance(section.get(key), list | tuple):
+        return section
+    return {**section, key: [merged(defaults, entry) for entry in section[key]]}
+
+
+def repeated(values: Iterable[Hashable]) -> Iterator[tuple[int, int]]:
+    """The positions of each value that stood before: first the one where it did."""
+    first: dict[Hashable, int] = {}
+    for index, value in enumerate(values):
+        if first.setdefault(value, index) != index:
+            yield first[value], index

@@ -2,38 +2,64 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import Discriminator, Tag
 
 from common.chain import FEED_PATTERN
-from common.settings.advisory_subject import AdvisorySubject
-from common.settings.base import Section, merged, needed, option, several
-from common.settings.heartbeats import HeartbeatSettings
-from common.settings.overlap import first_overlap, first_repeated
-from common.settings.service import ServiceSettings
-from common.settings.start import StartSettings
-from common.settings.types import (
-    Duration,
-    Flag,
-    Label,
-    Listen,
-    Range,
-    Required,
-    Size,
-    StreamName,
-    SubjectFilter,
-    Text,
-    Whole,
-    is_filter,
-)
+from common.settings import types as t
+from common.settings.base import Section, merged_entries, needed, option, repeated
+from common.settings.service import ServiceSettings, StartSettings
+from common.subjects import first_overlap, first_repeated
+
+_NAME = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]{1,255}")  # a token of RFC 9110; a colon would end it
+_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]{0,4096}")
+
+
+class HeartbeatSubjectSettings(Section):
+    """One subject that heartbeats go to."""
+
+    subject: Annotated[t.Subject, t.Required] = needed("the subject")
+    interval: Annotated[t.Duration, t.Range("1s", "1d", or_zero=True)] = option(
+        "0s", "0s: that of `heartbeats`"
+    )
+
+
+class HeartbeatSettings(Section):
+    """Messages that keep a quiet stream moving."""
+
+    interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("10s", "between two of them")
+    headers: dict[t.Text, t.Text] = option({}, "headers of each")
+    subjects: tuple[HeartbeatSubjectSettings, ...] = option(
+        (), "where they are published; none: no heartbeats"
+    )
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        for name, value in self.headers.items():
+            if problem := _problem_of(name, value):
+                yield "headers", problem
+        for _, index in repeated(each.subject for each in self.subjects):
+            again = self.subjects[index].subject
+            yield f"subjects.{index}.subject", f"expected each subject once, found {again} again"
+
+
+def _problem_of(name: str, value: str) -> str:
+    """What is wrong with one header; empty: nothing."""
+    if not _NAME.fullmatch(name):
+        return f"expected a name of letters, digits and - _ ., found {name!r:.80}"
+    if name.lower().startswith(("nats-", "floe-")):
+        return f"expected no header that NATS or Floe acts on, found {name}"
+    if not _VALUE.fullmatch(value):
+        return f"expected a value of {name} on one line, at most 4096 characters, found {value!r:.80}"
+    return ""
 
 
 class EgressMonitorSettings(Section):
     """The monitor of egress."""
 
-    listen: Listen = option(
+    listen: t.Listen = option(
         "127.0.0.1:9464", "address and port of /metrics /healthz /readyz /status; empty: off"
     )
 
@@ -41,14 +67,14 @@ class EgressMonitorSettings(Section):
 class SegmentSettings(Section):
     """When a segment is closed, whichever comes first."""
 
-    max_messages: Annotated[Whole, Range(1, 100_000_000)] = option(1000000, "messages in one segment")
-    max_size: Annotated[Size, Range("64K", "4G", "smaller ones cost more requests than they carry")] = option(
-        "100M", "bytes of subjects, headers and payloads in one segment, before compression"
+    max_messages: Annotated[t.Whole, t.Range(1, 100_000_000)] = option(1000000, "messages in one segment")
+    max_size: Annotated[t.Size, t.Range("64K", "4G", "smaller ones cost more requests than they carry")] = (
+        option("100M", "bytes of subjects, headers and payloads in one segment, before compression")
     )
     max_age: Annotated[
-        Duration, Range("1s", "1d", "each segment is an object, and a request at every reader")
+        t.Duration, t.Range("1s", "1d", "each segment is an object, and a request at every reader")
     ] = option("5m", "how long a message waits at most before its segment is stored")
-    compression_level: Annotated[Whole, Range(1, 22)] = option(1, "of zstd")
+    compression_level: Annotated[t.Whole, t.Range(1, 22)] = option(1, "of zstd")
 
 
 MAX_PARTITIONS = 1024
@@ -59,21 +85,18 @@ class PartitionSettings(Section):
     """Filtered slices of a feed, numbered from 0."""
 
     count: Annotated[
-        Whole, Range(1, MAX_PARTITIONS, "each has a worker, a consumer and a lease of its own")
+        t.Whole, t.Range(1, MAX_PARTITIONS, "each has a worker, a consumer and a lease of its own")
     ] = option(1, "how many")
-    subject: Text = option("", "the filter of each, with `{partition}` in it; needed where count is over 1")
+    subject: t.Text = option("", "the filter of each, with `{partition}` in it; needed where count is over 1")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
+        expected = ""
         if self.count > 1 and PARTITION not in self.subject:
-            yield (
-                "subject",
-                f"expected {{partition}} in it where count is {self.count}, found {self.subject!r}",
-            )
-        elif self.subject and not is_filter(self.filters()[0]):
-            yield (
-                "subject",
-                f"expected a subject, * and a last > allowed, without empty tokens, found {self.subject!r}",
-            )
+            expected = f"{{partition}} in it where count is {self.count}"
+        elif self.subject and not t.is_filter(self.filters()[0]):
+            expected = "a subject, * and a last > allowed, without empty tokens"
+        if expected:
+            yield "subject", f"expected {expected}, found {self.subject!r}"
 
     def filters(self) -> tuple[str, ...]:
         """The filter of each, by its number. No two overlap: they differ in a token that is no wildcard."""
@@ -83,65 +106,60 @@ class PartitionSettings(Section):
 class AdvisorySettings(Section):
     """Documents about who was seen when."""
 
-    subject: AdvisorySubject = option(
+    subject: t.AdvisorySubject = option(
         "", "where they are published; `%s` the event, `%v` the value; empty: none"
     )
-    reliable: Flag = option(False, "try again until they are stored")
-
-
-def _form_of_partitions(value: Any) -> str:
-    return "(list)" if isinstance(value, list | tuple) else "(mapping)"
+    reliable: t.Flag = option(False, "try again until they are stored")
 
 
 Partitions = Annotated[
-    Annotated[PartitionSettings, Tag("(mapping)")] | Annotated[tuple[SubjectFilter, ...], Tag("(list)")],
-    Discriminator(_form_of_partitions),
+    Annotated[PartitionSettings, Tag("(mapping)")] | Annotated[tuple[t.SubjectFilter, ...], Tag("(list)")],
+    Discriminator(lambda value: "(list)" if isinstance(value, list | tuple) else "(mapping)"),
 ]
 
 
 class FeedSettings(StartSettings):
     """One named way of freezing a stream. `name` is never empty: without one it is the stream's."""
 
-    name: StreamName = option("", "the feed's name in the store; default: the stream")
-    stream: Annotated[StreamName, Required] = needed("the stream")
-    filter_subject: SubjectFilter = option("", "freeze only these subjects; excludes `partitions`")
+    name: t.StreamName = option("", "the feed's name in the store; default: the stream")
+    stream: Annotated[t.StreamName, t.Required] = needed("the stream")
+    filter_subject: t.SubjectFilter = option("", "freeze only these subjects; excludes `partitions`")
     partitions: Partitions = option(
         {}, "slices that are frozen side by side: a mapping, or a list of filters"
     )
-    max_age: Annotated[Duration, Range("1s", or_zero=True)] = option(
+    max_age: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "leave out messages older than this, counted from the newest one seen; 0s: off"
     )
-    relay: Flag = option(False, "the stream is itself a target of Floe")
+    relay: t.Flag = option(False, "the stream is itself a target of Floe")
     on_recreated: Literal["continue", "halt"] = option(
         "continue", "when the stream was deleted and made again: begin its next incarnation, or wait for you"
     )
-    inspect_field: Label = option("", "sample by this field of JSON payloads")
-    inspect_header: Label = option("", "sample by this header")
-    inspect_subject_token: Annotated[Whole, Range(-1, 255)] = option(
+    inspect_field: t.Label = option("", "sample by this field of JSON payloads")
+    inspect_header: t.Label = option("", "sample by this header")
+    inspect_subject_token: Annotated[t.Whole, t.Range(-1, 255)] = option(
         0, "sample by this token of the subject, from 1; -1: the whole subject; 0: off"
     )
-    inspect_force_field: Label = option("", "a field that, when true, lets a message pass")
-    inspect_duration: Annotated[Duration, Range("1s", or_zero=True)] = option(
+    inspect_force_field: t.Label = option("", "a field that, when true, lets a message pass")
+    inspect_duration: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "let one message for each value pass in this time; needed with sampling"
     )
-    warn_duration: Annotated[Duration, Range("1s", or_zero=True)] = option(
+    warn_duration: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "tell that a value was not seen for this long; 0s: half of `inspect_duration`"
     )
-    size_trigger: Size = option("0", "a payload that changes its size by this many bytes passes; 0: off")
-    snapshot_interval: Annotated[Duration, Range("1s", "1d")] = option(
+    size_trigger: t.Size = option("0", "a payload that changes its size by this many bytes passes; 0: off")
+    snapshot_interval: Annotated[t.Duration, t.Range("1s", "1d")] = option(
         "1m", "between snapshots of the sampler"
     )
     advisory: AdvisorySettings = option({}, "documents about who was seen when; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
 
-    @model_validator(mode="before")
     @classmethod
-    def _name_by_stream(cls, data: Any) -> Any:
-        stream = data.get("stream") if isinstance(data, Mapping) else None
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        stream = given.get("stream")
         # A wrong stream is told once, as the stream.
-        if isinstance(stream, str) and FEED_PATTERN.fullmatch(stream) and data.get("name", "") == "":
-            return {**data, "name": stream}
-        return data
+        if isinstance(stream, str) and FEED_PATTERN.fullmatch(stream) and given.get("name", "") == "":
+            return {**given, "name": stream}
+        return given
 
     def filters(self) -> tuple[str, ...]:
         """The filter subject of each partition, by its number; empty: all subjects. Never without one."""
@@ -160,8 +178,7 @@ class FeedSettings(StartSettings):
         return next(iter(self._sampling_keys()), "")
 
     def _sampling_keys(self) -> list[str]:
-        names = ("inspect_field", "inspect_header", "inspect_subject_token")
-        return several({name: getattr(self, name) for name in names})
+        return self.given("inspect_field", "inspect_header", "inspect_subject_token")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()
@@ -172,22 +189,19 @@ class FeedSettings(StartSettings):
         found = self._sampling_keys()
         if len(found) > 1:
             yield found[1], f"expected at most one key to sample by, found {' and '.join(found)}"
-        yield from self._with_sampling() if found else self._without_sampling()
-
-    def _with_sampling(self) -> Iterator[tuple[str, str]]:
-        if not self.inspect_duration:
-            yield self.sampling_key, "expected inspect_duration beside it, found none"
+        if not found:
+            yield from self._without_sampling()
+        elif not self.inspect_duration:
+            yield found[0], "expected inspect_duration beside it, found none"
         elif self.warn_duration >= self.inspect_duration:
             yield "warn_duration", "expected less than inspect_duration, found as much or more"
 
     def _without_sampling(self) -> Iterator[tuple[str, str]]:
-        names = ("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
-        found = several({name: getattr(self, name) for name in names} | {"advisory": self.advisory.subject})
-        for name in found:
-            yield (
-                name,
-                "expected inspect_field, inspect_header or inspect_subject_token beside it, found none",
-            )
+        found = self.given("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
+        why = "expected inspect_field, inspect_header or inspect_subject_token beside it, found none"
+        yield from ((name, why) for name in found)
+        if self.advisory.subject:
+            yield "advisory", why
 
 
 def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -206,23 +220,17 @@ class EgressSettings(ServiceSettings):
     """What a site freezes."""
 
     monitor: EgressMonitorSettings = option({}, "the monitor")
-    workers: Annotated[Whole, Range(1, 64)] = option(1, "processes, under one monitor")
+    workers: Annotated[t.Whole, t.Range(1, 64)] = option(1, "processes, under one monitor")
     defaults: dict[str, Any] = option({}, "keys that entries of `feeds` may override")
     feeds: tuple[FeedSettings, ...] = option((), "what is frozen")
     heartbeats: HeartbeatSettings = option({}, "messages that keep a quiet stream moving")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or not isinstance(data.get("feeds"), list | tuple):
-            return data
-        return {**data, "feeds": [merged(data.get("defaults"), feed) for feed in data["feeds"]]}
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        return merged_entries(given, "feeds", given.get("defaults"))
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()
-        first: dict[str, int] = {}
-        for index, feed in enumerate(self.feeds):
-            if feed.name in first:
-                where = f"feeds.{first[feed.name]} and feeds.{index}"
-                yield f"feeds.{index}.name", f"expected a name of its own, found {feed.name!r} in {where}"
-            first.setdefault(feed.name, index)
+        for first, index in repeated(feed.name for feed in self.feeds):
+            found = f"{self.feeds[index].name!r} in feeds.{first} and feeds.{index}"
+            yield f"feeds.{index}.name", f"expected a name of its own, found {found}"

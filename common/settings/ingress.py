@@ -6,29 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator
 
-from common.jetstream.transforms import TransformError, compile_transform
-from common.settings.base import Section, merged, needed, option
-from common.settings.service import ServiceSettings
-from common.settings.start import StartSettings
-from common.settings.types import (
-    Duration,
-    Flag,
-    Kind,
-    Listen,
-    OneOrMore,
-    Range,
-    Required,
-    SiteName,
-    Size,
-    StreamName,
-    SubjectFilter,
-    Text,
-    Whole,
-    matching,
-    refuse,
-)
+from common.settings import types as t
+from common.settings.base import Section, merged_entries, needed, option, repeated
+from common.settings.service import ServiceSettings, StartSettings
+from common.transforms import TransformError, compile_transform
 
 _AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")
 _REMOVED = re.compile(r"[^\s*>\x00-\x1f\x7f]+")
@@ -45,16 +28,16 @@ _NEVER_CONTROL = ("nats-expected-", "nats-batch-", "nats-msg-id", "nats-required
 
 def _check_control_header(name: str) -> str:
     if not re.fullmatch(r"Nats-[A-Za-z0-9-]+", name, re.IGNORECASE):
-        raise refuse("a header of NATS such as Nats-TTL")
+        raise t.refuse("a header of NATS such as Nats-TTL")
     if name.lower().startswith(_NEVER_CONTROL):
-        raise refuse("a header that ingress does not set itself, such as Nats-TTL")
+        raise t.refuse("a header that ingress does not set itself, such as Nats-TTL")
     return name
 
 
 class IngressMonitorSettings(Section):
     """The monitor of ingress."""
 
-    listen: Listen = option(
+    listen: t.Listen = option(
         "127.0.0.1:9465", "address and port of /metrics /healthz /readyz /status; empty: off"
     )
 
@@ -62,13 +45,13 @@ class IngressMonitorSettings(Section):
 class CreateSettings(Section):
     """How a target stream that does not exist is created."""
 
-    replicas: Annotated[Whole, Range(1, 5)] = option(1, "copies in the cluster")
+    replicas: Annotated[t.Whole, t.Range(1, 5)] = option(1, "copies in the cluster")
     storage: Literal["file", "memory"] = option("file", "where the server keeps it")
-    max_age: Annotated[Duration, Range("1s", or_zero=True)] = option(
+    max_age: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "messages are kept this long; 0s: for ever"
     )
-    max_bytes: Size = option(0, "bytes that are kept; 0: no limit")
-    subjects: tuple[Annotated[SubjectFilter, Required], ...] = option(
+    max_bytes: t.Size = option(0, "bytes that are kept; 0: no limit")
+    subjects: tuple[Annotated[t.SubjectFilter, t.Required], ...] = option(
         (), "the subjects of the stream; none: all below the `subject_prefix` of each source"
     )
 
@@ -76,14 +59,12 @@ class CreateSettings(Section):
 class SubjectTransformSettings(Section):
     """A subject transform as NATS writes it."""
 
-    source: SubjectFilter = option("", "subjects it applies to; with `destination`")
-    destination: Text = option("", "what becomes of them; with `source`")
+    source: t.SubjectFilter = option("", "subjects it applies to; with `destination`")
+    destination: t.Text = option("", "what becomes of them; with `source`")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
-        if bool(self.source) != bool(self.destination):
-            there, missing = ("source", "destination") if self.source else ("destination", "source")
-            yield there, f"expected {missing} beside it, found none"
-        elif self.source:
+        yield from self.together("source", "destination")
+        if self.source and self.destination:
             try:
                 compile_transform(self.source, self.destination)
             except TransformError as error:
@@ -93,20 +74,20 @@ class SubjectTransformSettings(Section):
 class SourceSettings(StartSettings):
     """Chains that may flow into a target: those of any of `site` with any of `feed`."""
 
-    site: Annotated[tuple[Annotated[SiteName, Required], ...], OneOrMore, Required] = needed(
+    site: Annotated[tuple[Annotated[t.SiteName, t.Required], ...], t.OneOrMore, t.Required] = needed(
         "the site, or a list"
     )
-    feed: Annotated[tuple[Annotated[StreamName, Required], ...], OneOrMore, Required] = needed(
+    feed: Annotated[tuple[Annotated[t.StreamName, t.Required], ...], t.OneOrMore, t.Required] = needed(
         "the feed, or a list"
     )
-    subject_prefix: Annotated[Text, matching(_AFFIX, "the first tokens of a subject, without wildcards")] = (
-        option("", "put before each subject, with a dot")
-    )
-    subject_remove: Annotated[Text, matching(_REMOVED, "a part of a subject, without wildcards")] = option(
-        "", "removed from each subject, after the prefix was put; then `..` becomes `.`"
+    subject_prefix: Annotated[
+        t.Text, t.matching(_AFFIX, "the first tokens of a subject, without wildcards")
+    ] = option("", "put before each subject, with a dot")
+    subject_remove: Annotated[t.Text, t.matching(_REMOVED, "a part of a subject, without wildcards")] = (
+        option("", "removed from each subject, after the prefix was put; then `..` becomes `.`")
     )
     subject_transform: SubjectTransformSettings = option({}, "excludes the two above")
-    lost_segment_timeout: Annotated[Duration, Range("1s")] = option(
+    lost_segment_timeout: Annotated[t.Duration, t.Range("1s")] = option(
         "24h", "a hole is late until the first segment behind it is this old, then lost"
     )
     on_lost: Literal["halt", "skip"] = option(
@@ -119,9 +100,8 @@ class SourceSettings(StartSettings):
             yield "subject_transform", "expected it without subject_prefix and subject_remove, found both"
         for name in ("site", "feed"):
             values = getattr(self, name)
-            for index, value in enumerate(values):
-                if value in values[:index]:
-                    yield f"{name}.{index}", f"expected each {name} once, found {value!r} twice"
+            for _, index in repeated(values):
+                yield f"{name}.{index}", f"expected each {name} once, found {values[index]!r} twice"
 
     def pairs(self) -> list[tuple[str, str]]:
         """Each (site, feed) of this entry."""
@@ -131,27 +111,32 @@ class SourceSettings(StartSettings):
 class TargetSettings(Section):
     """A target stream and what flows into it."""
 
-    stream: Annotated[StreamName, Required] = needed("the target stream")
+    stream: Annotated[t.StreamName, t.Required] = needed("the target stream")
     create: CreateSettings | None = option(
         None, "create the stream where it does not exist; null: stop instead"
     )
-    exclusive: Flag = option(True, "nobody else publishes to it")
+    exclusive: t.Flag = option(True, "nobody else publishes to it")
     delivery: Literal["exactly_once", "at_least_once"] = option(
         "exactly_once", "exactly once needs `exclusive: true`"
     )
     publisher: Literal["auto", "fast", "atomic", "single"] = option(
         "auto", "how messages are published; auto: the best that server and stream offer"
     )
-    control_headers: tuple[Annotated[Text, AfterValidator(_check_control_header), Kind("header")], ...] = (
-        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
-    )
+    control_headers: tuple[
+        Annotated[t.Text, AfterValidator(_check_control_header), t.TypeName("header")], ...
+    ] = option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
     on_oversize: Literal["halt", "park"] = option(
         "halt", "a message that with its headers is too large for the target: wait for you, or put it aside"
     )
     on_new_incarnation: Literal["continue", "halt"] = option(
         "continue", "when a source's stream was made again: go on with it, or wait for you"
     )
-    sources: Annotated[tuple[SourceSettings, ...], Required] = needed("the chains that may flow into it")
+    sources: Annotated[tuple[SourceSettings, ...], t.Required] = needed("the chains that may flow into it")
+
+    @property
+    def source_of(self) -> dict[tuple[str, str], SourceSettings]:
+        """The entry of `sources` for each (site, feed) that may flow into it."""
+        return {pair: source for source in self.sources for pair in source.pairs()}
 
     def subjects_to_create(self) -> tuple[str, ...]:
         """The subjects of the stream when it is created; empty without `create`."""
@@ -165,43 +150,38 @@ class TargetSettings(Section):
             yield "delivery", "expected at_least_once where exclusive is false, found exactly_once"
         if self.create and not self.create.subjects and not all(s.subject_prefix for s in self.sources):
             yield "create", "expected subjects where a source has no subject_prefix, found none"
-        first: dict[tuple[str, str], int] = {}
-        for index, source in enumerate(self.sources):
-            for site, feed in source.pairs():
-                other = first.setdefault((site, feed), index)
-                if other != index:
-                    where = f"sources.{other} and sources.{index}"
-                    yield (
-                        f"sources.{index}",
-                        f"expected each feed of a site once, found {site}/{feed} in {where}",
-                    )
+        pairs = [(pair, index) for index, source in enumerate(self.sources) for pair in source.pairs()]
+        for one, other in repeated(pair for pair, _ in pairs):
+            (site, feed), index = pairs[other]
+            if index != pairs[one][1]:
+                where = f"sources.{pairs[one][1]} and sources.{index}"
+                yield f"sources.{index}", f"expected each feed of a site once, found {site}/{feed} in {where}"
 
 
 class IngressSettings(ServiceSettings):
     """What flows into which streams."""
 
     monitor: IngressMonitorSettings = option({}, "the monitor")
-    poll_interval: Annotated[Duration, Range("1s", "1h", "each poll lists the store")] = option(
+    poll_interval: Annotated[t.Duration, t.Range("1s", "1h", "each poll lists the store")] = option(
         "10s", "between two looks for new segments; 60s where events are set"
     )
-    events: Annotated[Text, matching(_EVENTS, "nats://SUBJECT or sqs://QUEUE")] = option(
+    events: Annotated[t.Text, t.matching(_EVENTS, "nats://SUBJECT or sqs://QUEUE")] = option(
         "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
     )
-    silent_after: Annotated[Duration, Range("2m", "7d", "each process of egress gives one each minute")] = (
-        option(
-            "5m", "a site without a sign of life for this long is silent, a chain that is late for it is told"
-        )
+    silent_after: Annotated[
+        t.Duration, t.Range("2m", "7d", "each process of egress gives one each minute")
+    ] = option(
+        "5m", "a site without a sign of life for this long is silent, a chain that is late for it is told"
     )
     defaults: dict[str, Any] = option({}, "keys that entries of `sources` may override")
     targets: tuple[TargetSettings, ...] = option((), "the target streams")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping) or not isinstance(data.get("targets"), list | tuple):
-            return data
-        defaults = data.get("defaults")
-        return {**data, "targets": [_with_source_defaults(defaults, target) for target in data["targets"]]}
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        targets, defaults = given.get("targets"), given.get("defaults")
+        if not isinstance(targets, list | tuple):
+            return given
+        return {**given, "targets": [merged_entries(target, "sources", defaults) for target in targets]}
 
     @property
     def poll_seconds(self) -> float:
@@ -211,18 +191,6 @@ class IngressSettings(ServiceSettings):
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()
-        first: dict[str, int] = {}
-        for index, target in enumerate(self.targets):
-            other = first.setdefault(target.stream, index)
-            if other != index:
-                where = f"targets.{other} and targets.{index}"
-                yield (
-                    f"targets.{index}.stream",
-                    f"expected a stream of its own, found {target.stream!r} in {where}",
-                )
-
-
-def _with_source_defaults(defaults: Any, target: Any) -> Any:
-    if not isinstance(target, Mapping) or not isinstance(target.get("sources"), list | tuple):
-        return target
-    return {**target, "sources": [merged(defaults, source) for source in target["sources"]]}
+        for first, index in repeated(target.stream for target in self.targets):
+            found = f"{self.targets[index].stream!r} in targets.{first} and targets.{index}"
+            yield f"targets.{index}.stream", f"expected a stream of its own, found {found}"

@@ -1,19 +1,187 @@
-"""The whole configuration."""
+"""The whole configuration: store, compaction, log, and what is agreed but not built yet."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from common.settings.base import Section, merged, needed, option, plain
-from common.settings.compaction import CompactionSettings
+from common.settings import types as t
+from common.settings.base import Section, merged, needed, option, plain, repeated
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings
-from common.settings.nats import NatsSettings
-from common.settings.store import StoreSettings
-from common.settings.types import Label, Path, SiteName
+from common.settings.service import NatsSettings
+
+# What is encoded nowhere: no engine needs more, and names beginning with _ or . are skipped by most.
+_PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
+_REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
+_STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
+
+
+_ENDPOINT = t.host_url(("https", "http"), "access_key_id and secret_access_key_file", or_empty=True)
+
+
+class StoreTlsSettings(Section):
+    """TLS to the object store."""
+
+    ca: t.Path = option("", "CA certificates; empty: the system's")
+    insecure: t.Flag = option(
+        False, "do not check the server's certificate; for tests only, warned of at each start"
+    )
+
+
+class EncryptionSettings(Section):
+    """Encryption at rest, by the store."""
+
+    mode: Literal["none", "sse-s3", "sse-kms"] = option("none", "what the store encrypts with")
+    kms_key_id: t.Label = option("", "the key; with `sse-kms`, empty: the bucket's default")
+
+
+class StoreSettings(Section):
+    """Where segments are kept."""
+
+    url: Annotated[t.Text, AfterValidator(t.check_store_url), t.TypeName("URL")] = needed(
+        "`s3://bucket` or `file:///folder`"
+    )
+    prefix: Annotated[
+        t.Text, t.matching(_PREFIX, "parts of A-Z a-z 0-9 . _ = - joined by /, none beginning with . or _")
+    ] = option("data", "what every key begins with; empty: nothing")
+    endpoint_url: Annotated[t.Text, _ENDPOINT, t.TypeName("URL")] = option(
+        "", "a server that is not Amazon's: MinIO, SeaweedFS, Ceph"
+    )
+    region: Annotated[t.Text, t.matching(_REGION, "a region such as us-east-1"), t.Required] = option(
+        "us-east-1", "the region that requests are signed for"
+    )
+    addressing_style: Literal["auto", "path", "virtual"] = option(
+        "auto", "where the bucket stands in requests; auto: path with an `endpoint_url`"
+    )
+    checksum: Literal["sha256", "crc32", "none"] = option(
+        "sha256", "what the server checks uploads with; none: every object is read back whole"
+    )
+    access_key_id: t.Label = option("", "empty: the AWS credential chain")
+    secret_access_key: t.Secret = option("", "the secret of `access_key_id`")
+    tls: StoreTlsSettings = option({}, "TLS to the store")
+    storage_class: Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")] = (
+        option("", "empty: the bucket's default")
+    )
+    encryption: EncryptionSettings = option({}, "encryption at rest")
+    subject_statistics: t.Flag = option(
+        True,
+        "false: no least and greatest subject in the metadata of segments, where they are easy to read",
+    )
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        yield from self.together("access_key_id", "secret_access_key")
+        if self.encryption.kms_key_id and self.encryption.mode != "sse-kms":
+            yield "encryption.kms_key_id", f"expected mode sse-kms beside it, found {self.encryption.mode}"
+        if self.endpoint_url and self.url.startswith("file:"):
+            yield "endpoint_url", "expected none beside a file:// store, found one"
+        if self.endpoint_url.startswith("http:") and (self.tls.ca or self.tls.insecure):
+            yield "tls", "expected none for an http:// endpoint, found some"
+
+
+LEAST_AGE = 60.0  # seconds; what is younger may have neighbours that are still on their way
+LONG_READER = 6 * 3600.0  # seconds; a replay of a large archive takes hours
+
+_KEYS = ("from", "to", "min_age", "max_wait", "min_count", "max_count", "min_size", "max_size")
+_LEVELS = (
+    dict(zip(_KEYS, (0, 1, "1h", "1d", 10, 10000, "1G", "4G"), strict=True)),
+    dict(zip(_KEYS, (1, 2, "7d", "30d", 4, 10000, "8G", "16G"), strict=True)),
+)
+
+
+class SparkSettings(Section):
+    """The Spark session of the job."""
+
+    master: Annotated[t.Label, t.Required] = option("local[*]", "where it runs")
+    conf: dict[t.Text, t.Text] = option({}, "further settings of Spark, as text")
+
+
+class LevelSettings(Section):
+    """When segments of one level are merged into one of a higher level. `from_` is the key `from`."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    from_: Annotated[t.Whole, t.Range(0, 8)] = Field(alias="from", description="the level that is read")
+    to: Annotated[t.Whole, t.Range(1, 9)] = needed("the level that is written")
+    min_age: Annotated[t.Duration, t.Range("1s", None, "younger segments may still be on their way")] = (
+        option("1h", "segments younger than this wait")
+    )
+    max_wait: t.Duration = option(
+        "1d", "a run of `min_count` whose oldest is older than this is merged however small"
+    )
+    min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(
+        10, "segments that are worth a merge after `max_wait`"
+    )
+    max_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(10000, "segments of one merge at most")
+    min_size: Annotated[t.Size, t.Range("64K", "64G")] = option("1G", "stored bytes that are worth a merge")
+    max_size: Annotated[t.Size, t.Range("64K", "64G")] = option("4G", "stored bytes of one merge at most")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_by_name(cls, data: Any, info: ValidationInfo) -> Any:
+        if info.context == t.FROM_FILE and isinstance(data, Mapping) and "from_" in data:
+            raise t.refuse("the key from")
+        return data
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        if self.to <= self.from_:
+            yield "to", f"expected more than from, which is {self.from_}, found {self.to}"
+        for low, high in (("min_age", "max_wait"), ("min_count", "max_count"), ("min_size", "max_size")):
+            if getattr(self, low) > getattr(self, high):
+                yield high, f"expected at least {low}, found less"
+
+
+class RetentionSettings(Section):
+    """When segments are deleted for good."""
+
+    delete_after: Annotated[t.Duration, t.Range("1d", or_zero=True)] = option("0s", "0s: kept for ever")
+
+
+class CompactionSettings(Section):
+    """How segments are merged."""
+
+    engine: Literal["spark", "local"] = option("spark", "Spark, or this process without Java")
+    verify: Literal["spark", "merge"] = option(
+        "spark", "who proves that no row was lost: a job of its own, or the merge's own read-back"
+    )
+    spark: SparkSettings = option({}, "the Spark session")
+    levels: tuple[LevelSettings, ...] = option(_LEVELS, "which level becomes which")
+    delete: t.Flag = option(True, "delete inputs that were merged")
+    delete_grace: t.Duration = option(
+        "24h", "how long merged inputs stay, for readers that hold an older listing"
+    )
+    allow_short_times: t.Flag = option(
+        False,
+        "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store",
+    )
+    retention: RetentionSettings = option({}, "when segments are deleted for good")
+
+    def cautions(self) -> Iterator[tuple[str, str]]:
+        """Keys that are allowed as they are, and what can happen."""
+        if self.delete and self.delete_grace < LONG_READER and not self.allow_short_times:
+            why = (
+                f"{t.format_duration(self.delete_grace)} is shorter than a long replay or query may take: "
+                "what reads by an older listing finds segments deleted; Floe lists again, a Spark or DuckDB "
+                f"query fails; expected at least {t.format_duration(LONG_READER)}"
+            )
+            yield "delete_grace", why
+
+    def combinations(self) -> Iterator[tuple[str, str]]:
+        override = "or allow_short_times: true, where nobody else reads the store"
+        if self.delete and not self.delete_grace and not self.allow_short_times:
+            why = "expected a time in which readers of an older listing end, as 24h, found 0s"
+            yield "delete_grace", f"{why}; {override}"
+        for index, level in enumerate(self.levels):
+            if level.min_age < LEAST_AGE and not self.allow_short_times:
+                found = t.format_duration(level.min_age)
+                yield f"levels.{index}.min_age", f"expected at least 1m, found {found}; {override}"
+        for first, index in repeated(level.from_ for level in self.levels):
+            found = f"{self.levels[index].from_} in levels.{first} and levels.{index}"
+            yield f"levels.{index}.from", f"expected each level read once, found {found}"
+
 
 Role = Literal["egress", "ingress"]
 
@@ -31,9 +199,9 @@ class Settings(Section):
     `egress.nats` and `ingress.nats` are whole connections: `nats` with the overrides of the role.
     """
 
-    instance: Label = option("", "a label for logs; empty: the host's name")
-    site: SiteName = option("", "this site; needed with `egress.feeds`")
-    spool_dir: Path = option(
+    instance: t.Label = option("", "a label for logs; empty: the host's name")
+    site: t.SiteName = option("", "this site; needed with `egress.feeds`")
+    spool_dir: t.Path = option(
         "", "where segments are built; empty: the system's folder; nothing in it is needed to resume"
     )
     nats: NatsSettings = option(
@@ -45,15 +213,12 @@ class Settings(Section):
     ingress: IngressSettings = option({}, "what flows into which streams")
     compaction: CompactionSettings = option({}, "how segments are merged")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_overrides(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        return {
-            **data,
-            **{role: _with_nats(data.get("nats", {}), data.get(role, {})) for role in ("egress", "ingress")},
+    def completed(cls, given: Mapping[str, Any]) -> Any:
+        roles = {
+            role: _with_nats(given.get("nats", {}), given.get(role, {})) for role in ("egress", "ingress")
         }
+        return {**given, **roles}
 
     def nats_for(self, role: Role) -> NatsSettings:
         """The connection of `role`: `nats` with the role's overrides, key by key."""
@@ -77,12 +242,18 @@ class Settings(Section):
             for number, source in enumerate(target.sources):
                 if any(streams.get(pair) == target.stream for pair in source.pairs()):
                     key = f"ingress.targets.{index}.sources.{number}"
-                    yield (
-                        key,
-                        f"expected another stream than the target, found {target.stream} frozen by egress",
-                    )
+                    why = f"expected another stream than the target, found {target.stream} frozen by egress"
+                    yield key, why
 
 
 def _with_nats(nats: Any, role: Any) -> Any:
     role = plain(role)
     return {**role, "nats": merged(nats, role.get("nats", {}))} if isinstance(role, Mapping) else role
+
+
+_NATS = ("context", "jetstream_domain")
+
+UNBUILT = (
+    *(f"{section}.{key}" for section in ("nats", "egress.nats", "ingress.nats") for key in _NATS),
+    "compaction.retention.delete_after",
+)

@@ -8,24 +8,84 @@ what it found, and never a secret.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, SecretStr, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from common.chain import FEED_PATTERN, SITE_PATTERN
-from common.settings.units import (
-    DURATION_FORM,
-    LISTEN_FORM,
-    SIZE_FORM,
-    TIME_FORM,
-    parse_duration,
-    parse_listen,
-    parse_size,
-    parse_time,
-)
+from common.clock import TIME_FORM, parse_time
+from common.service.logs import get_logger
+
+log = get_logger("settings.secret_file")
+
+
+DURATION_FORM = "a duration such as 500ms 5s 5m 1h30m 7d 1w"
+SIZE_FORM = "a size such as 64K 100M 4G (binary, as NATS writes them)"
+LISTEN_FORM = "an address such as 127.0.0.1:9464 or [::1]:9464"
+
+MAX_DURATION = 100 * 365 * 86400.0  # seconds
+MAX_SIZE = 2**63 - 1  # bytes
+
+_MILLISECONDS = {"w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
+_BYTES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+
+_NUMBER = r"\d{1,19}(?:\.\d{1,9})?"
+_DURATION = re.compile(rf"(?:{_NUMBER}(?:ms|[smhdw]))+", re.ASCII)
+_DURATION_PART = re.compile(rf"({_NUMBER})(ms|[smhdw])", re.ASCII)
+_SIZE = re.compile(rf"({_NUMBER})([KMGTP]?)(?:(?<=[KMGTP])i?B|(?<![KMGTP])B)?", re.ASCII)
+_LISTEN = re.compile(r"(?:\[([\w.:%-]*)\]|([\w.%-]*)):([0-9]{1,5})")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, from one or more numbers each with its unit (ms s m h d w)."""
+    if not _DURATION.fullmatch(text):
+        raise ValueError(f"expected {DURATION_FORM}, found {text!r:.60}")
+    parts = _DURATION_PART.findall(text)
+    seconds = sum(Decimal(number) * _MILLISECONDS[unit] for number, unit in parts) / 1000
+    if seconds > MAX_DURATION:
+        raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found {text!r:.60}")
+    return float(seconds)
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest text that `parse_duration` reads as `seconds`, to the millisecond; `0s` for nothing."""
+    left, text = round(seconds * 1000), ""
+    for unit, length in _MILLISECONDS.items():
+        count, left = divmod(left, length)
+        text += f"{count}{unit}" if count else ""
+    return text or "0s"
+
+
+def parse_size(text: str) -> int:
+    """Bytes: a number, alone or with K M G T P, each with or without B or iB; all binary."""
+    match = _SIZE.fullmatch(text)
+    size = int(Decimal(match[1]) * _BYTES[match[2]]) if match else -1
+    if not match or size > MAX_SIZE:
+        raise ValueError(f"expected {SIZE_FORM}, found {text!r:.60}")
+    return size
+
+
+def format_size(size: int) -> str:
+    """The text that `parse_size` reads as `size`, in the largest unit that divides it."""
+    unit = next((u for u, n in reversed(_BYTES.items()) if size and size % n == 0), "")
+    return f"{size // _BYTES[unit]}{unit}"
+
+
+def parse_listen(text: str) -> tuple[str, int] | None:
+    """Host and port (0: any free one) to listen on; `:9464`: everywhere; None for an empty text: nowhere."""
+    if not text:
+        return None
+    match = _LISTEN.fullmatch(text)
+    if not match or int(match[3]) > 65535:
+        raise ValueError(f"expected {LISTEN_FORM}, found {text!r:.60}")
+    return match[1] or match[2] or "0.0.0.0", int(match[3])  # noqa: S104  (asked for by leaving the host out)
+
 
 #: The validation context of values that come from a file.
 FROM_FILE = {"source": "file"}
@@ -49,7 +109,7 @@ def refuse(expected: str, **context: Any) -> PydanticCustomError:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TypeName:
     """What a type is called in the documentation."""
 
     name: str
@@ -99,18 +159,14 @@ def _text(value: Any) -> Any:
     raise refuse("text" + ("; quote it" if isinstance(value, bool | int | float) else ""))
 
 
-def _whole(value: Any) -> Any:
-    value = _core_scalar(value) if isinstance(value, Expanded) else value
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise refuse("a whole number")
-    return value
+def _exactly(kind: type, form: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        value = _core_scalar(value) if isinstance(value, Expanded) else value
+        if type(value) is not kind:
+            raise refuse(form)
+        return value
 
-
-def _flag(value: Any) -> Any:
-    value = _core_scalar(value) if isinstance(value, Expanded) else value
-    if not isinstance(value, bool):
-        raise refuse("true or false")
-    return value
+    return BeforeValidator(check)
 
 
 def _duration(value: Any, info: ValidationInfo) -> Any:
@@ -119,26 +175,19 @@ def _duration(value: Any, info: ValidationInfo) -> Any:
     return _parsed(value, parse_duration, DURATION_FORM)
 
 
-def _size(value: Any, _info: ValidationInfo) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    return _parsed(value, parse_size, SIZE_FORM)
+def _size(value: Any) -> Any:
+    is_bytes = isinstance(value, int) and not isinstance(value, bool)
+    return _parsed(str(value) if is_bytes else value, parse_size, SIZE_FORM)
 
 
 def _parsed(value: Any, parse: Callable[[str], Any], form: str) -> Any:
+    if not isinstance(value, str):
+        raise refuse(form)
     try:
-        return parse(str(value)) if isinstance(value, str) else _raise(form)
+        return parse(value)
     except ValueError as error:
         limit = re.match(r"expected (at most .*), found", str(error))
         raise refuse(limit[1] if limit else form) from error
-
-
-def _raise(form: str) -> Any:
-    raise refuse(form)
-
-
-def _secret(value: Any) -> Any:
-    return value if isinstance(value, SecretStr) else _text(value)
 
 
 def matching(pattern: re.Pattern[str], form: str) -> AfterValidator:
@@ -163,19 +212,19 @@ def readable(parse: Callable[[str], Any], form: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 # Lists come as tuples: what is loaded never changes.
-OneOrMore = BeforeValidator(_as_tuple)
+OneOrMore = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 
-Text = Annotated[str, BeforeValidator(_text), Kind("text")]
-Whole = Annotated[int, BeforeValidator(_whole), Kind("number")]
-Flag = Annotated[bool, BeforeValidator(_flag), Kind("true or false")]
-Duration = Annotated[float, BeforeValidator(_duration), Kind("duration")]
-Size = Annotated[int, BeforeValidator(_size), Kind("size")]
-Secret = Annotated[SecretStr, BeforeValidator(_secret), Kind("secret")]
+Text = Annotated[str, BeforeValidator(_text), TypeName("text")]
+Whole = Annotated[int, _exactly(int, "a whole number"), TypeName("number")]
+Flag = Annotated[bool, _exactly(bool, "true or false"), TypeName("true or false")]
+Duration = Annotated[float, BeforeValidator(_duration), TypeName("duration")]
+Size = Annotated[int, BeforeValidator(_size), TypeName("size")]
+Secret = Annotated[
+    SecretStr,
+    BeforeValidator(lambda value: value if isinstance(value, SecretStr) else _text(value)),
+    TypeName("secret"),
+]
 
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,4095}")
 _LABEL = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
@@ -183,25 +232,25 @@ _BUCKET = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*")
 _FILTER = re.compile(r"([^\s.>\x00-\x1f\x7f]+(\.[^\s.>\x00-\x1f\x7f]+)*(\.>)?|>)")
 
-Path = Annotated[Text, matching(_PATH, "a path without control characters"), Kind("path")]
+Path = Annotated[Text, matching(_PATH, "a path without control characters"), TypeName("path")]
 Label = Annotated[Text, matching(_LABEL, "at most 255 characters on one line")]
 SiteName = Annotated[
-    Text,
-    matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"),
-    Kind("name"),
+    Text, matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"), TypeName("name")
 ]
 StreamName = Annotated[
     Text,
     matching(FEED_PATTERN, "a stream name: 1 to 255 characters without space . * > / \\"),
-    Kind("name"),
+    TypeName("name"),
 ]
-BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), Kind("name")]
-Subject = Annotated[Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), Kind("subject")]
+BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), TypeName("name")]
+Subject = Annotated[
+    Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), TypeName("subject")
+]
 SubjectFilter = Annotated[
-    Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), Kind("subject")
+    Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), TypeName("subject")
 ]
-Time = Annotated[Text, readable(parse_time, TIME_FORM), Kind("time")]
-Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), Kind("address")]
+Time = Annotated[Text, readable(parse_time, TIME_FORM), TypeName("time")]
+Listen = Annotated[Text, readable(parse_listen, LISTEN_FORM), TypeName("address")]
 
 
 def is_subject(text: str) -> bool:
@@ -222,3 +271,113 @@ def required(value: Any) -> Any:
 
 
 Required = AfterValidator(required)
+
+
+_HOST_URL = re.compile(
+    r"(?P<scheme>[a-z0-9]+)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>[0-9]{1,5}))?"
+)
+_S3_BUCKET = re.compile(r"[a-z0-9](?:[a-z0-9.-]{1,61})[a-z0-9]")
+_IP = re.compile(r"[0-9]+(\.[0-9]+){3}")
+
+
+def host_url(schemes: Sequence[str], credentials: str, *, or_empty: bool = False) -> AfterValidator:
+    """`scheme://host[:port]` and no more; `credentials`: where user and password belong."""
+    form = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
+
+    def check(text: str) -> str:
+        match = _HOST_URL.fullmatch(text)
+        if or_empty and not text:
+            return text
+        if "@" in text:
+            raise refuse(f"{form} without user and password (they belong into {credentials})")
+        if text.endswith("/"):
+            raise refuse(f"{form} without a slash at its end")
+        if not match or match["scheme"] not in schemes:
+            raise refuse(f"{form} (an IPv6 address in brackets; no path)")
+        if match["port"] and not 1 <= int(match["port"]) <= 65535:
+            raise refuse(f"{form} with a port from 1 to 65535")
+        return text
+
+    return AfterValidator(check)
+
+
+def check_store_url(text: str) -> str:
+    """`text`, if it is `s3://BUCKET` or `file:///FOLDER`."""
+    scheme, _, rest = text.partition("://")
+    if scheme == "file":
+        folder = unquote(rest)
+        if folder[:1] != "/" or not folder.strip("/") or ".." in folder.split("/") or "\0" in folder:
+            raise refuse("file:///FOLDER with an absolute folder below /")
+        return text
+    if "@" in text:
+        belong = "they belong into access_key_id and secret_access_key_file"
+        raise refuse(f"s3://BUCKET without credentials ({belong})")
+    if scheme != "s3":
+        raise refuse("s3://BUCKET or file:///FOLDER")
+    if "/" in rest:
+        raise refuse("s3://BUCKET with nothing behind the bucket (a path belongs into prefix)")
+    if not _S3_BUCKET.fullmatch(rest) or ".." in rest or _IP.fullmatch(rest):
+        form = "3 to 63 of a-z 0-9 . -, beginning and ending with a letter or digit"
+        raise refuse(f"s3://BUCKET, the bucket {form}")
+    return text
+
+
+EVENT, VALUE = "%s", "%v"
+MAX_VALUE = 512  # bytes that a value may take in a subject
+MAX_SUBJECT = 3500  # bytes; a server takes lines of 4,096, and a reply subject stands in them too
+
+_UNKNOWN = re.compile("%(?![sv%])")
+
+
+def _check_advisory(template: str) -> str:
+    if not template:
+        return template
+    if not is_subject(template.replace(EVENT, "s").replace(VALUE, "v")):
+        raise refuse("a subject without wildcards and empty tokens, %s and %v allowed")
+    if _UNKNOWN.search(template):
+        raise refuse("%s for the event, %v for the value, and % before no other letter")
+    first = template.partition(".")[0]
+    if VALUE in first or first.startswith("$"):
+        # A value is what a publisher wrote: it must not choose whose subject this is, such as $JS.API.
+        raise refuse("a first token of its own: without %v, and not beginning with $")
+    if len(template.replace(VALUE, "v" * MAX_VALUE).encode()) > MAX_SUBJECT:
+        raise refuse(f"at most {MAX_SUBJECT} bytes, counting {MAX_VALUE} for each %v")
+    return template
+
+
+AdvisorySubject = Annotated[Text, AfterValidator(_check_advisory), TypeName("subject")]
+
+
+_KNOWN: weakref.WeakValueDictionary[int, FileSecret] = weakref.WeakValueDictionary()
+
+
+class FileSecret(SecretStr):
+    """What `read` found in the file `path`. It stays until somebody has it read again: when it was refused,
+    or on SIGHUP. A file that is ahead of its server so does no harm.
+
+    `read` raises ValueError for what is no secret, never with the content.
+    """
+
+    def __init__(self, value: str, path: str, read: Callable[[str], str]) -> None:
+        super().__init__(value)
+        self.path, self._read = path, read
+        _KNOWN[id(self)] = self
+
+    def read_again(self) -> bool:
+        """Read the file again; whether the secret is another one now. From any thread."""
+        try:
+            found = self._read(self.path)
+        except ValueError as error:
+            log.warning("secret not read again", action="secret_unread", error=str(error))
+            return False
+        if found == self._secret_value:
+            return False
+        self._secret_value = found
+        log.info("secret read again", action="secret_read", file=self.path)
+        return True
+
+
+def read_all_again() -> None:
+    """Read the files of all secrets of this process again."""
+    for secret in list(_KNOWN.values()):
+        secret.read_again()

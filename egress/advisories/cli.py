@@ -1,17 +1,113 @@
-"""`floe advisories`: who was seen when."""
+"""`floe advisories`: who was seen when, from a stream of advisories."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import click
+from msgspec import structs
 
+from common.chain import FEED_PATTERN
+from common.clock import NS_PER_S, Clock, SystemClock, parse_time
+from common.errors import FloeError, Unavailable
+from common.jetstream.api import stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.pull import From, scan
+from common.open import load_settings
 from common.service.cli import Duration, config_option, run_command
+from common.service.logs import escaped
+from common.service.process import stop_on_signals
+from common.settings.types import format_duration
+from common.tasks import unless
+from egress.advisories.advisory import AdvisoryDocument, parse
 
 if TYPE_CHECKING:
-    from common.settings.root import Role, Settings
-    from egress.advisories.search import Search
+    from common.settings.root import Role
+
+
+CODE = "E-STREAM"
+PAUSE = 1.0  # seconds until a connection that was lost is tried again
+
+
+def line_of(document: AdvisoryDocument) -> str:
+    """One line for people; times are UTC. Raises ValueError for a time that no calendar has."""
+    try:
+        at = datetime.fromtimestamp(document.timestamp, UTC)
+    except (OverflowError, OSError, ValueError):
+        raise ValueError(f"timestamp {document.timestamp}: expected seconds since 1970") from None
+    ago = format_duration(max(0, document.timestamp - document.seen))
+    words = f"{document.event:>7} {document.value} seen {ago} earlier on {document.replicator}"
+    return escaped(f"[{at:%Y-%m-%d %H:%M:%S}] {words}")
+
+
+class AdvisorySearch:
+    """Advisories of `value` (None: of all) stored in the last `since` seconds; `follow`: and those that come.
+
+    `foreign` counts the messages that were no advisories.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        clock: Clock,
+        stream: str,
+        value: str | None,
+        since: float,
+        follow: bool,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._client, self._clock, self._warn = client, clock, warn
+        self._stream, self._value, self._since, self._follow = stream, value, since, follow
+        self._next = self.foreign = 0
+
+    async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
+        """What is found, in the stream's order; without an end where it follows, through lost connections."""
+        info = await stream_info(self._client, self._stream)
+        if info is None:
+            raise FloeError(
+                f"stream {self._stream}: expected one on this server, found none",
+                hint="nats stream ls names those there are; --nats takes the connection of the other role",
+                code=CODE,
+            )
+        now_ns = parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)
+        start = From(time_ns=now_ns - int(self._since * NS_PER_S))
+        until = None if self._follow else info.last_sequence
+        while True:
+            try:
+                async with aclosing(self._read(start, until)) as found:
+                    async for document in found:
+                        yield document
+                return
+            except Unavailable as error:
+                if not self._follow:
+                    raise
+                self._warn(error.message)
+            await self._clock.sleep(PAUSE)
+            start = From(sequence=self._next) if self._next else start
+
+    async def _read(self, start: From, until: int | None) -> AsyncGenerator[AdvisoryDocument]:
+        async with aclosing(scan(self._client, self._stream, start, until=until)) as pieces:
+            async for piece in pieces:
+                for message in piece:
+                    self._next = message.sequence + 1
+                    document = self._document(message.payload)
+                    if document is not None and self._value in (None, document.value):
+                        yield document
+
+    def _document(self, payload: bytes) -> AdvisoryDocument | None:
+        document = parse(payload)
+        try:
+            if document is not None:
+                line_of(document)
+                return document
+        except ValueError:
+            pass
+        self.foreign += 1
+        return None
 
 
 @click.command()
@@ -37,17 +133,16 @@ async def advisories(
 
     Example: floe advisories NODE_DATA_ADVISORIES node1.example.net -c site.yaml --since 5h
     """
-    from common.clock import SystemClock
-    from common.jetstream.client import connect
-    from common.service.shutdown import stop_on_signals
-    from common.service.wiring import load_settings
-    from common.tasks import unless
-    from egress.advisories.search import Search, Wanted
-
-    _check_stream(stream)
+    if not FEED_PATTERN.fullmatch(stream):
+        raise click.BadParameter(
+            f"expected 1 to 255 characters without space . * > / \\, found {stream!r:.60}",
+            param_hint="STREAM",
+        )
     settings, clock = load_settings(config, quiet=True), SystemClock()
-    client = await connect(settings.nats_for(role or _role(settings)), name="floe advisories", clock=clock)
-    search = Search(client, clock, Wanted(stream, value, since, follow), _to_stderr)
+    is_sites = settings.egress.feeds or not settings.ingress.targets
+    nats = settings.nats_for(role or ("egress" if is_sites else "ingress"))
+    client = await connect(nats, name="floe advisories", clock=clock)
+    search = AdvisorySearch(client, clock, stream, value, since, follow, _to_stderr)
     try:
         async with stop_on_signals() as stop:
             await unless(stop, _print(search, as_json))
@@ -57,37 +152,12 @@ async def advisories(
         _to_stderr(f"{search.foreign} messages of {stream} are no advisories")
 
 
-def _check_stream(stream: str) -> None:
-    from common.chain import FEED_PATTERN
-
-    if not FEED_PATTERN.fullmatch(stream):
-        raise click.BadParameter(
-            f"expected 1 to 255 characters without space . * > / \\, found {stream!r:.60}",
-            param_hint="STREAM",
-        )
-
-
-def _role(settings: Settings) -> Role:
-    return "egress" if settings.egress.feeds or not settings.ingress.targets else "ingress"
-
-
-async def _print(search: Search, as_json: bool) -> None:
-    from egress.advisories.search import line_of
-
+async def _print(search: AdvisorySearch, as_json: bool) -> None:
     async with aclosing(search.documents()) as documents:
         async for document in documents:
-            click.echo(_as_json(document) if as_json else line_of(document))
-
-
-def _as_json(document: Any) -> str:
-    import json
-
-    from msgspec import structs
-
-    return json.dumps(structs.asdict(document))  # ASCII: every control character is escaped
+            # ASCII: every control character is escaped.
+            click.echo(json.dumps(structs.asdict(document)) if as_json else line_of(document))
 
 
 def _to_stderr(text: str) -> None:
-    from common.service.text import escaped
-
     click.echo(escaped(text), err=True)

@@ -1,4 +1,4 @@
-"""Reliable advisories that are not stored yet. Pure: nothing here sends, waits or reads a clock.
+"""Advisories that are not stored yet: which to send now, which are late, which are stored already.
 
 What is doubtful may have been sent already: by a process that ended, or by this one, whose answer was lost.
 It is not sent before the stream was asked, and neither is what follows it for the same value.
@@ -6,10 +6,27 @@ It is not sent before the stream was asked, and neither is what follows it for t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
+from contextlib import aclosing
+from enum import StrEnum
 from itertools import chain, islice
 
-from egress.advisories.event import Advisory
+from common.chain import Chain
+from common.clock import NS_PER_S, Clock, parse_time
+from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
+from common.jetstream.api import ask, stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import header
+from common.jetstream.pull import Asked, From, scan
+from common.jetstream.requests import NOBODY, ApiError, api_answer
+from common.service.logs import get_logger
+from common.service.metrics import begin
+from egress import metrics
+from egress.advisories.advisory import Advisory, Event, filter_of
+
+log = get_logger("egress.advisories")
+
 
 LIMIT = 100_000  # advisories
 # Reading stops here. What was asked for by then still comes: a batch, with up to three advisories a message.
@@ -20,8 +37,7 @@ WAVE = 256  # advisories on their way at once
 class Outbox:
     """Advisories by value, in order for each; one stays until it is stored or dropped."""
 
-    def __init__(self, high_water: int = HIGH_WATER) -> None:
-        self._high_water = high_water
+    def __init__(self) -> None:
         self._queues: dict[str, list[Advisory]] = {}
         self._doubtful: dict[Advisory, None] = {}
         self._count = 0
@@ -32,7 +48,7 @@ class Outbox:
     @property
     def has_room(self) -> bool:
         """Whether more should be looked for. `add` never refuses: what was found cannot be found again."""
-        return self._count < self._high_water
+        return self._count < HIGH_WATER
 
     @property
     def doubtful(self) -> Collection[Advisory]:
@@ -84,3 +100,178 @@ class Outbox:
     def pending(self) -> tuple[Advisory, ...]:
         """Everything that is not known to be stored, in order for each value."""
         return tuple(chain.from_iterable(self._queues.values()))
+
+
+DURATIONS = 2  # inspect_durations
+AT_LEAST = 300 * NS_PER_S  # so that a restart or a take-over loses none where inspect_duration is short
+ASK_EVERY = 60.0  # seconds
+
+
+def is_late(advisory: Advisory, now_ns: int, duration_ns: int) -> bool:
+    """Whether `advisory` is not to be sent any more at `now_ns`, by the clock that stamps messages."""
+    limit = max(DURATIONS * duration_ns, AT_LEAST)
+    return advisory.event is not Event.NEW and now_ns - advisory.moment_ns > limit
+
+
+class Lateness:
+    """Judges by this host's clock, and before it drops anything by that of the server of `stream`.
+
+    Moments are times of messages, which the server set: a host whose clock is ahead must not lose them.
+    """
+
+    def __init__(self, client: FloeClient, stream: str, duration_ns: int, clock: Clock) -> None:
+        self._client, self._stream, self._clock = client, stream, clock
+        self._duration_ns = duration_ns
+        self._ahead_ns, self._asked = 0, float("-inf")
+
+    async def late(self, advisories: list[Advisory]) -> set[Advisory]:
+        """Those that come too late. Raises Unavailable where the server must be asked and does not answer."""
+        late = self._judge(advisories)
+        if late and self._clock.monotonic() - self._asked > ASK_EVERY:
+            await self._ask()
+            late = self._judge(advisories)
+        return late
+
+    def _judge(self, advisories: list[Advisory]) -> set[Advisory]:
+        now_ns = self._now_ns() - self._ahead_ns
+        return {each for each in advisories if is_late(each, now_ns, self._duration_ns)}
+
+    async def _ask(self) -> None:
+        try:
+            info = await stream_info(self._client, self._stream)
+        except (ApiError, Refused):
+            info = None
+        # Where nobody says the time (servers before 2.10 do not), this host's has to do.
+        server_ns = parse_time(info.time) if info is not None and info.time else self._now_ns()
+        self._ahead_ns, self._asked = self._now_ns() - server_ns, self._clock.monotonic()
+
+    def _now_ns(self) -> int:
+        return int(self._clock.now() * NS_PER_S)
+
+
+MESSAGE_ID = b"Nats-Msg-Id"
+MARGIN = 60 * NS_PER_S  # by which clocks of servers may differ
+# Headers only, so that many fit into little memory.
+ASKED = Asked(batch=5000, window=2 * 1024 * 1024)
+
+
+async def ids_stored(
+    client: FloeClient, subject: str, ids: Collection[str], since_ns: int, asked: Asked = ASKED
+) -> set[str] | None:
+    """Those of `ids` that messages on `subject` carry, stored since `since_ns`; None where no stream is seen.
+
+    Raises Unavailable where it cannot be read now, ApiError or Refused where it may not be read.
+    """
+    names = (await ask(client, "STREAM.NAMES", {"subject": subject})).get("streams") or ()
+    wanted = {each.encode() for each in ids}
+    start, found = From(time_ns=since_ns - MARGIN), set[str]()
+    for name in names:
+        info = await stream_info(client, name)
+        if info is None:
+            raise Unavailable(f"stream {name} was there a moment ago and is not now")
+        # The consumer may sit on a replica that is behind: it must pass what the leader has stored.
+        last = info.last_sequence
+        pieces = scan(client, name, start, until=last, subject=subject, headers_only=True, asked=asked)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                carried = (header(each.headers, MESSAGE_ID) for each in piece)
+                found.update(each.decode() for each in carried if each is not None and each in wanted)
+    return found if names else None
+
+
+CODE = "E-ADVISORIES"
+
+
+class SendResult(StrEnum):
+    """What became of an advisory, or of one attempt to send it."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"
+    PUBLISHED = "published"
+    UNKNOWN = "unknown"
+    FAILED = "failed"
+    STALE = "stale"
+    DROPPED = "dropped"
+
+
+class AdvisoryTally:
+    """What became of the advisories of one chain, in metrics and log."""
+
+    def __init__(self, chain: Chain, template: str) -> None:
+        self._chain, self._template = chain, template
+        self._labels = chain.site, chain.feed, str(chain.partition)
+        #: The code of what the last attempts failed with; empty while they do not.
+        self.failing = ""
+        begin("egress_", "advisories", site=chain.site, feed=chain.feed, partition=str(chain.partition))
+        self.waiting(0)
+        metrics.advisories_failing.labels(*self._labels).set(0)
+
+    def count(self, advisory: Advisory, result: SendResult) -> None:
+        metrics.advisories.labels(*self._labels, advisory.event.value, result.value).inc()
+
+    def waiting(self, count: int) -> None:
+        metrics.advisories_waiting.labels(*self._labels).set(count)
+
+    def fails(self, error: FloeError) -> None:
+        """Sending fails; told once for each cause, not once for each advisory."""
+        metrics.advisories_failing.labels(*self._labels).set(1)
+        if error.code != self.failing:
+            self.failing = error.code
+            why, hint = error.message, error.hint
+            if error.code == NOBODY:
+                why = f"no stream takes {self._template}"
+                hint = f"nats stream add --subjects '{filter_of(self._template)}'; sending goes on by itself"
+            log.error(
+                "advisories cannot be stored",
+                action="advisories_failing",
+                code=CODE,
+                error=why,
+                hint=hint,
+                **self._chain.log_context(),
+            )
+
+    def works(self) -> None:
+        """Nothing that failed waits any more."""
+        if self.failing:
+            self.failing = ""
+            metrics.advisories_failing.labels(*self._labels).set(0)
+            log.info("advisories are stored again", action="advisories_work", **self._chain.log_context())
+
+    def not_compared(self, why: str) -> None:
+        """What may have been sent could not be looked for: only the stream's duplicate window protects."""
+        log.warning(
+            "advisories are not compared with their stream",
+            action="advisories_not_compared",
+            why=why,
+            hint="allow STREAM.NAMES, STREAM.INFO and CONSUMER.CREATE on it; until then only its duplicate "
+            "window keeps them from being stored twice",
+            **self._chain.log_context(),
+        )
+
+    def refused(self, advisory: Advisory, error: ValueError) -> None:
+        """It can never be sent."""
+        self.count(advisory, SendResult.DROPPED)
+        log.error(
+            "advisory dropped",
+            action="advisory_dropped",
+            code=CODE,
+            error=str(error),
+            value=advisory.value[:200],
+            **self._chain.log_context(),
+        )
+
+
+def judge_ack(subject: str, payload: bytes) -> SendResult:
+    """STORED or DUPLICATE where a stream says so.
+
+    Raises ApiError or Unavailable where it refuses: nothing is stored; OutcomeUnknown for anything else, such
+    as the answer of somebody who is no stream.
+    """
+    ack = api_answer(subject, payload)
+    stream, sequence, duplicate = ack.get("stream"), ack.get("seq"), ack.get("duplicate", False)
+    is_sequence = isinstance(sequence, int) and not isinstance(sequence, bool) and sequence > 0
+    if not stream or not isinstance(stream, str) or not is_sequence or not isinstance(duplicate, bool):
+        raise OutcomeUnknown(
+            f"answer to {subject}: expected an acknowledgement of a stream, found {json.dumps(ack):.80}"
+        )
+    return SendResult.DUPLICATE if duplicate else SendResult.STORED

@@ -2,37 +2,119 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import click
 
-from common.service.cli import (
-    Duration,
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    run_command,
-)
+from common.chain import Chain
+from common.clock import NS_PER_S, SystemClock, format_time
+from common.errors import DataError, FloeError
+from common.open import load_settings, open_chains, open_store
+from common.segments.documents import SnapshotRef
+from common.segments.store import SegmentStore
+from common.service.cli import Duration, config_option, json_option, run_command
+from common.service.logs import escaped
+from common.settings.egress import FeedSettings
+from common.settings.root import Settings
+from egress.sampling.key_table import KnownKey, Notice, SamplerState
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot
+from egress.sampling.snapshot_store import Snapshots
 
-if TYPE_CHECKING:
-    from common.chain import Chain
-    from common.errors import FloeError
-    from common.segments.documents import ChainStore
-    from common.segments.snapshots import SnapshotRef
-    from common.segments.store import SegmentStore
-    from common.settings.egress import FeedSettings
-    from common.settings.root import Settings
-    from egress.sampling.listing import Selection
-    from egress.sampling.snapshot import Snapshot
-    from egress.sampling.state import Known
-
-_SECOND = 1_000_000_000  # nanoseconds
+_TIME_WIDTH = len("2026-11-20T10:00:00.000000000Z")
 _LINES_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class KeySelection:
+    """Which values: those that match `pattern` (None: all), were seen at `since_ns` or later, and, where
+    `silent_ns` is not None, are known to be silent or were seen before it.
+
+    Those last seen at `expired_ns` or before have expired, like those that were told about: they are unknown.
+    """
+
+    pattern: re.Pattern[str] | None = None
+    since_ns: int = 0
+    silent_ns: int | None = None
+    expired_ns: int = 0
+
+    def takes(self, known: KnownKey) -> bool:
+        """Whether `known`, which has not expired, is one of them."""
+        if known.seen_ns < self.since_ns:
+            return False
+        if self.silent_ns is not None and not (known.notice or known.seen_ns < self.silent_ns):
+            return False
+        return self.pattern is None or self.pattern.search(known.value) is not None
+
+
+class Values:
+    """The values of `state` that `selection` takes, by name; a million of them take some 100 MB.
+
+    `known`: how many there are to take them from; `expired`: how many more have expired.
+    """
+
+    def __init__(self, state: SamplerState, selection: KeySelection) -> None:
+        self._values: list[str] = []
+        self._times = array("q")  # seen, copied, due of each
+        self._sizes = array("Q")
+        self._notices = bytearray()
+        self.known = self.expired = 0
+        for known in state.known():
+            # What only waits to be forgotten.
+            if known.notice == Notice.EXPIRE or known.seen_ns <= selection.expired_ns:
+                self.expired += 1
+                continue
+            self.known += 1
+            if not selection.takes(known):
+                continue
+            self._values.append(known.value)
+            self._times.extend((known.seen_ns, known.copied_ns, known.due_ns))
+            self._sizes.append(known.size)
+            self._notices.append(known.notice)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def last_seen_by(self, time_ns: int) -> int:
+        """How many of them were seen last at `time_ns` or before."""
+        return sum(seen <= time_ns for seen in self._times[::3])
+
+    def __iter__(self) -> Iterator[KnownKey]:
+        for n in sorted(range(len(self._values)), key=self._values.__getitem__):
+            seen, copied, due = self._times[3 * n : 3 * n + 3]
+            yield KnownKey(self._values[n], seen, copied, due, self._sizes[n], Notice(self._notices[n]))
+
+
+def as_value(_chain: Chain, known: KnownKey) -> str:
+    """The value alone."""
+    return escaped(known.value)
+
+
+def _as_text(chain: Chain, known: KnownKey) -> str:
+    """One line for people; what a value holds cannot forge another."""
+    advised = known.notice.name.lower() if known.notice else "-"
+    times = f"{format_time(known.seen_ns):{_TIME_WIDTH}}  {format_time(known.copied_ns):{_TIME_WIDTH}}"
+    return f"{chain}  {times}  {known.size:10}  {advised:7}  {escaped(known.value)}"
+
+
+def _as_json(chain: Chain, known: KnownKey) -> str:
+    """One line for programs. `advised`: null or `timeout`; `due`: when the next one passes."""
+    return json.dumps(
+        {
+            "chain": str(chain),
+            "value": known.value,
+            "seen": format_time(known.seen_ns),
+            "copied": format_time(known.copied_ns),
+            "due": format_time(known.due_ns),
+            "size": known.size,
+            "advised": known.notice.name.lower() if known.notice else None,
+        }
+    )
 
 
 class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -79,67 +161,52 @@ def state(
 
     Example: floe state -c site.yaml 'node-1[0-9]' --feed NODE_DATA --silent
     """
-    from common.clock import SystemClock
-    from egress.sampling.listing import Selection
-    from egress.sampling.settings import Sampling
-
     settings = load_settings(config, quiet=True)
     now = SystemClock().now()
-    since_ns = 0 if since is None else round((now - since) * _SECOND)
+    since_ns = 0 if since is None else round((now - since) * NS_PER_S)
     failures: list[FloeError] = []
     store = open_store(settings)
-    printing = _Printing(is_values, as_json)
+    form: Callable[[Chain, KnownKey], str] = _as_json if as_json else _as_text
+    if is_values:
+        form = as_value
+    is_headed = form is not _as_text
     for each in _sampled(settings, feed):
         warn_ns = sampling.warn_ns if (sampling := Sampling.of(each)) else 0
-        for chain in _newest(open_chains(settings, store.objects), settings.site, each.name):
-            found = _read(store, chain, failures)
-            if found is not None:
-                knew = found[1].state
-                silent_ns = knew.watermark_ns - warn_ns if silent else None
-                expired_ns = knew.watermark_ns - knew.duration_ns
-                printing.print(*found, Selection(value, since_ns, silent_ns, expired_ns), now)
+        chains = open_chains(settings, store.objects).chains(settings.site, each.name)
+        newest = max((chain.incarnation for chain in chains), default=0)
+        for chain in chains:
+            found = _read(store, chain, failures) if chain.incarnation == newest else None
+            if found is None:
+                continue
+            knew = found[1].state
+            silent_ns = knew.watermark_ns - warn_ns if silent else None
+            expired_ns = knew.watermark_ns - knew.duration_ns
+            chosen = Values(knew, KeySelection(value, since_ns, silent_ns, expired_ns))
+            _tell(*found, chosen, now)
+            if not is_headed:
+                times = f"{'seen':{_TIME_WIDTH}}  {'copied':{_TIME_WIDTH}}"
+                click.echo(f"{'chain':{len(str(chain))}}  {times}  {'size':>10}  {'advised':7}  value")
+                is_headed = True
+            lines = (form(chain, known) for known in chosen)
+            while block := list(islice(lines, _LINES_AT_ONCE)):
+                click.echo("\n".join(block))
     store.close()
     for error in failures:
         click.echo(error.line(), err=True)
     return failures[0].exit_code if failures else 0
 
 
-class _Printing:
-    """Prints the values of one chain after the other."""
-
-    def __init__(self, is_values: bool, as_json: bool) -> None:
-        self._is_values, self._as_json = is_values, as_json
-        self._is_headed = is_values or as_json
-
-    def print(self, ref: SnapshotRef, snapshot: Snapshot, selection: Selection, now: float) -> None:
-        from egress.sampling import listing
-
-        chosen = listing.Values(snapshot.state, selection)
-        age = max(0.0, now - ref.modified)
-        text = (
-            f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
-            f"the snapshot is {age:.0f} s old"
-        )
-        if chosen.expired:
-            text += f"; expired by then and not listed: {chosen.expired}"
-        if late := chosen.last_seen_by(round(now * _SECOND) - snapshot.state.duration_ns):
-            text += f"; expired since then, unless seen again: {late}"
-        click.echo(text, err=True)
-        if not self._is_headed:
-            click.echo(listing.header(len(str(ref.chain))))
-            self._is_headed = True
-        lines = map(self._form(str(ref.chain)), chosen)
-        while block := list(islice(lines, _LINES_AT_ONCE)):
-            click.echo("\n".join(block))
-
-    def _form(self, chain: str) -> Callable[[Known], str]:
-        from egress.sampling import listing
-
-        if self._is_values:
-            return listing.as_value
-        if self._as_json:
-            return lambda known: listing.as_json(chain, known)
-        return lambda known: f"{chain}  {listing.as_text(known)}"
+def _tell(ref: SnapshotRef, snapshot: Snapshot, chosen: Values, now: float) -> None:
+    """How many values there are, and how old what is known of them is."""
+    text = (
+        f"{ref.chain}: {len(chosen)} of {chosen.known} values, as of sequence {ref.position - 1}; "
+        f"the snapshot is {max(0.0, now - ref.modified):.0f} s old"
+    )
+    if chosen.expired:
+        text += f"; expired by then and not listed: {chosen.expired}"
+    if late := chosen.last_seen_by(round(now * NS_PER_S) - snapshot.state.duration_ns):
+        text += f"; expired since then, unless seen again: {late}"
+    click.echo(text, err=True)
 
 
 def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
@@ -156,21 +223,11 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
     return found
 
 
-def _newest(chains: ChainStore, site: str, feed: str) -> list[Chain]:
-    """The chains of the feed's newest incarnation."""
-    found = chains.chains(site, feed)
-    newest = max((chain.incarnation for chain in found), default=0)
-    return [chain for chain in found if chain.incarnation == newest]
-
-
 def _read(
     store: SegmentStore, chain: Chain, failures: list[FloeError]
 ) -> tuple[SnapshotRef, Snapshot] | None:
     """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
-    from common.errors import DataError
-    from egress.sampling.snapshots import Snapshots
-
-    snapshots = Snapshots(store.objects, store.layout, chain)
+    snapshots = Snapshots(store, chain)
     refs = snapshots.list()
     if not refs:
         click.echo(f"{chain}: no snapshot yet", err=True)
@@ -180,9 +237,9 @@ def _read(
             snapshot = snapshots.read(ref)
         except DataError as error:
             problems.append(error)
-            continue
-        for problem in problems:
-            click.echo(problem.line(), err=True)
-        return ref, snapshot
+        else:
+            for problem in problems:
+                click.echo(problem.line(), err=True)
+            return ref, snapshot
     failures.extend(problems[:1])
     return None

@@ -9,25 +9,176 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from common.chain import Chain
-from common.jetstream.subjects import matches
+from common.errors import SegmentCorrupt
 from common.segments.archive import read_cover
-from common.segments.rows import columns
-from common.segments.segment import SegmentRef
+from common.segments.columns import columns
+from common.segments.documents import ChainStore
+from common.segments.parquet_guard import SegmentGone
+from common.segments.segment import Footer, SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange
+from common.sequences import SequenceRange, Stretch, cover
 from common.service.logs import get_logger
-from egress.sampling.fold import Sampler
-from egress.sampling.keys import KeyReader
-from egress.sampling.past import Past, continued
+from common.subjects import matches
+from egress.sampling.key_reader import KeyReader
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 
 log = get_logger("egress.sampling")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LookbackRange:
+    """`first`: the first sequence to read, None where no row counts. `is_whole`: whether older rows are known
+    not to count; if not, what came before the chain may count too."""
+
+    first: int | None
+    is_whole: bool
+
+
+class _DamagedError(Exception):
+    """A segment that cannot be read: what else covers its rows is looked at instead."""
+
+    def __init__(self, ref: SegmentRef) -> None:
+        super().__init__(ref.key)
+        self.ref = ref
+
+
+class Past:
+    """The rows of `chain` up to `last`, by the cover of `refs`, that `filter_subject` takes. Blocking."""
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        chain: Chain,
+        refs: Sequence[SegmentRef],
+        last: int,
+        filter_subject: str = "",
+    ) -> None:
+        self.chain, self.refs, self.last, self.filter_subject = chain, refs, last, filter_subject
+        self._store, self._usable = store, list(refs)
+        self._footers: dict[str, Footer] = {}
+
+    def newest_ns(self) -> int:
+        """The time of the last message examined; 0 if there is none."""
+        return self._around_damage(self._newest_ns)
+
+    def since(self, horizon_ns: int) -> LookbackRange:
+        """From where on rows are as young as `horizon_ns`. Footers tell; few segments are opened."""
+        return self._around_damage(lambda stretches: self._since(stretches, horizon_ns))
+
+    def _around_damage(self, look: Callable[[list[Stretch[SegmentRef]]], T]) -> T:
+        while True:
+            try:
+                return look(cover(self._usable, 1, self.last) if self.last >= 1 else [])
+            except _DamagedError as error:
+                self._usable.remove(error.ref)
+
+    def _newest_ns(self, stretches: list[Stretch[SegmentRef]]) -> int:
+        for stretch in reversed(stretches):
+            times = _times(self._footer(stretch.segment))
+            if times:
+                return max(times)
+        return 0
+
+    def _since(self, stretches: list[Stretch[SegmentRef]], horizon_ns: int) -> LookbackRange:
+        first = None
+        for stretch in reversed(stretches):
+            footer = self._footer(stretch.segment)
+            # What the segment did not read others may have; how young that is no footer of it tells.
+            unread = footer.unread and footer.unread.intersection(stretch.rows)
+            if _times(footer) and max(_times(footer)) < horizon_ns:
+                return LookbackRange(first, True)
+            first = unread.first if unread else first
+            if not _times(footer) or footer.first_timestamp_ns is None:
+                continue  # nothing was examined for it, or nothing was kept
+            within = LookbackRange(stretch.rows.first, False)
+            if footer.first_timestamp_ns < horizon_ns:
+                within = self._within(stretch, horizon_ns)
+            first = min([r for r in (within.first, unread and unread.first) if r], default=first)
+            if within.is_whole:
+                return LookbackRange(first, True)
+        return LookbackRange(first, False)
+
+    def _footer(self, ref: SegmentRef) -> Footer:
+        if ref.key not in self._footers:
+            with _named(ref):
+                self._footers[ref.key] = self._store.footer(ref)
+        return self._footers[ref.key]
+
+    def _within(self, stretch: Stretch[SegmentRef], horizon_ns: int) -> LookbackRange:
+        """As `since`, inside one stretch, which may hold young rows only though its segment does not.
+
+        Row groups are looked at from the end on, their times only.
+        """
+        first = None
+        with _named(stretch.segment), self._store.open(stretch.segment) as reader:
+            for group in reversed(reader.row_groups):
+                rows = stretch.rows.intersection(group.range)
+                if rows is None:
+                    continue
+                found, is_all = _young(reader.batches(rows, ["sequence", "timestamp_ns"]), horizon_ns)
+                first = first if found is None else found
+                if not is_all:
+                    return LookbackRange(first, True)
+        return LookbackRange(first, False)
+
+
+@contextmanager
+def _named(ref: SegmentRef) -> Iterator[None]:
+    """Say which segment it is that cannot be read."""
+    try:
+        yield
+    except (SegmentCorrupt, SegmentGone) as error:
+        log.warning("segment left out", action="left_out", error=str(error), **ref.log_context())
+        raise _DamagedError(ref) from error
+
+
+def continued(store: SegmentStore, chain: Chain) -> dict[Chain, int]:
+    """Where the chains of the incarnation before ended, if it froze the same stream as `chain`'s; else empty.
+
+    So it is after `floe egress repartition`; a stream that was made again is another one.
+    """
+    if chain.incarnation == 0:
+        return {}
+    former = replace(chain, incarnation=chain.incarnation - 1)
+    chains = ChainStore(store.objects, store.layout)
+    now, then = chains.read_stream(chain), chains.read_stream(former)
+    if now is None or then is None or not (now.continues or now.created == then.created):
+        return {}
+    return {replace(former, partition=n): end for n, end in sorted((now.previous or {}).items())}
+
+
+def _times(footer: Footer) -> list[int]:
+    """The times of the last message examined and of the last row, as far as there are any."""
+    tip = footer.tip.timestamp_ns if footer.tip else None
+    return [time for time in (tip, footer.last_timestamp_ns) if time is not None]
+
+
+def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | None, bool]:
+    """The first sequence as young as `horizon_ns`, None if none is; and whether it is the very first."""
+    is_all = True
+    for batch in batches:
+        young = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(horizon_ns, pa.int64()))
+        index = pc.index(young, pa.scalar(True)).as_py()
+        if index >= 0:
+            return batch.column("sequence")[index].as_py(), is_all and index == 0
+        is_all = False
+    return None, is_all
+
 
 PROGRESS_ROWS = 1_000_000  # between two lines of the log
 _CHUNK = 8192
@@ -46,17 +197,6 @@ class Rebuilt:
     sampler: Sampler
     newest_ns: int
     rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Rows that count: of one chain, up to `last`, those that `filter_subject` takes."""
-
-    chain: Chain
-    refs: Sequence[SegmentRef]
-    last: int
-    past: Past
-    filter_subject: str = ""
 
 
 class Rebuilding:
@@ -78,9 +218,8 @@ class Rebuilding:
         filter_subject: str = "",
         abandoned: threading.Event | None = None,
     ) -> None:
-        self._store, self._sampling = store, sampling
-        self._current = _Source(chain, refs, last, Past(store, refs, last))
-        self._filter = filter_subject
+        self._store, self._sampling, self._filter = store, sampling, filter_subject
+        self._current = Past(store, chain, refs, last)
         self._keys = KeyReader(sampling)
         self._abandoned = abandoned or threading.Event()
         self._rows = 0
@@ -90,57 +229,50 @@ class Rebuilding:
         sampler = Sampler(self._sampling, base.state if base else None, tracks=tracks)
         newest_ns, groups = self._plan(base)
         for group in groups:
-            for chunk in _chunks(self._ordered(group)):
-                self._learn(sampler, chunk)
+            rows = heapq.merge(*(self._read(past, within) for past, within in group))
+            while chunk := list(islice(rows, _CHUNK)):
+                _sequences, keys, timestamps_ns, sizes = zip(*chunk, strict=True)
+                sampler.learn(keys, timestamps_ns, sizes)
         return Rebuilt(sampler, newest_ns, self._rows)
 
-    # Which rows
-
-    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[_Source, SequenceRange]]]]:
+    def _plan(self, base: Snapshot | None) -> tuple[int, list[list[tuple[Past, SequenceRange]]]]:
         """The newest message time, and what to read: incarnations in order, chains of one side by side."""
-        newest_ns, groups = base.newest_ns if base else 0, []
-        group = [self._current]
+        newest_ns, position = (base.newest_ns, base.position) if base else (0, 1)
+        groups, group = [], [self._current]
         while group:
-            newest_ns = max(newest_ns, *(source.past.newest_ns() for source in group))
-            horizon = newest_ns - self._sampling.duration_ns
-            reaches = [(source, source.past.since(horizon)) for source in group]
-            position = base.position if base else 1
-            groups.append([found for s, reach in reaches if (found := _from(s, reach.first, position))])
+            newest_ns = max(newest_ns, *(past.newest_ns() for past in group))
+            reaches = [(past, past.since(newest_ns - self._sampling.duration_ns)) for past in group]
+            groups.append(
+                [
+                    (past, SequenceRange(first, past.last))
+                    for past, reach in reaches
+                    if reach.first and (first := max(reach.first, position)) <= past.last
+                ]
+            )
             if base or all(reach.is_whole for _, reach in reaches):
                 break
-            group = self._before(group[0].chain)
+            # Not what the chain has yet to read: there it would count twice.
+            group = [
+                Past(
+                    self._store, former, self._store.list(former), min(end, self._current.last), self._filter
+                )
+                for former, end in continued(self._store, group[0].chain).items()
+            ]
         return newest_ns, groups[::-1]
 
-    def _before(self, chain: Chain) -> list[_Source]:
-        """All chains of the incarnation before `chain`'s, if that froze the same stream; else none."""
-        return [self._source(former, end) for former, end in continued(self._store, chain).items()]
-
-    def _source(self, chain: Chain, end: int) -> _Source:
-        # Not what the chain has yet to read: there it would count twice.
-        last = min(end, self._current.last)
-        refs = self._store.list(chain)
-        return _Source(chain, refs, last, Past(self._store, refs, last), self._filter)
-
-    # Reading them
-
-    def _ordered(self, group: Sequence[tuple[_Source, SequenceRange]]) -> Iterator[Row]:
-        """The rows of all chains of one incarnation, by sequence."""
-        streams = [self._read(source, within) for source, within in group]
-        return streams[0] if len(streams) == 1 else heapq.merge(*streams)
-
-    def _read(self, source: _Source, within: SequenceRange) -> Iterator[Row]:
+    def _read(self, past: Past, within: SequenceRange) -> Iterator[Row]:
         """The rows that have a value, by the settings as they are now."""
-        for batch in read_cover(self._store, source.refs, within, self._report):
+        for batch in read_cover(self._store, past.refs, within, _tell_missing):
             if self._abandoned.is_set():
                 raise AbandonedError
             lists = columns(batch)
             keys, _forced = self._keys.read(lists)
-            self._count(len(keys), lists.sequences[-1], source.chain)
+            self._count(len(keys), lists.sequences[-1], past.chain)
             rows = zip(
                 lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True
             )
             for sequence, key, timestamp_ns, payload, subject in rows:
-                if key is not None and matches(source.filter_subject, subject):
+                if key is not None and matches(past.filter_subject, subject):
                     yield sequence, key, timestamp_ns, len(payload)
 
     def _count(self, rows: int, sequence: int, chain: Chain) -> None:
@@ -155,22 +287,6 @@ class Rebuilding:
                 **chain.log_context(),
             )
 
-    def _report(self, problem: str) -> None:
-        log.info("rows missing", action="rows_missing", problem=problem)
 
-    @staticmethod
-    def _learn(sampler: Sampler, rows: Sequence[Row]) -> None:
-        _sequences, keys, timestamps_ns, sizes = zip(*rows, strict=True)
-        sampler.learn(keys, timestamps_ns, sizes)
-
-
-def _from(source: _Source, first: int | None, position: int) -> tuple[_Source, SequenceRange] | None:
-    """What to read of a source, not before `position`; None where that is nothing."""
-    first = None if first is None else max(first, position)
-    return None if first is None or first > source.last else (source, SequenceRange(first, source.last))
-
-
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    iterator = iter(rows)
-    while chunk := list(islice(iterator, _CHUNK)):
-        yield chunk
+def _tell_missing(problem: str) -> None:
+    log.info("rows missing", action="rows_missing", problem=problem)

@@ -1,4 +1,4 @@
-"""Where a sampler goes on: from a snapshot that the source can still follow, else from the archive's rows.
+"""Where a sampler goes on: a snapshot that the source can still follow, else the archive's rows.
 
     a readable snapshot of the same settings that the stream still follows   the newest is taken
     nothing is covered yet                                                   genesis: an empty state
@@ -16,28 +16,28 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.chain import Chain
 from common.errors import DataError
 from common.segments.store import SegmentStore
 from common.sequences import preference
 from common.service.logs import get_logger
-from common.service.threads import Threads
+from common.service.process import Threads
 from egress import metrics
-from egress.advisories.event import Advisory
+from egress.advisories.advisory import Advisory
 from egress.archive import Archive
-from egress.identity import Source
-from egress.position import Position
-from egress.sampling.candidates import Candidates
-from egress.sampling.choose import reason, to_build_upon, to_follow
-from egress.sampling.fold import Sampler
-from egress.sampling.past import continued
-from egress.sampling.rebuild import Rebuilding
+from egress.identity import SourceStream
+from egress.partition import Partition, Position
+from egress.sampling.rebuild import Rebuilding, continued
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshots import SnapshotRef, Snapshots
-from egress.slices import Slice
-
-__all__ = ["Resumed", "resume"]
+from egress.sampling.snapshot_store import (
+    Candidates,
+    SnapshotRef,
+    Snapshots,
+    reason,
+    to_build_upon,
+    to_follow,
+)
 
 log = get_logger("egress.sampling")
 
@@ -67,28 +67,24 @@ class Resumed:
 
 
 async def resume(
-    part: Slice,
-    chain: Chain,
+    partition: Partition,
     archive: Archive,
-    place: Position,
-    source: Source,
+    position: Position,
+    source: SourceStream,
     snapshots: Snapshots,
     store: SegmentStore,
     threads: Threads,
-    *,
-    first: int,
 ) -> Resumed:
-    """The sampler of `chain` for reading on at `place`. `archive`: its segments; `first`: where it begins.
+    """The sampler for reading on at `position` behind what is in `archive`.
 
     A chain of which nothing is covered gets its genesis here: a snapshot at its position, before its first
     segment. Raises what the store raises; ValueError for a feed that is not sampled.
     """
-    abandoned = threading.Event()
-    resuming = _Resuming(part, chain, archive, place, source, snapshots, store, first, abandoned)
+    resuming = _Resuming(partition, archive, position, source, snapshots, store)
     try:
         return await threads.run(resuming.run)
     except asyncio.CancelledError:
-        abandoned.set()
+        resuming.abandoned.set()
         raise
 
 
@@ -97,69 +93,46 @@ class _Resuming:
 
     def __init__(
         self,
-        part: Slice,
-        chain: Chain,
+        partition: Partition,
         archive: Archive,
-        place: Position,
-        source: Source,
+        position: Position,
+        source: SourceStream,
         snapshots: Snapshots,
         store: SegmentStore,
-        first: int,
-        abandoned: threading.Event,
     ) -> None:
-        sampling = Sampling.of(part.settings)
+        sampling = Sampling.of(partition.settings)
         if sampling is None:
-            raise ValueError(f"feed {part.settings.name}: expected one that is sampled")
-        self._part, self._chain, self._archive = part, chain, archive
-        self._place, self._source, self._first = place, source, first
-        self._snapshots, self._store, self._abandoned = snapshots, store, abandoned
-        self._sampling, self._tracks = sampling, bool(part.settings.advisory.subject)
+            raise ValueError(f"feed {partition.settings.name}: expected one that is sampled")
+        self._partition, self._chain, self._archive = partition, archive.chain, archive
+        self._first, self._source = position.first, source
+        self._snapshots, self._store, self.abandoned = snapshots, store, threading.Event()
+        self._sampling, self._tracks = sampling, bool(partition.settings.advisory.subject)
         self._candidates = Candidates(snapshots, sampling.digest)
 
     def run(self) -> Resumed:
-        listed = to_build_upon(self._snapshots.list(), self._place.first)
-        taken = self._candidates.newest(to_follow(listed, self._place.first, self._held_from()))
+        listed = to_build_upon(self._snapshots.list(), self._first)
+        taken = self._candidates.newest(to_follow(listed, self._first, self._held_from()))
         if taken is not None:
-            return self._follow(*taken)
-        is_unbegun = self._place.first <= self._first
-        if is_unbegun and not continued(self._store, self._chain):
-            return self._genesis()
-        return self._rebuild(listed)
-
-    def _held_from(self) -> int:
-        """From where on the source holds everything; what was acknowledged may be gone from anywhere."""
-        return self._source.first if self._source.retention == "limits" else self._place.first
-
-    # Snapshots
-
-    def _follow(self, ref: SnapshotRef, snapshot: Snapshot) -> Resumed:
-        log.info(
-            "sampler resumed",
-            action="sampler_resumed",
-            again=self._place.first - ref.position,
-            **ref.log_context(),
-        )
-        sampler = Sampler(self._sampling, snapshot.state, tracks=self._tracks)
-        return Resumed(sampler, snapshot.newest_ns, ref.position, snapshot.outbox, taken=ref.key)
-
-    def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
-        """Make what was not taken from a snapshot one, at the position."""
-        snapshot = Snapshot(
-            self._chain, self._place.first, self._sampling.digest, newest_ns, sampler.freeze(), outbox
-        )
-        spool = self._store.new_spool()
-        try:
-            self._snapshots.save(snapshot, spool)
-        finally:
-            spool.unlink(missing_ok=True)
-
-    # Without one
-
-    def _genesis(self) -> Resumed:
+            ref, snapshot = taken
+            again = self._first - ref.position
+            log.info("sampler resumed", action="sampler_resumed", again=again, **ref.log_context())
+            sampler = Sampler(self._sampling, snapshot.state, tracks=self._tracks)
+            return Resumed(sampler, snapshot.newest_ns, ref.position, snapshot.outbox, taken=ref.key)
+        if self._first > self._archive.first or continued(self._store, self._chain):
+            return self._rebuild(listed)
         sampler = Sampler(self._sampling, tracks=self._tracks)
         self._store_state(sampler, 0, ())
         log.info("sampler begins", action="sampler_begins", **self._chain.log_context())
-        return Resumed(sampler, 0, self._place.first)
+        return Resumed(sampler, 0, self._first)
+
+    def _held_from(self) -> int:
+        """From where on the source holds everything; what was acknowledged may be gone from anywhere."""
+        return self._source.first if self._source.retention == "limits" else self._first
+
+    def _store_state(self, sampler: Sampler, newest_ns: int, outbox: tuple[Advisory, ...]) -> None:
+        """Make what was not taken from a snapshot one, at the position."""
+        digest = self._sampling.digest
+        self._snapshots.save(Snapshot(self._chain, self._first, digest, newest_ns, sampler.freeze(), outbox))
 
     def _rebuild(self, listed: Sequence[SnapshotRef]) -> Resumed:
         base = self._candidates.newest(listed)
@@ -172,24 +145,33 @@ class _Resuming:
             self._sampling,
             self._chain,
             self._archive.refs(base[1].position if base else 1),
-            self._place.first - 1,
-            filter_subject=self._part.filter_subject,
-            abandoned=self._abandoned,
+            self._first - 1,
+            filter_subject=self._partition.filter_subject,
+            abandoned=self.abandoned,
         ).run(base[1] if base else None, tracks=self._tracks)
-        rebuilt.sampler.settle(self._settled_at(rebuilt.newest_ns))
+        settled_ns = rebuilt.newest_ns
+        if self._source.first > self._first:
+            # What no longer exists silenced nobody: the silence is counted from what is read next.
+            settled_ns = max(settled_ns, self._source.first_timestamp_ns or 0)
+        rebuilt.sampler.settle(settled_ns)
         self._store_state(rebuilt.sampler, rebuilt.newest_ns, outbox)
-        self._tell(why, rebuilt.rows, rebuilt.sampler.values)
-        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._place.first, outbox, rebuilt=True)
-
-    def _settled_at(self, newest_ns: int) -> int:
-        """What no longer exists silenced nobody: the silence is counted from what is read next."""
-        if self._source.first > self._place.first:
-            return max(newest_ns, self._source.first_timestamp_ns or 0)
-        return newest_ns
+        chain = self._chain
+        metrics.sampler_rebuilt.labels(chain.site, chain.feed, chain.partition, why).inc()
+        log.warning(
+            f"sampler built again: {_WHY[why]}; values may be copied once more than the settings say, "
+            "and silence counts from now on",
+            action="sampler_rebuilt",
+            code="E-SAMPLER-REBUILT",
+            reason=why,
+            rows=rebuilt.rows,
+            values=rebuilt.sampler.values,
+            **chain.log_context(),
+        )
+        return Resumed(rebuilt.sampler, rebuilt.newest_ns, self._first, outbox, rebuilt=True)
 
     def _reason(self, listed: Sequence[SnapshotRef]) -> str:
         ours = self._candidates.known(listed)
-        followed = to_follow(ours, self._place.first, self._held_from())
+        followed = to_follow(ours, self._first, self._held_from())
         return reason(bool(ours), bool(followed), self._written_by(), self._sampling.digest)
 
     def _written_by(self) -> str:
@@ -199,17 +181,3 @@ class _Resuming:
             return "" if newest is None else self._store.footer(newest).sampling_digest
         except DataError:
             return ""
-
-    def _tell(self, why: str, rows: int, values: int) -> None:
-        chain = self._chain
-        metrics.sampler_rebuilt.labels(chain.site, chain.feed, chain.partition, why).inc()
-        log.warning(
-            f"sampler built again: {_WHY[why]}; values may be copied once more than the settings say, "
-            "and silence counts from now on",
-            action="sampler_rebuilt",
-            code="E-SAMPLER-REBUILT",
-            reason=why,
-            rows=rows,
-            values=values,
-            **chain.log_context(),
-        )

@@ -1,26 +1,70 @@
 """A snapshot: what a sampler knows at a position of its chain, and its bytes.
 
-The file (`blocks.py`) holds a head, then keys with their columns, then advisories, as msgpack. It is
-untrusted like all in a bucket: memory grows with what was read and checked, never with what is only declared.
+The file holds a head, then keys with their columns, then advisories, as msgpack. It is untrusted like all in
+a bucket: memory grows with what was read and checked, never with what is only declared.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Literal
 
 import msgspec
+import pyarrow as pa
 
 from common.chain import Chain
-from egress.advisories.event import Advisory, Event
-from egress.sampling.blocks import framed, unframed
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import CHUNK, NEVER, Notice, SamplerState
 from egress.sampling.settings import MAX_KEY_BYTES
-from egress.sampling.state import CHUNK, Notice, SamplerState
-from egress.sampling.table import NEVER
+
+#: The last character is the version.
+MAGIC = b"FLOESMP1"
+MAX_BLOCK = 8 * 2**20
+_LENGTHS = struct.Struct("<II")
+_HASH_BYTES = 32
+
+
+def framed(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The file of these blocks, each of at most `MAX_BLOCK` bytes, in steps of one block."""
+    codec = pa.Codec("zstd", compression_level=1)
+    digest = hashlib.sha256(MAGIC)
+    yield MAGIC
+    for block in blocks:
+        packed = codec.compress(block, asbytes=True)
+        step = _LENGTHS.pack(len(packed), len(block)) + packed
+        digest.update(step)
+        yield step
+    yield digest.digest()
+
+
+def unframed(raw: bytes) -> Iterator[bytes]:
+    """The blocks that `framed` wrote, one at a time. Raises ValueError for anything else."""
+    if raw[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"snapshot: expected {MAGIC!r} first, found {raw[: len(MAGIC)]!r}")
+    body = memoryview(raw)[:-_HASH_BYTES]
+    if len(body) < len(MAGIC) or hashlib.sha256(body).digest() != raw[-_HASH_BYTES:]:
+        raise ValueError("snapshot: expected the hash of its content at its end, found other bytes")
+    body, codec = body[len(MAGIC) :], pa.Codec("zstd")
+    while body:
+        if len(body) < _LENGTHS.size:
+            raise ValueError(f"snapshot: expected a block, found {len(body)} bytes")
+        length, size = _LENGTHS.unpack(body[: _LENGTHS.size])
+        packed, body = body[_LENGTHS.size : _LENGTHS.size + length], body[_LENGTHS.size + length :]
+        if len(packed) < length or size > MAX_BLOCK:
+            raise ValueError(f"snapshot: expected a block of at most {MAX_BLOCK} bytes, found {size}")
+        try:
+            block = codec.decompress(packed, size, asbytes=True)
+        except OSError as error:
+            why = f"expected a block of {size} bytes, found damage: {error}"
+            raise ValueError(f"snapshot: {why}") from error
+        yield block
+
 
 ADVISORIES_AT_ONCE = 1024
 
@@ -134,8 +178,12 @@ def decode(raw: bytes) -> Snapshot:
     # advisories about a row of values at one moment take a little less.
     if head.keys > len(raw) or head.advisories > 4 * len(raw):
         raise ValueError(f"snapshot: expected no more than {len(raw)} bytes hold, found {head.keys} keys")
-    state = _state(head, blocks)
-    outbox = _outbox(head, blocks)
+    state, outbox = _state(head, blocks), list[Advisory]()
+    while len(outbox) < head.advisories:
+        some = _advisories(next(blocks, b""))
+        if not some:
+            raise ValueError(f"snapshot: expected {head.advisories} advisories, found {len(outbox)}")
+        outbox += [Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some]
     if next(blocks, None) is not None:
         raise ValueError(f"snapshot: expected {head.advisories} advisories at its end, found more")
     return Snapshot(
@@ -148,7 +196,8 @@ def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
     seen, due, sizes, notices = array("q"), array("q"), array("I"), bytearray()
     distinct: set[str] = set()
     while len(values) < head.keys:
-        found = _checked(_keys(next(blocks, b"")))
+        found = _keys(next(blocks, b""))
+        _check(found)
         values.extend(found.values)
         distinct.update(found.values)
         if len(distinct) < len(values):
@@ -172,7 +221,7 @@ def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
     )
 
 
-def _checked(found: _Keys) -> _Keys:
+def _check(found: _Keys) -> None:
     count = len(found.values)
     widths = (len(found.seen), len(found.due), len(found.sizes), len(found.notices))
     if not count or widths != (8 * count, 8 * count, 4 * count, count):
@@ -180,14 +229,3 @@ def _checked(found: _Keys) -> _Keys:
     times = array("q", found.seen + found.due)
     if min(times) < 0 or max(times) >= NEVER or max(found.notices) > Notice.EXPIRE:
         raise ValueError("snapshot: expected times and notices of keys, found others")
-    return found
-
-
-def _outbox(head: _Head, blocks: Iterator[bytes]) -> list[Advisory]:
-    found: list[Advisory] = []
-    while len(found) < head.advisories:
-        some = _advisories(next(blocks, b""))
-        if not some:
-            raise ValueError(f"snapshot: expected {head.advisories} advisories, found {len(found)}")
-        found += [Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some]
-    return found

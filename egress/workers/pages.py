@@ -2,21 +2,92 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from common.service.logs import escaped
 from common.service.metrics import REGISTRY
-from common.service.monitor import Health, Pages
-from common.service.monitor_http import Answer
-from common.service.text import escaped
-from egress.workers.asking import Said, ask_all
-from egress.workers.exposition import merged
+from common.service.monitor import Answer, Health, Pages
 from egress.workers.process import WorkerProcess
+
+TIMEOUT = 2.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one worker answered; status 0: nothing, because it runs not, not yet, or not on."""
+
+    index: int
+    pid: int
+    restarts: int
+    port: int
+    status: int = 0
+    text: str = ""
+
+
+def ask_all(workers: Sequence[WorkerProcess], path: str) -> list[Said]:
+    """What each says on `path`, in their order; within a few seconds, whatever they do."""
+    with ThreadPoolExecutor(len(workers), thread_name_prefix="ask") as pool:
+        return list(pool.map(lambda worker: _ask(worker, path), workers))
+
+
+def _ask(worker: WorkerProcess, path: str) -> Said:
+    said = Said(worker.index, worker.pid, worker.restarts, worker.port)
+    if not said.port:
+        return said
+    connection = http.client.HTTPConnection("127.0.0.1", said.port, timeout=TIMEOUT)
+    try:
+        connection.request("GET", path, headers={"Accept": "text/plain;version=0.0.4"})
+        answer = connection.getresponse()
+        return replace(said, status=answer.status, text=answer.read().decode())
+    except (OSError, http.client.HTTPException, ValueError):
+        return said
+    finally:
+        connection.close()
+
+
+@dataclass(slots=True)
+class _Family:
+    """The lines of one metric: at most one of each kind of comment, and the samples of all processes."""
+
+    comments: dict[str, str] = field(default_factory=dict)
+    samples: list[str] = field(default_factory=list)
+
+
+def merged(own: str, pages: Mapping[str, str]) -> str:
+    """The page `own`, and each of `pages` with its key as the label `worker`.
+
+    Every family stands once, with one HELP and one TYPE.
+    """
+    families: dict[str, _Family] = {}
+    for worker, page in (("", own), *pages.items()):
+        family = families.setdefault("", _Family())
+        for line in page.splitlines():
+            if line.startswith("# "):
+                _, kind, name, *_ = line.split(" ", 3)
+                family = families.setdefault(name, _Family())
+                family.comments.setdefault(kind, line)
+            elif line:
+                family.samples.append(labelled(line, worker) if worker else line)
+    lines = (line for each in families.values() for line in (*each.comments.values(), *each.samples))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def labelled(sample: str, worker: str) -> str:
+    """A sample line with the label `worker` before its others."""
+    brace, space = sample.find("{"), sample.find(" ")
+    if 0 <= brace < space:
+        return f'{sample[: brace + 1]}worker="{worker}",{sample[brace + 1 :]}'
+    return f'{sample[:space]}{{worker="{worker}"}}{sample[space:]}'
+
 
 Ask = Callable[[Sequence[WorkerProcess], str], list[Said]]
 
@@ -36,10 +107,15 @@ class WorkerPages(Pages):
 
     def document(self) -> dict[str, Any]:
         said = self._ask(self._workers, "/status")
-        problems = [problem for each in said for problem in _problems(each)]
+        workers = {each: _of_worker(each) for each in said}
+        problems = [
+            f"worker {each.index}: {problem}"
+            for each, found in workers.items()
+            for problem in found.get("problems", [_why_silent(each)])
+        ]
         status = {**self._health.status(), "ready": not problems, "problems": problems}
         status.pop("parts")
-        return {**status, "workers": {str(each.index): _of_worker(each) for each in said}}
+        return {**status, "workers": {str(each.index): found for each, found in workers.items()}}
 
     def _metrics(self, _accept: str) -> Answer:
         said = self._ask(self._workers, "/metrics")
@@ -64,12 +140,6 @@ class WorkerPages(Pages):
             for line in each.text.splitlines() or [_why_silent(each)]
         ]
         return _text(503, problems) if problems else _text(200, ["ready"])
-
-
-def _problems(said: Said) -> list[str]:
-    status = _of_worker(said)
-    found = status.get("problems", [_why_silent(said)])
-    return [f"worker {said.index}: {problem}" for problem in found]
 
 
 def _of_worker(said: Said) -> dict[str, Any]:

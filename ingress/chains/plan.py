@@ -4,18 +4,20 @@ incarnations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from common.chain import Chain
+from common.segments.documents import AcceptedGap, accepted_part
 from common.segments.segment import SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, extends, leading
+from common.settings.types import format_duration
 
 
 class Phase(StrEnum):
-    """Where a chain stands."""
+    """Where a chain stands: the first six by its plan alone, all of them in `ChainState`."""
 
     READY = "ready"  # rows can be carried now
     IDLE = "idle"  # everything that is archived is carried
@@ -23,6 +25,13 @@ class Phase(StrEnum):
     LOST = "lost"  # a hole that has been late for too long, and an operator is to decide
     DAMAGED = "damaged"  # only damaged segments would continue
     DONE = "done"  # its incarnation ended and everything up to there is carried
+    BEGINNING = "beginning"  # it is not known where it begins
+    LOOKING = "looking"  # nothing is planned
+    OMITTING = "omitting"  # what it leaves out before it begins goes next
+    PASSING = "passing"  # what is given up of a hole goes next
+    FAILED = "failed"  # the last turn did not come to its end
+    STOPPED = "stopped"  # for a reason that an operator has to deal with
+    PAUSED = "paused"  # by an operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +124,48 @@ def unfinished(
         if at <= end:
             found[before] = (at, end)
     return found
+
+
+class GapAction(StrEnum):
+    """What a chain does at a hole."""
+
+    WAIT = "wait"  # late: the segment may still come
+    GIVE_UP = "give up"  # given up: go on behind `part`
+    HALT = "halt"  # lost, and nobody has decided
+
+
+@dataclass(frozen=True, slots=True)
+class GapPolicy:
+    """How long a hole is late (seconds, from `lost_segment_timeout`), and whether a lost one is skipped."""
+
+    timeout: float
+    skip: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GapDecision:
+    """`part`: the leading part of the hole that is given up, where that is its fate. `why`: in words."""
+
+    fate: GapAction
+    part: SequenceRange | None = None
+    why: str = ""
+
+
+def decide(plan: ChainPlan, gaps: Sequence[AcceptedGap], now: float, patience: GapPolicy) -> GapDecision:
+    """What to do about the hole of `plan`, whose phase is LATE or DAMAGED.
+
+    `gaps`: what operators accepted and what this target gave up before. `now`: seconds by the store's clock.
+    Damage never becomes lost by itself: the object is there, and no waiting makes it worse.
+    """
+    assert plan.hole is not None, "only holes have a fate"
+    part = accepted_part(plan.hole, (gap.range for gap in gaps))
+    if part is not None:
+        gap = next(gap for gap in gaps if part.first in gap.range)
+        why = f"accepted by {gap.by or 'somebody'}" + (f": {gap.note}" if gap.note else "")
+        return GapDecision(GapAction.GIVE_UP, part, why)
+    if plan.phase is Phase.DAMAGED or plan.waiting_since is None:
+        return GapDecision(GapAction.WAIT)
+    if now - plan.waiting_since < patience.timeout:
+        return GapDecision(GapAction.WAIT)
+    why = f"no segment within {format_duration(patience.timeout)}"
+    return GapDecision(GapAction.GIVE_UP if patience.skip else GapAction.HALT, plan.hole, why)

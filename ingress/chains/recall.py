@@ -4,29 +4,27 @@ gone.
 
 from __future__ import annotations
 
+import hashlib
+
 from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt, Stopped
-from common.segments.layout import SegmentName
-from common.segments.rows import batch_of
+from common.segments.columns import batch_of
+from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange, Stretch
+from common.service.exits import ways
 from common.service.logs import get_logger
-from common.service.pasting import ways
-from common.service.threads import Threads
-from ingress.chains.covering import covering
-from ingress.chains.relays import Relays
-from ingress.chains.roster import Roster
-from ingress.checkpoints.commands import set_command
-from ingress.checkpoints.intent import Gap, Intent, Piece
-from ingress.parked.message import digest_of
-from ingress.parked.names import ParkedName
-from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Rows
-from ingress.rows.budget import Budget
-from ingress.rows.decoder import Decoder
-from ingress.rows.prepare import Preparer
-from ingress.rows.refusals import RowRefused, oversize_hint
+from common.service.process import Threads
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.search import covering
+from ingress.checkpoint import Gap, Intent, IntentPiece
+from ingress.hints import set_command
+from ingress.parked import ParkedName, ParkedStore, to_bytes
+from ingress.rows.ahead import ByteBudget
+from ingress.rows.decoder import Decoder, Relays
+from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
+from ingress.rows.rows import Block, Rows
 
 log = get_logger("ingress.chains.recall")
 
@@ -41,12 +39,12 @@ class Recall:
         self,
         store: SegmentStore,
         threads: Threads,
-        budget: Budget,
-        roster: Roster,
+        budget: ByteBudget,
+        chains: ChainRegistry,
         relays: Relays,
         parked: ParkedStore | None = None,
     ) -> None:
-        self._store, self._threads, self._budget, self._roster = store, threads, budget, roster
+        self._store, self._threads, self._budget, self._chains = store, threads, budget, chains
         self._relays, self._parked = relays, parked
         self._decoder = Decoder(store, threads, budget)
 
@@ -64,7 +62,8 @@ class Recall:
                 if piece.count == 0 or before <= stored:
                     self._budget.force((skipped := Block(piece)).size)
                     blocks.append(skipped)
-                elif piece.out_of_turn and (again := await self._parked_piece(piece)) is not None:
+                elif piece.out_of_turn and (message := await self._parked_message(piece)) is not None:
+                    again = await self._out_of_turn(piece, message)
                     self._budget.force(again.size)
                     blocks.append(again)
                 else:
@@ -80,10 +79,10 @@ class Recall:
         """A row of the open intent that the target takes no more: what is done about a chain cannot help,
         since the intent is finished as it stands.
         """
-        message, target = f"{error.message}; the row is part of the open intent", self._roster.target
+        message, target = f"{error.message}; the row is part of the open intent", self._chains.target
         drop = set_command(target, "--accept --yes")
         if error.code != "E-SUBJECT":
-            message += f"; max_payload of the server is {self._roster.shape.max_payload}"
+            message += f"; max_payload of the server is {self._chains.limits.max_payload}"
             return Stopped(message, hint=oversize_hint(target), code="E-OVERSIZE-INTENT")
         return Stopped(
             message,
@@ -107,18 +106,18 @@ class Recall:
         if message is None:
             raise DataError(f"parked message {name.sequence} of {name.chain} is not there", code="E-PARKED")
         rows = SequenceRange(message.sequence, message.sequence)
-        segment = SegmentName(name.chain, 0, rows, digest_of(name.chain, message))
-        return await self._out_of_turn(Piece(segment, rows, 1, out_of_turn=True), message)
+        digest = hashlib.sha256(to_bytes(name.chain, message)).hexdigest()[:DIGEST_LENGTH]
+        segment = SegmentName(name.chain, 0, rows, digest)
+        return await self._out_of_turn(IntentPiece(segment, rows, 1, out_of_turn=True), message)
 
-    async def _parked_piece(self, piece: Piece) -> Block | None:
-        """The message of a piece that is out of turn; None where only the archive can have it."""
+    async def _parked_message(self, piece: IntentPiece) -> Message | None:
+        """What a piece that is out of turn names; None where only the archive can have it."""
         if self._parked is None:
             return None
         name = self._parked.name(piece.chain, piece.rows.first)
-        message = await self._threads.run(self._parked.read, name)
-        return None if message is None else await self._out_of_turn(piece, message)
+        return await self._threads.run(self._parked.read, name)
 
-    async def _out_of_turn(self, piece: Piece, message: Message) -> Block:
+    async def _out_of_turn(self, piece: IntentPiece, message: Message) -> Block:
         preparer = await self._preparer(piece.chain, frozenset())
         prepared = await self._threads.run(preparer.prepare, batch_of(message))
         if prepared.problem is not None:
@@ -128,14 +127,14 @@ class Recall:
 
     async def _preparer(self, chain: Chain, leaves_out: frozenset[int]) -> Preparer:
         """What makes rows of the chain ready; it leaves out exactly `leaves_out`, whatever the limits are."""
-        preparer = self._roster.preparer(chain)
+        preparer = self._chains.preparer(chain)
         preparer.relay = await self._relays.of(chain)
         preparer.leaves_out = leaves_out
         return preparer
 
     # Pieces of segments
 
-    async def _piece(self, piece: Piece) -> list[Block]:
+    async def _piece(self, piece: IntentPiece) -> list[Block]:
         damaged: set[str] = set()
         refs = await self._named(piece)
         while True:
@@ -153,7 +152,7 @@ class Recall:
             if found is not None:
                 return found
 
-    async def _named(self, piece: Piece) -> list[SegmentRef]:
+    async def _named(self, piece: IntentPiece) -> list[SegmentRef]:
         """The segment that the piece names, by one short listing; empty if it is not there."""
         name, call = piece.segment, self._threads.run
         assert not isinstance(name, Gap), "a gap has no rows to be found"
@@ -162,55 +161,39 @@ class Recall:
         return [ref for ref in refs if ref.segment == name]
 
     async def _read(
-        self, piece: Piece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
+        self, piece: IntentPiece, stretches: list[Stretch[SegmentRef]], damaged: set[str], *, alone: bool
     ) -> list[Block] | None:
         """The blocks of the stretches; None where a segment turned out damaged or gone, which is then
         noted.
         """
         blocks: list[Block] = []
         try:
+            preparer = await self._preparer(piece.chain, frozenset(piece.left_out))
             for stretch in stretches:
-                without = frozenset(piece.left_out), frozenset(damaged)
-                await self._read_stretch(stretch, *without, blocks, alone=alone)
-            self._check_count(piece, blocks)
-        except (SegmentCorrupt, SegmentGone) as error:
+                problem = await self._decoder.read(
+                    stretch.segment,
+                    stretch.rows,
+                    preparer,
+                    blocks.append,
+                    wait=False,
+                    alone=alone,
+                    avoided=frozenset(damaged),
+                )
+                if problem is not None:
+                    raise problem
+            if (count := sum(block.piece.count for block in blocks)) != piece.count:
+                raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
+        except BaseException as error:
+            self._budget.give(sum(block.size for block in blocks))
+            if not isinstance(error, SegmentCorrupt | SegmentGone):
+                raise
             log.warning("segment not usable", action="recall", error=str(error), **piece.chain.log_context())
             damaged.add(stretch.segment.key)
-            self._drop(blocks)
             return None
-        except BaseException:
-            self._drop(blocks)
-            raise
         return blocks
 
-    async def _read_stretch(
-        self,
-        stretch: Stretch[SegmentRef],
-        leaves_out: frozenset[int],
-        avoided: frozenset[str],
-        blocks: list[Block],
-        *,
-        alone: bool,
-    ) -> None:
-        ref = stretch.segment
-        preparer = await self._preparer(ref.chain, leaves_out)
-        problem = await self._decoder.read(
-            ref, stretch.rows, preparer, blocks.append, wait=False, alone=alone, avoided=avoided
-        )
-        if problem is not None:
-            raise problem
-
-    def _drop(self, blocks: list[Block]) -> None:
-        self._budget.give(sum(block.size for block in blocks))
-        blocks.clear()
-
-    def _check_count(self, piece: Piece, blocks: list[Block]) -> None:
-        count = sum(block.piece.count for block in blocks)
-        if count != piece.count:
-            raise self._lost(piece, f"expected {piece.count} messages in {piece.rows}, found {count}")
-
-    def _lost(self, piece: Piece, why: str) -> Stopped:
-        drop = set_command(self._roster.target, "--accept")
+    def _lost(self, piece: IntentPiece, why: str) -> Stopped:
+        drop = set_command(self._chains.target, "--accept")
         return Stopped(
             f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
             hint=ways(

@@ -12,63 +12,52 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from common.chain import Chain
-from common.clock import Clock
+from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import DataError, OutcomeUnknown, Unavailable
-from common.segments.archive import span
+from common.segments.archive import search, span
 from common.segments.documents import MAX_DOCUMENT_BYTES, ChainStore
-from common.segments.moments import search
 from common.segments.store import SegmentStore
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
-from common.settings.start import StartSettings
-from common.settings.units import parse_time
+from common.settings.service import StartSettings
 
 log = get_logger("ingress.chains.starts")
 
 FORMAT_VERSION = 1
-_SECOND = 1_000_000_000  # nanoseconds
 
 
-class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    format_version: int
-    moment_ns: int | None = None
-    sequence: int = 0
-    ends: dict[str, int] = {}
-
-
-# Made at import: a type that two threads decode for the first time at once ends the process.
-_DECODER = msgspec.json.Decoder(_Wire)
-_ENCODER = msgspec.json.Encoder(order="sorted")
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Where the copy of one feed begins. `moment_ns`: with what is at or after it (ns since 1970 UTC); None:
     no moment. `sequence`: the first one of incarnation 0; 0: no matter. `ends`: by chain, the sequence behind
     which it begins.
     """
 
+    format_version: int
     moment_ns: int | None = None
     sequence: int = 0
-    ends: Mapping[str, int] = field(default_factory=dict)
+    ends: dict[str, int] = {}
 
     def to_json(self) -> bytes:
-        wire = _Wire(FORMAT_VERSION, self.moment_ns, self.sequence, dict(self.ends))
-        return _ENCODER.encode(wire)
+        return _ENCODER.encode(self)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Start:
         """What `to_json` wrote. Raises ValueError."""
-        wire = _DECODER.decode(raw)
-        numbers = (wire.sequence, *wire.ends.values())
-        if wire.format_version != FORMAT_VERSION or not all(0 <= n <= MAX_SEQUENCE for n in numbers):
-            raise ValueError(f"expected a start of version {FORMAT_VERSION}, found {wire}")
-        return cls(wire.moment_ns, wire.sequence, wire.ends)
+        start = _DECODER.decode(raw)
+        numbers = (start.sequence, *start.ends.values())
+        if start.format_version != FORMAT_VERSION or not all(0 <= n <= MAX_SEQUENCE for n in numbers):
+            raise ValueError(f"expected a start of version {FORMAT_VERSION}, found {start}")
+        return start
+
+
+# Made at import: a type that two threads decode for the first time at once ends the process.
+_DECODER = msgspec.json.Decoder(Start)
+_ENCODER = msgspec.json.Encoder(order="sorted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +100,15 @@ class Starts:
         return Beginning(max(first, min(wanted, behind)))
 
     def _at(self, chain: Chain, moment_ns: int, first: int, end: int | None) -> Beginning:
-        found = self._first_at(chain, moment_ns)
+        place = chain, moment_ns
+        searched = search(self._store, chain, moment_ns, self._searched.get(place, 1))
+        found = searched.sequence
+        self._searched[place] = searched.behind if found is None else 1
         if found is not None:
             return Beginning(max(first, found if end is None else min(found, end + 1)))
         if end is not None:
             return Beginning(max(first, end + 1))
         return Beginning(waits_for="nothing is archived yet from the moment on at which the copy begins")
-
-    def _first_at(self, chain: Chain, moment_ns: int) -> int | None:
-        place = chain, moment_ns
-        found = search(self._store, chain, moment_ns, self._searched.get(place, 1))
-        self._searched[place] = found.behind if found.sequence is None else 1
-        return found.sequence
 
     def _start(self, chain: Chain, settings: StartSettings, positions: Mapping[Chain, int]) -> Start | None:
         """What is written down, or is now; None where the whole feed is carried."""
@@ -136,12 +122,15 @@ class Starts:
 
     def _resolved(self, chain: Chain, settings: StartSettings) -> Start:
         if settings.start_at_end:
-            return Start(ends={str(each): self._end(each) for each in self._documents.chains(*_feed(chain))})
+            return Start(
+                FORMAT_VERSION,
+                ends={str(each): self._end(each) for each in self._documents.chains(*_feed(chain))},
+            )
         if settings.start_sequence:
-            return Start(sequence=settings.start_sequence)
+            return Start(FORMAT_VERSION, sequence=settings.start_sequence)
         if settings.start_time:
-            return Start(moment_ns=parse_time(settings.start_time))
-        return Start(moment_ns=round((self._clock.now() - settings.start_delta) * _SECOND))
+            return Start(FORMAT_VERSION, moment_ns=parse_time(settings.start_time))
+        return Start(FORMAT_VERSION, moment_ns=round((self._clock.now() - settings.start_delta) * NS_PER_S))
 
     def _end(self, chain: Chain) -> int:
         """The end of the coverage; the tail is a hint that may be old."""

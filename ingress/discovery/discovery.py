@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
 
 from common.chain import Chain
-from common.clock import Clock, first_of
+from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.segments.documents import ChainStore
 from common.segments.naming import Pair, suggestion
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from common.service.threads import Threads
-from common.tasks import guarded, together
+from common.service.process import Threads
+from common.tasks import first_of, guarded, together
 from ingress import metrics
+from ingress.chains.prefetch import Prefetcher
 from ingress.discovery.sites import Sites
 from ingress.errors import leading, passes_by_itself
 
@@ -32,26 +32,11 @@ LOOK_UP_ALL = 300.0  # seconds between two listings of the chains' documents
 LOOK_UPS = 2  # of these at the same time: a poll must find a free thread
 TICK = 10.0  # seconds at most between two looks at chains that wait
 SPACING = 0.05  # seconds between two looks that notifications cause: a thousand in a second cause twenty
-MOST_NEW = (
-    64  # chains nobody has heard of that one look takes from notifications; the next poll finds the rest
-)
-
-
-class Listener(Protocol):
-    """Who wants to know of chains (`ingress.chains.supply.Supply`)."""
-
-    def pairs(self) -> list[tuple[str, str]]: ...
-    def found(self, chain: Chain, end: int | None = None) -> None: ...
-    def wake(self, chain: Chain) -> None: ...
-    async def tick(self) -> None: ...
-    def fails(self, error: Exception) -> None: ...
+MOST_NEW = 64  # unknown chains that one look takes from notifications; the next poll finds the rest
 
 
 class Discovery:
-    """Looks at the store for all targets of this process. `poll_interval`: seconds between two polls.
-
-    `sites`: also looked at, once a minute.
-    """
+    """Looks at the store, and at `sites`, for all targets of this process. `poll_interval`: seconds."""
 
     def __init__(
         self,
@@ -64,7 +49,7 @@ class Discovery:
     ) -> None:
         self._documents, self._threads, self.sites = documents, threads, sites
         self._clock, self._health, self._poll_interval = clock, health, poll_interval
-        self._listeners: list[Listener] = []
+        self.listeners: list[Prefetcher] = []  # the targets that are carried here
         self._pairs: frozenset[tuple[str, str]] = frozenset()
         self._known: dict[Chain, int | None] = {}
         self._missing: frozenset[Pair] = frozenset()
@@ -73,26 +58,23 @@ class Discovery:
         self._new: set[Chain] = set()
         self._has_worked = False
         self._told: dict[str, str] = {}  # why looks fail, by what they are for
-        self._soon, self._at_once, self._anew = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._new_sites = asyncio.Event()
+        self.soon = asyncio.Event()  # poll at once: notifications may have been lost
+        self._at_once, self._anew, self._new_sites = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     # For targets
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: Prefetcher) -> None:
         """Tell `listener` of every chain that is known, and of what changes from now on."""
-        self._listeners.append(listener)
-        self._gather_pairs()
+        self.listeners.append(listener)
+        self._pairs |= {*listener.pairs()}
         self._tell(self._known, [listener])
-        for event in (self._soon, self._anew, self._new_sites):
+        for event in (self.soon, self._anew, self._new_sites):
             event.set()
 
-    def remove(self, listener: Listener) -> None:
+    def remove(self, listener: Prefetcher) -> None:
         """Tell it nothing more."""
-        self._listeners.remove(listener)
-        self._gather_pairs()
-
-    def _gather_pairs(self) -> None:
-        self._pairs = frozenset(pair for listener in self._listeners for pair in listener.pairs())
+        self.listeners.remove(listener)
+        self._pairs = frozenset(pair for listener in self.listeners for pair in listener.pairs())
 
     # For notifications; on the event loop
 
@@ -108,15 +90,6 @@ class Discovery:
             self._at_once.set()
         return bool(wanted)
 
-    @property
-    def is_listened_to(self) -> bool:
-        """Whether any target is carried here."""
-        return bool(self._listeners)
-
-    def look_soon(self) -> None:
-        """Poll at once: notifications may have been lost."""
-        self._soon.set()
-
     # The loops
 
     async def run(self) -> None:
@@ -131,12 +104,12 @@ class Discovery:
     async def _poll(self) -> None:
         while True:
             # Before the look: whoever asks for one while it goes on may have come too late for it.
-            self._soon.clear()
+            self.soon.clear()
             await self._poll_once(self.look)
             due = self._clock.monotonic() + self._poll_interval
-            while not self._soon.is_set() and (rest := due - self._clock.monotonic()) > 0:
-                await first_of(self._soon.wait(), self._clock.sleep(min(rest, TICK)))
-                if rest > TICK and not self._soon.is_set():
+            while not self.soon.is_set() and (rest := due - self._clock.monotonic()) > 0:
+                await first_of(self.soon.wait(), self._clock.sleep(min(rest, TICK)))
+                if rest > TICK and not self.soon.is_set():
                     await self._poll_once(self._tick)
 
     async def _poll_once(self, look: Callable[[], Awaitable[None]]) -> None:
@@ -144,13 +117,11 @@ class Discovery:
         if error is not None and not (self._has_worked or passes_by_itself(error)):
             raise error
         self._health.set_ready("store", error is None, error.message if error else "")
-        if self._listeners:  # else nobody was asked
-            self._shows(is_answered=error is None or not isinstance(error, Unavailable | OutcomeUnknown))
-
-    def _shows(self, *, is_answered: bool) -> None:
-        metrics.store_reachable.set(is_answered)
-        if is_answered:
-            metrics.store_answered.set(self._clock.now())
+        if self.listeners:  # else nobody was asked
+            is_answered = not isinstance(error, Unavailable | OutcomeUnknown)
+            metrics.store_reachable.set(is_answered)
+            if is_answered:
+                metrics.store_answered.set(self._clock.now())
 
     async def _follow(self) -> None:
         while True:
@@ -163,16 +134,15 @@ class Discovery:
         while True:
             self._anew.clear()
             error = await self._error_of("chains", self.look_up_all())
-            await first_of(self._anew.wait(), self._clock.sleep(TICK if error else LOOK_UP_ALL))
+            await first_of(self._anew.wait(), seconds=TICK if error else LOOK_UP_ALL)
 
     async def _look_at_sites(self) -> None:
         """What egress says of itself; nothing that is carried depends on it."""
-        while self.sites is not None:
+        while True:
             self._new_sites.clear()
-            if self._pairs:
+            if self._pairs and self.sites:
                 await self._error_of("alive", self.sites.look(self._pairs))
-            await first_of(self._new_sites.wait(), self._clock.sleep(LOOK_AT_SITES))
-        await asyncio.Event().wait()
+            await first_of(self._new_sites.wait(), seconds=LOOK_AT_SITES)
 
     async def _error_of(self, what: str, look: Awaitable[None]) -> FloeError | None:
         """What kept the store from answering, told once for each reason; None if nothing did."""
@@ -190,26 +160,26 @@ class Discovery:
 
     async def look(self) -> None:
         """One poll: a listing of the tails, and a look at the chains whose tail changed or that wait."""
-        if not self._listeners:
+        if not self.listeners:
             return
         etags = await self._threads.run(self._documents.tails)
-        changed = {
-            chain: etag
+
+        async def read(chain: Chain, etag: str) -> None:
+            end = await self._threads.run(self._documents.read_tail, chain)
+            self._known[chain], self._etags[chain] = end, etag
+            self._tell([chain], self.listeners)
+
+        reads = [
+            read(chain, etag)
             for chain, etag in etags.items()
             if self._etags.get(chain) != etag and (chain.site, chain.feed) in self._pairs
-        }
-        reads = [self._read_tail(chain, etag) for chain, etag in changed.items()]
+        ]
         answers = await asyncio.gather(*reads, return_exceptions=True)
         # One site's documents may be refused; where no tail can be read, none ever will be.
         self._has_worked = self._has_worked or not answers or None in answers
         await self._tick()
         for failed in (answer for answer in answers if answer is not None):
             raise failed
-
-    async def _read_tail(self, chain: Chain, etag: str) -> None:
-        end = await self._threads.run(self._documents.read_tail, chain)
-        self._known[chain], self._etags[chain] = end, etag
-        self._tell([chain], self._listeners)
 
     async def look_up_all(self) -> None:
         """Chains without a tail exist too: a crash may stand between a segment and its tail."""
@@ -222,7 +192,7 @@ class Discovery:
         reads = (read(site, feed) for site, feed in sorted(self._pairs))
         answers = await asyncio.gather(*reads, return_exceptions=True)
         found = [chain for answer in answers if not isinstance(answer, BaseException) for chain in answer]
-        await self._add_chains(chain for chain in found if chain not in self._known)
+        await self._add_chains(found)
         for failed in (answer for answer in answers if isinstance(answer, BaseException)):
             raise failed
         await self._tell_missing()
@@ -231,17 +201,11 @@ class Discovery:
         """Say once of each feed of `sources` that nothing is archived of it: a slip, or not begun yet."""
         missing = self._pairs - {(chain.site, chain.feed) for chain in self._known}
         new, self._missing = missing - self._missing, missing
-        if new:
-            tails = await self._threads.run(self._documents.tails)
-            names = {f"{chain.site}/{chain.feed}" for chain in tails}
-            for site, feed in sorted(new):
-                log.warning(
-                    "nothing archived of a feed of `sources`",
-                    action="source_missing",
-                    site=site,
-                    feed=feed,
-                    hint=suggestion(f"{site}/{feed}", names),
-                )
+        tails = await self._threads.run(self._documents.tails) if new else ()
+        names = {f"{chain.site}/{chain.feed}" for chain in tails}
+        for site, feed in sorted(new):
+            hint, what = suggestion(f"{site}/{feed}", names), "nothing archived of a feed of `sources`"
+            log.warning(what, action="source_missing", site=site, feed=feed, hint=hint)
         if missing:
             self._health.set_status("sources", {"missing": ["/".join(pair) for pair in sorted(missing)]})
         else:
@@ -249,9 +213,8 @@ class Discovery:
 
     async def _look_at_named(self) -> None:
         """Look at the chains that notifications named since the last time."""
-        woken, self._woken = self._woken, set()
-        new, self._new = self._new, set()
-        for listener in self._listeners:
+        woken, self._woken, new, self._new = self._woken, set(), self._new, set()
+        for listener in self.listeners:
             wake = guarded(listener.wake, listener.fails)
             for chain in woken:
                 wake(chain)
@@ -270,23 +233,23 @@ class Discovery:
     async def _add_chains(self, chains: Iterable[Chain]) -> None:
         new = [chain for chain in chains if chain not in self._known]
         self._known.update(dict.fromkeys(new))
-        self._tell(new, self._listeners)
+        self._tell(new, self.listeners)
         if new:
             await self._tick()
 
     async def _tick(self) -> None:
-        failures = []
-        for listener in list(self._listeners):
+        failed: FloeError | None = None
+        for listener in list(self.listeners):
             try:
                 await listener.tick()
             except FloeError as error:
-                failures.append(error)
+                failed = failed or error
             except Exception as error:  # the target's own, and no other's
                 listener.fails(error)
-        for failed in failures:
+        if failed is not None:
             raise failed
 
-    def _tell(self, chains: Iterable[Chain], listeners: list[Listener]) -> None:
+    def _tell(self, chains: Iterable[Chain], listeners: list[Prefetcher]) -> None:
         for chain in chains:
             for listener in listeners:
                 guarded(listener.found, listener.fails)(chain, self._known[chain])

@@ -9,7 +9,7 @@ does not count.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from common.chain import Chain
@@ -18,7 +18,7 @@ from common.errors import FloeError
 from common.objects.port import ObjectInfo
 from common.segments.alive import Alive, Sighting, newest
 from common.segments.documents import ChainStore
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress import metrics
 
 MOST_READ = 1000  # objects that one look reads; the others' turn comes with the next
@@ -45,7 +45,6 @@ class Sites:
         self._documents, self._threads, self._clock = documents, threads, clock
         self.silent_after = silent_after
         self._known: dict[str, _Known] = {}
-        self._looked_at = float("-inf")
         self._unanswered_since: float | None = None
         self._sightings: dict[Chain, Sighting] = {}
         self._shown_sites: set[str] = set()
@@ -59,11 +58,6 @@ class Sites:
         """Whether the last sign of life is too long ago."""
         return sighting.age > self.silent_after
 
-    def chains(self, pairs: Collection[tuple[str, str]]) -> list[Sighting]:
-        """What is known of the feeds `pairs`, in their order."""
-        found = (each for chain, each in sorted(self._sightings.items()) if (chain.site, chain.feed) in pairs)
-        return list(found)
-
     async def look(self, pairs: Collection[tuple[str, str]]) -> None:
         """One listing, and what changed of the sites of `pairs`. Raises what the store raises."""
         sites = {site for site, _ in pairs}
@@ -73,22 +67,23 @@ class Sites:
             self._unanswered_since = self._unanswered_since or self._clock.monotonic()
             raise
         now = self._clock.monotonic()
-        self._leave_out_unanswered(now)
+        if self._unanswered_since is not None:
+            for known in self._known.values():
+                known.moved += now - self._unanswered_since
+            self._unanswered_since = None
         self._note([info for info in listed if self._site(info.key) in sites], now)
         changed = [known for known in self._known.values() if known.seen_etag != known.info.etag]
         changed.sort(key=lambda known: known.read_at)
         gate = asyncio.Semaphore(READ_AT_ONCE)
         await asyncio.gather(*(self._read(known, gate, now) for known in changed[:MOST_READ]))
-        self._looked_at = now
-        self._sightings = newest(self._all())
-        self._show(pairs)
+        self._sightings = newest(
+            Sighting(sign, known.info.modified, now - known.moved, known.alive.time)
+            for known in self._known.values()
+            if known.alive is not None
+            for sign in known.alive.chains
+        )
+        self._show(pairs, now)
         metrics.alive_read.set(self._clock.now())
-
-    def _leave_out_unanswered(self, now: float) -> None:
-        if self._unanswered_since is not None:
-            for known in self._known.values():
-                known.moved += now - self._unanswered_since
-            self._unanswered_since = None
 
     def _site(self, key: str) -> str:
         name = self._documents.layout.parse_alive(key)
@@ -111,19 +106,13 @@ class Sites:
         if found is not None:
             known.alive = found
 
-    def _all(self) -> Iterator[Sighting]:
-        for known in self._known.values():
-            for sign in known.alive.chains if known.alive else ():
-                age = self._looked_at - known.moved
-                yield Sighting(sign, known.info.modified, age, known.alive.time if known.alive else 0.0)
-
     # Metrics
 
-    def _show(self, pairs: Collection[tuple[str, str]]) -> None:
+    def _show(self, pairs: Collection[tuple[str, str]], now: float) -> None:
         ages: dict[str, float] = {}
         times: dict[str, float] = {}
         for key, known in self._known.items():
-            site, age = self._site(key), self._looked_at - known.moved
+            site, age = self._site(key), now - known.moved
             ages[site] = min(ages.get(site, age), age)
             times[site] = max(times.get(site, 0.0), known.info.modified)
         for site, age in ages.items():
@@ -133,17 +122,15 @@ class Sites:
             metrics.site_silent.remove(site)
             metrics.site_alive.remove(site)
         self._shown_sites = set(ages)
-        self._show_chains(pairs)
-
-    def _show_chains(self, pairs: Collection[tuple[str, str]]) -> None:
-        shown = set()
-        for each in self.chains(pairs):
-            chain = each.sign.chain
-            labels = chain.site, chain.feed, str(chain.partition)
-            shown.add(labels)
+        shown = {
+            (chain.site, chain.feed, str(chain.partition)): each
+            for chain, each in self._sightings.items()
+            if (chain.site, chain.feed) in pairs
+        }
+        for labels, each in shown.items():
             metrics.source_stopped.labels(*labels).set(each.sign.state == "stopped")
             metrics.source_silent.labels(*labels).set(self.is_silent(each))
-        for labels in self._shown_chains - shown:
-            metrics.source_stopped.remove(*labels)
-            metrics.source_silent.remove(*labels)
-        self._shown_chains = shown
+        for gone in self._shown_chains - shown.keys():
+            metrics.source_stopped.remove(*gone)
+            metrics.source_silent.remove(*gone)
+        self._shown_chains = set(shown)

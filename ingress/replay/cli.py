@@ -8,23 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from common.service.cli import (
-    Duration,
-    Sequence,
-    config_option,
-    json_option,
-    load_settings,
-    open_chains,
-    open_store,
-    print_json,
-    run_command,
-)
+from common.open import load_settings, open_chains, open_store
+from common.service.cli import Duration, SequenceType, config_option, json_option, print_json, run_command
+from common.service.exits import LATER
 
 if TYPE_CHECKING:
     from ingress.replay.request import Request
 
-UNFINISHED = 75  # exit code: the same command goes on
-DIFFERENCES = 3  # exit code
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,12 +27,12 @@ def range_options(function: F) -> F:
             click.option("--feed", required=True, help="The feed."),
             click.option("--incarnation", type=click.IntRange(0, 9999), help="Only this one."),
             click.option("--partition", type=click.IntRange(0, 65535), help="Only this one."),
-            click.option("--from-sequence", type=Sequence(), help="The first sequence."),
+            click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
             click.option(
                 "--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."
             ),
             click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
-            click.option("--to-sequence", type=Sequence(), help="The last sequence."),
+            click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
             click.option("--to-time", default="", metavar="TIME", help="Up to, and without, this time."),
         ]
     ):
@@ -90,17 +80,16 @@ async def replay(
         --into-source --create --dry-run
     """
     from common.clock import SystemClock
-    from common.service.shutdown import stop_on_signals
-    from ingress.replay.options import Options
+    from common.service.process import stop_on_signals
+    from ingress.replay.output import Teller, plan_json, plan_lines, result_line
     from ingress.replay.pace import pace_of, paced_words
-    from ingress.replay.progress import Teller
-    from ingress.replay.report import plan_json, plan_lines, result_line
-    from ingress.replay.service import Replay
+    from ingress.replay.replay import Replay
+    from ingress.replay.request import ReplayOptions
 
     request, pace = _request(asked), pace_of(rate, speed)
     settings, clock = load_settings(config, quiet=True), SystemClock()
     store, documents = open_store(settings), open_chains(settings)
-    options = Options(create, append, allow_lossy, skip_holes, again, pace, paced_words(rate, speed))
+    options = ReplayOptions(create, append, allow_lossy, skip_holes, again, pace, paced_words(rate, speed))
     work = Replay(settings, request, options, store, documents, clock, teller := Teller())
     try:
         async with work.connected() as client, stop_on_signals() as stop:
@@ -117,7 +106,7 @@ async def replay(
         store.close()
     teller.end_line()
     print_json(result.as_json()) if as_json else click.echo(result_line(result, request))
-    return 0 if result.finished else UNFINISHED
+    return 0 if result.finished else LATER
 
 
 @click.command()
@@ -136,10 +125,9 @@ async def drill(config: str, as_json: bool, storage: str, **asked: Any) -> int:
     Example: floe drill -c site.yaml --site us-east --feed NODES --since 1h
     """
     from common.clock import SystemClock
-    from common.service.shutdown import stop_on_signals
-    from ingress.replay.drill import Drill
-    from ingress.replay.progress import Teller
-    from ingress.replay.scratch import NAME
+    from common.service.process import stop_on_signals
+    from ingress.replay.drill import NAME, Drill
+    from ingress.replay.output import Teller
 
     request = _request({"target": NAME, **asked})
     settings, clock = load_settings(config, quiet=True), SystemClock()
@@ -162,7 +150,7 @@ def _request(asked: dict[str, Any]) -> Request:
 
 
 def _echo(lines: Any) -> None:
-    from common.service.text import escaped
+    from common.service.logs import escaped
 
     for line in lines:
         click.echo(escaped(line))

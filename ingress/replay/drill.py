@@ -2,56 +2,226 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from array import array
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import Stopped, Unavailable
+from common.errors import FloeError, Stopped, Unavailable
+from common.jetstream.api import STREAM_NOT_FOUND, ask, create_stream, stream_info
+from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
-from common.jetstream.streams import stream_info
+from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.lease import Lease, Leases, new_owner
+from common.jetstream.pull import read_through
+from common.jetstream.requests import ApiError
 from common.segments.archive import read_cover
 from common.segments.documents import ChainStore
-from common.segments.parquet import messages
+from common.segments.reader import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
-from common.service.pasting import command, ways
-from common.service.threads import Threads
+from common.service.exits import DIFFERENCES, command, ways
+from common.service.logs import get_logger
+from common.service.process import Threads
 from common.settings.root import Settings
-from common.settings.units import format_duration
-from common.tasks import beside
+from common.settings.service import ServiceSettings
+from common.settings.types import format_duration
+from common.tasks import Stop, beside
 from ingress.errors import leading
-from ingress.replay.compare import Differences, Trail, compare
-from ingress.replay.options import Options, Result
-from ingress.replay.outlook import former_of
-from ingress.replay.plan import ChainRange, Plan
-from ingress.replay.progress import Teller, size_text
-from ingress.replay.reading import read_all
-from ingress.replay.receipt import Remembered
-from ingress.replay.request import Request
-from ingress.replay.scratch import NAME, ROOT, Scratch
-from ingress.replay.service import Replay
-from ingress.replay.survey import known_chains
+from ingress.replay.output import Teller, size_text
+from ingress.replay.plan import ChainRange, ReplayPlan
+from ingress.replay.receipt import Remembered, receipt_key
+from ingress.replay.replay import Replay
+from ingress.replay.request import ReplayOptions, ReplayResult, Request
+from ingress.replay.survey import former_of, known_chains
 
-LAST_SEQUENCES = 10_000  # what is drilled without bounds
-SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
-DIFFERENCES = 3
+log = get_logger("ingress.replay.drill")
+
+
+MAX_EXAMPLES = 5
+
+
+@dataclass(slots=True)
+class Trail:
+    """The messages of one chain in the order in which they were read: 16 bytes each."""
+
+    sequences: array[int] = field(default_factory=lambda: array("Q"))
+    prints: array[int] = field(default_factory=lambda: array("Q"))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, message: Message) -> None:
+        """Note the next message."""
+        self.sequences.append(message.sequence)
+        self.prints.append(fingerprint(message))
+
+
+def fingerprint(message: Message) -> int:
+    """64 bits over time, subject, header block and payload; no headers and an empty block differ."""
+    digest = blake2b(b"%d:" % message.timestamp_ns, digest_size=8)
+    for part in (message.subject, message.headers, message.payload):
+        digest.update(b"-" if part is None else b"%d:" % len(part))
+        digest.update(part or b"")
+    return int.from_bytes(digest.digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Differences:
+    """Counts of messages. `unexpected`: found, and not in the archive. `examples`: a few lines."""
+
+    expected: int = 0
+    found: int = 0
+    lost: int = 0
+    repeated: int = 0
+    out_of_order: int = 0
+    altered: int = 0
+    unexpected: int = 0
+    examples: tuple[str, ...] = ()
+
+    @property
+    def none(self) -> bool:
+        """Whether everything came back as it was."""
+        return not (self.lost or self.repeated or self.out_of_order or self.altered or self.unexpected)
+
+    def plus(self, other: Differences) -> Differences:
+        """The sums, and some examples of both."""
+        ours, theirs = asdict(self), asdict(other)
+        sums = {name: ours[name] + theirs[name] for name in ours}
+        return Differences(**{**sums, "examples": sums["examples"][:MAX_EXAMPLES]})
+
+    def line(self) -> str:
+        return (
+            f"lost {self.lost:,}, repeated {self.repeated:,}, out of order {self.out_of_order:,}, "
+            f"altered {self.altered:,}, unexpected {self.unexpected:,}"
+        )
+
+
+def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
+    """What became of the messages `expected` (ascending, each once) on the way to `found`."""
+    seen, newest, examples = bytearray(len(expected)), 0, []
+    counts = dict.fromkeys(("repeated", "out_of_order", "altered", "unexpected"), 0)
+    for sequence, print_ in zip(found.sequences, found.prints, strict=True):
+        place = bisect_left(expected.sequences, sequence)
+        wrong = ""
+        if place == len(expected) or expected.sequences[place] != sequence:
+            wrong = "unexpected"
+        elif seen[place]:
+            wrong = "repeated"
+        else:
+            seen[place] = 1
+            if sequence < newest:
+                wrong = "out_of_order"
+            elif expected.prints[place] != print_:
+                wrong = "altered"
+        newest = max(newest, sequence)
+        if wrong:
+            counts[wrong] += 1
+            examples.append(f"{name} {sequence}: {wrong.replace('_', ' ')}")
+            del examples[MAX_EXAMPLES:]
+    lost = [sequence for sequence, there in zip(expected.sequences, seen, strict=True) if not there]
+    examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
+    return Differences(
+        len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES])
+    )
+
+
+NAME = "FLOE_DRILL_"
+ROOT = "_floe_drill"
+
+
+def scratch_config(stream: str, prefix: str, storage: str, most_bytes: int) -> dict[str, object]:
+    """A stream that takes nobody else's subjects."""
+    return {
+        "name": stream,
+        "description": "scratch of floe drill; may be deleted",
+        "subjects": [f"{prefix}.>"],
+        "storage": storage,
+        "num_replicas": 1,
+        "retention": "limits",
+        "discard": "new",
+        "max_bytes": most_bytes,
+        "allow_direct": True,
+        "allow_atomic": True,
+        "allow_batched": True,
+    }
+
+
+class Scratch:
+    """The scratch streams of one server. `settings`: whose buckets are used."""
+
+    def __init__(self, client: FloeClient, settings: ServiceSettings, instance: str, clock: Clock) -> None:
+        self._client, self._settings, self._clock = client, settings, clock
+        self._owner = new_owner(instance)
+
+    @asynccontextmanager
+    async def claimed(self, stream: str) -> AsyncIterator[Lease]:
+        """The lease that says that the stream is in use; the stream and its state are removed at the end."""
+        lease = await (await self._leases()).acquire(_key(stream))
+        if lease is None:
+            raise Unavailable(f"drill {stream}: another one has this name")
+        try:
+            yield lease
+        finally:
+            await self.remove(stream)
+            await lease.release()
+
+    async def remove(self, stream: str) -> None:
+        """Delete the stream and what is remembered of it; what fails here, the next drill does."""
+        try:
+            await self._delete(stream)
+            state = KeyValue(self._client, self._settings.state_bucket, ttl=None, replicas=1)
+            with suppress(BucketGone):
+                if await state.get(receipt_key(stream)) is not None:
+                    await state.delete(receipt_key(stream))
+        except FloeError as error:
+            log.warning("scratch left behind", action="drill_left", stream=stream, error=str(error))
+
+    async def sweep(self) -> list[str]:
+        """Remove what killed drills left; the names of their streams."""
+        leases = await self._leases()
+        answer = await ask(self._client, "STREAM.NAMES", {"subject": f"{ROOT}.>"})
+        names = [str(name) for name in answer.get("streams") or [] if str(name).startswith(NAME)]
+        left = [name for name in names if await leases.holder(_key(name)) is None]
+        for name in left:
+            await self.remove(name)
+        return left
+
+    async def _delete(self, stream: str) -> None:
+        try:
+            await self._client.api(f"STREAM.DELETE.{stream}")
+        except ApiError as error:
+            if error.err_code != STREAM_NOT_FOUND:
+                raise
+
+    async def _leases(self) -> Leases:
+        return await open_leases(self._client, self._settings, self._owner, self._clock)
+
+
+def _key(stream: str) -> str:
+    return state_key("drill", stream)
+
+
+LAST_SEQUENCES = 10_000  # what is drilled without bounds
+SLACK = 64 * 1024 * 1024  # bytes of the scratch stream above the messages
+
+
+@dataclass(frozen=True, slots=True)
+class DrillReport:
     """What a drill found. `full_seconds`: what a replay of the whole feed would take at this rate, None where
     nothing was replayed. `problems`: lines of reading the archive."""
 
     request: Request
-    result: Result
-    plan: Plan
+    result: ReplayResult
+    plan: ReplayPlan
     differences: Differences
     full_seconds: float | None
     problems: tuple[str, ...] = ()
@@ -70,13 +240,7 @@ class Report:
             "seconds": round(self.result.seconds, 3),
             "rows_per_second": round(self.result.rate),
             "full_restore_seconds": self.full_seconds and round(self.full_seconds, 3),
-            "expected": found.expected,
-            "lost": found.lost,
-            "repeated": found.repeated,
-            "out_of_order": found.out_of_order,
-            "altered": found.altered,
-            "unexpected": found.unexpected,
-            "examples": list(found.examples),
+            **{name: value for name, value in asdict(found).items() if name != "found"},
             "holes": self.plan.as_json()["holes"],
             "problems": list(self.problems),
         }
@@ -114,13 +278,13 @@ class Drill:
         self.stream, self.prefix = f"{NAME}{number}", f"{ROOT}.{number}"
         self._threads = Threads("drill", 2)
 
-    async def run(self, request: Request, stop: asyncio.Event) -> Report:
+    async def run(self, request: Request, stop: Stop) -> DrillReport:
         """Drill `request`, whose target and prefix are `stream` and `prefix`.
 
         Raises Unavailable where `stop` is set before the end. The scratch stream is removed whatever happens.
         """
         request = await self._threads.run(self._bounded, request)
-        options = Options(allow_lossy=True, skip_holes=True)
+        options = ReplayOptions(allow_lossy=True, skip_holes=True)
         work = Replay(
             self._settings, request, options, self._store, self._documents, self._clock, self._teller
         )
@@ -129,29 +293,22 @@ class Drill:
                 return await self._drilled(work, client, stop)
         except Stopped as error:
             # Its commands name the scratch stream, which is gone by now.
-            error.hint = ways(("mend what the message names, and drill again", self._again(request)))
+            again = command("drill", replace(request, target="", prefix="").words())
+            error.hint = ways(("mend what the message names, and drill again", again))
             raise
         finally:
             self._threads.close()
 
-    def _again(self, request: Request) -> str:
-        words = shlex.split(request.words())
-        for option, value in (("--target", self.stream), ("--subject-prefix", self.prefix)):
-            at = words.index(option)
-            assert words[at + 1] == value
-            del words[at : at + 2]
-        return command("drill", shlex.join(words))
-
-    async def _drilled(self, work: Replay, client: FloeClient, stop: asyncio.Event) -> Report:
+    async def _drilled(self, work: Replay, client: FloeClient, stop: Stop) -> DrillReport:
         scratch = Scratch(client, work.service, self._settings.instance, self._clock)
         for name in await scratch.sweep():
             self._teller.say(f"removed {name}, which a former drill left")
-        plan = (await work.outlook(client)).found.plan
-        reports: list[Report] = []
+        plan = (await work.outlook(client)).plan
+        reports: list[DrillReport] = []
 
         async def main() -> None:
             most = 2 * plan.raw_bytes + 1024 * plan.rows + SLACK
-            await scratch.make(self.stream, self.prefix, self._storage, most)
+            await create_stream(client, scratch_config(self.stream, self.prefix, self._storage, most))
             reports.append(await self._compared(work, client, plan, stop))
 
         async with scratch.claimed(self.stream) as lease:
@@ -161,10 +318,10 @@ class Drill:
                 raise leading(errors) from None
         return reports[0]
 
-    async def _compared(self, work: Replay, client: FloeClient, plan: Plan, stop: asyncio.Event) -> Report:
+    async def _compared(self, work: Replay, client: FloeClient, plan: ReplayPlan, stop: Stop) -> DrillReport:
         result = await work.run(client, stop)
         former = await former_of(client, work.service.state_bucket, self.stream)
-        if not result.finished or not isinstance(former, Remembered) or stop.is_set():
+        if not result.finished or not isinstance(former, Remembered) or stop.is_set:
             raise Unavailable("the drill was stopped before its end", hint="give the same command again")
         found = await self._found(client)
         ranges, problems = former.receipt.ranges, list[str]()
@@ -176,7 +333,7 @@ class Drill:
         # Holes are told by the plan, those that are accepted are none.
         told = tuple(line for line in problems if not line.startswith("no segment covers"))
         full = await self._threads.run(self._full_seconds, work.request, plan, result)
-        return Report(work.request, result, plan, total, full, told)
+        return DrillReport(work.request, result, plan, total, full, told)
 
     def _bounded(self, request: Request) -> Request:
         """`request`; the last sequences where it has no bounds. Blocking."""
@@ -209,7 +366,8 @@ class Drill:
             )
             trails.setdefault(origin.chain, Trail()).add(message)
 
-        await read_all(client, info, take)
+        if info.messages:
+            await read_through(client, info.name, info.last_sequence, take)
         return trails
 
     def _expected(self, ranges: tuple[ChainRange, ...], problems: list[str]) -> dict[Chain, Trail]:
@@ -226,7 +384,7 @@ class Drill:
                     trail.add(replace(message, headers=restore(message.headers)[1]) if relay else message)
         return trails
 
-    def _full_seconds(self, request: Request, plan: Plan, result: Result) -> float | None:
+    def _full_seconds(self, request: Request, plan: ReplayPlan, result: ReplayResult) -> float | None:
         """By stored bytes: what the whole feed has over what was replayed. Blocking."""
         drilled = sum(p.stretch.segment.size * p.rows / max(1, p.footer.rows) for p in plan.parts)
         if not drilled:

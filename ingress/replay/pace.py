@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+from common.clock import Clock
 from common.errors import UsageError
-from common.settings.units import parse_size
+from common.settings.types import parse_size
+from common.tasks import Stop, wait_for
+from ingress.publishers.publisher import Outcome, Publisher
+from ingress.rows.rows import Ready, Rows
 
 BURST = 0.25  # seconds of the rate that may go at once after a pause
 LONGEST_WAIT = 0.5  # seconds; then the question is asked again
@@ -28,24 +32,36 @@ class Pace(Protocol):
         ...
 
 
-class MessageRate:
+@dataclass
+class _Bucket:
+    """A token bucket that may go below zero by one message, so that a huge one goes at all."""
+
+    rate: float
+    tokens: float = 0.0
+    at: float | None = None
+
+    def take(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
+        first, before = self.at is None, now if self.at is None else self.at
+        self.tokens, self.at = min(self.rate * BURST, self.tokens + self.rate * (now - before)), now
+        if self.tokens <= 0 and not first:
+            return 0, min(LONGEST_WAIT, max(0.001, (min(1, self.rate * BURST) - self.tokens) / self.rate))
+        count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
+        self.tokens -= sum(costs[:count])
+        return count, 0.0
+
+
+class MessageRate(_Bucket):
     """At most `rate` messages a second."""
 
-    def __init__(self, rate: float) -> None:
-        self._bucket = _Bucket(rate)
-
     def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
-        return self._bucket.take(now, [1] * min(len(times_ns), self._bucket.most))
+        return self.take(now, [1] * min(len(times_ns), int(self.rate * BURST) + 1))
 
 
-class ByteRate:
+class ByteRate(_Bucket):
     """At most `rate` bytes a second, of payloads and header blocks."""
 
-    def __init__(self, rate: float) -> None:
-        self._bucket = _Bucket(rate)
-
     def allowed(self, now: float, times_ns: Sequence[int], sizes: Sequence[int]) -> tuple[int, float]:  # noqa: ARG002
-        return self._bucket.take(now, sizes)
+        return self.take(now, sizes)
 
 
 class Speed:
@@ -65,30 +81,6 @@ class Speed:
         if count := bisect_right(newest, reached):
             return count, 0.0
         return 0, min(LONGEST_WAIT, (newest[0] - reached) / 1e9 / self._factor + 0.001)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """A token bucket that may go below zero by one message, so that a huge one goes at all."""
-
-    rate: float
-    tokens: float = 0.0
-    at: float | None = None
-
-    @property
-    def most(self) -> int:
-        return max(1, int(self.rate * BURST) + 1)
-
-    def take(self, now: float, costs: Sequence[int]) -> tuple[int, float]:
-        self.tokens = min(
-            self.rate * BURST, self.tokens + self.rate * (now - (now if self.at is None else self.at))
-        )
-        first, self.at = self.at is None, now
-        if self.tokens <= 0 and not first:
-            return 0, min(LONGEST_WAIT, max(0.001, (min(1, self.rate * BURST) - self.tokens) / self.rate))
-        count = max(1, bisect_right(list(accumulate(costs)), self.tokens))
-        self.tokens -= sum(costs[:count])
-        return count, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +129,67 @@ def _rate(text: str) -> Pace | None:
             f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {text!r:.40}"
         )
     return MessageRate(value) if number.isdigit() else ByteRate(value)
+
+
+LOOK_AHEAD = 5_000  # messages that a pace is asked about at a time
+
+
+class Interrupted(Exception):
+    """The replay is to stop; its open intent is finished by whoever goes on."""
+
+
+class PacedPublisher:
+    """Sends as many of the rows as `pace` allows now, and waits where it allows none.
+
+    Raises Interrupted once `stop` is set, so that a slow replay need not finish its intent first.
+    """
+
+    def __init__(self, inner: Publisher, pace: Pace, clock: Clock, stop: Stop) -> None:
+        self.name = inner.name
+        self._inner, self._pace, self._clock, self._stop = inner, pace, clock, stop
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        """As `Publisher.publish`, but returns after a part of the rows."""
+        times, sizes = upcoming(rows, stored)
+        while True:
+            if self._stop.is_set:
+                raise Interrupted
+            count, wait = self._pace.allowed(self._clock.monotonic(), times, sizes)
+            if count:
+                return await self._inner.publish(Head(rows, stored + count), base, stored)
+            await wait_for(self._stop, wait)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Head(Rows):
+    """The messages of `rows` up to index `count` (exclusive)."""
+
+    def __init__(self, rows: Rows, count: int) -> None:
+        super().__init__(rows.blocks)
+        self.count = min(count, rows.count)
+
+    def messages(self, start: int, stop: int) -> Iterator[Ready]:
+        return super().messages(start, min(stop, self.count))
+
+    def stop(self, start: int, most: int, most_bytes: int) -> int:
+        return min(self.count, super().stop(start, most, most_bytes))
+
+
+def upcoming(rows: Rows, start: int) -> tuple[list[int], list[int]]:
+    """Timestamps (ns) and sizes of the messages from index `start` on; some of them."""
+    times: list[int] = []
+    sizes: list[int] = []
+    before = 0
+    for block in rows.blocks:
+        skip, before = max(0, start - before), before + block.piece.count
+        material = block.material
+        if material is None or skip >= len(material.sequences):
+            continue
+        times += material.timestamps_ns[skip:]
+        ends = [0, *material.ends]
+        sizes += [end - begin for begin, end in zip(ends[skip:], ends[skip + 1 :], strict=False)]
+        if len(times) >= LOOK_AHEAD:
+            break
+    return times[:LOOK_AHEAD], sizes[:LOOK_AHEAD]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from common.chain import Chain
+from common.errors import UsageError
 from common.segments.segment import UNREAD, Footer, Ledger, Reason, SegmentRef
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch, cover, holes
+from common.settings.types import format_duration
+from ingress.replay.request import Request
 
 # What a message of the source may have been that the archive does not hold, and nobody chose to delete.
 LOSSY = (Reason.SAMPLED_OUT, Reason.TOO_OLD, *UNREAD, Reason.LOST)
@@ -23,7 +27,7 @@ class ChainRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplayPart:
     """A stretch that will be read, and what its segment says of itself.
 
     `gone`: how many of the sequences that it did not read no other segment has either, at most; None where
@@ -67,12 +71,12 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class ChainPlan:
+class ReplayChain:
     """One chain. `holes`: sequences that nothing covers; `accepted`: those of them that an operator has given
     up for good."""
 
     range: ChainRange
-    parts: tuple[Part, ...]
+    parts: tuple[ReplayPart, ...]
     holes: tuple[SequenceRange, ...] = ()
     accepted: tuple[SequenceRange, ...] = ()
 
@@ -86,14 +90,14 @@ class ChainPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReplayPlan:
     """All chains, in the order in which they are replayed. `is_filtered`: by subjects."""
 
-    chains: tuple[ChainPlan, ...]
+    chains: tuple[ReplayChain, ...]
     is_filtered: bool = False
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ReplayPart]:
         return [part for chain in self.chains for part in chain.parts]
 
     @property
@@ -210,3 +214,72 @@ def asked_range(
     low = max(begins, first or 1)
     high = min(covered if last is None else last, covered, MAX_SEQUENCE if ends is None else ends)
     return SequenceRange(low, high) if low <= high else None
+
+
+Moments = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedSpan:
+    """What the archive holds of a chain: sequences (None: nothing), and the times (ns, inclusive) of
+    the first and the last message (None: its segments do not tell).
+    """
+
+    chain: Chain
+    rows: SequenceRange | None
+    first_ns: int | None = None
+    last_ns: int | None = None
+
+
+def check_meets(request: Request, moments: Moments, archive: Sequence[ArchivedSpan]) -> None:
+    """Raises UsageError where the bounds of `request` lie before or behind all that is archived.
+
+    Fine is a range inside the archive that holds no messages, and an archive that holds nothing yet.
+    """
+    held = [each for each in archive if each.rows is not None]
+    if held and not any(_meets(request, moments, each) for each in held):
+        raise UsageError(
+            f"{_asked(request)}: expected a range that meets the archive of {_extent(held)}",
+            hint="look at the dates and the zone; without bounds all of it is replayed",
+        )
+
+
+def _meets(request: Request, moments: Moments, held: ArchivedSpan) -> bool:
+    assert held.rows is not None, "only chains that hold something are asked"
+    begin, end = moments
+    too_late = (request.from_sequence or 1) > held.rows.last
+    too_early = request.to_sequence is not None and request.to_sequence < held.rows.first
+    too_new = begin is not None and held.last_ns is not None and begin > held.last_ns
+    too_old = end is not None and held.first_ns is not None and end <= held.first_ns
+    return not (too_late or too_early or too_new or too_old)
+
+
+def _asked(request: Request) -> str:
+    """The bounds as they were typed."""
+    bounds = {
+        "--from-sequence": request.from_sequence,
+        "--from-time": request.from_time,
+        "--since": format_duration(request.since) if request.since else "",
+        "--to-sequence": request.to_sequence,
+        "--to-time": request.to_time,
+    }
+    return " ".join(f"{option} {value}" for option, value in bounds.items() if value)
+
+
+def _extent(held: Sequence[ArchivedSpan]) -> str:
+    chain, rows = held[0].chain, [each.rows for each in held if each.rows is not None]
+    incarnations = " to ".join(_ends([f"{each.chain.incarnation:04d}" for each in held]))
+    first = [each.first_ns for each in held if each.first_ns is not None]
+    last = [each.last_ns for each in held if each.last_ns is not None]
+    times = f", from {time_text(min(first))} to {time_text(max(last))}" if first and last else ""
+    which = f"{chain.site}/{chain.feed} (incarnation {incarnations})"
+    return f"{which}: sequences {min(r.first for r in rows)} to {max(r.last for r in rows)}{times}"
+
+
+def _ends(values: list[str]) -> list[str]:
+    return sorted({min(values), max(values)})
+
+
+def time_text(timestamp_ns: int) -> str:
+    """A time for people, to the second."""
+    return datetime.fromtimestamp(timestamp_ns // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -7,19 +7,18 @@ the same steps, by compare-and-set, keep it; this envelope is around it.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError, Stopped
-from common.jetstream.kv import Entry, KeyValue, state_key
+from common.jetstream.kv import KeyValue, KvEntry, state_key
 from common.sequences import SequenceRange
-from common.service.pasting import ways
-from ingress.checkpoints.documents import from_json
-from ingress.checkpoints.intent import TargetState
-from ingress.replay.advice import Advice
+from common.service.exits import ways
+from ingress.checkpoint import TargetState
+from ingress.checkpoint_store import from_json
 from ingress.replay.plan import ChainRange
-from ingress.replay.request import Request
+from ingress.replay.request import Advice, Request
 
 ROLE = "replay"
 VERSION = 1
@@ -46,10 +45,6 @@ class Receipt:
     begun: float
     finished: float = 0.0
     skips_holes: bool = False
-
-    def done(self, now: float) -> Receipt:
-        """The same, finished at `now`."""
-        return replace(self, finished=now)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -131,12 +126,12 @@ def other(advice: Advice, receipt: Receipt) -> Stopped:
 
 
 class ReceiptBucket:
-    """The bucket as `ingress.checkpoints.state.StateStore` uses it, with `receipt` around each state."""
+    """The bucket as `ingress.checkpoint_store.StateStore` uses it, with `receipt` around each state."""
 
     def __init__(self, bucket: KeyValue, receipt: Receipt) -> None:
         self._bucket, self.receipt = bucket, receipt
 
-    async def get(self, key: str) -> Entry | None:
+    async def get(self, key: str) -> KvEntry | None:
         """The state alone. Raises Stopped where another replay's receipt is around it."""
         entry = await self._bucket.get(key)
         if entry is None:
@@ -148,7 +143,7 @@ class ReceiptBucket:
             raise unreadable(advice, str(error)) from error
         if receipt.request.digest != advice.request.digest:
             raise other(advice, receipt)
-        return Entry(inner, entry.revision)
+        return KvEntry(inner, entry.revision)
 
     async def create(self, key: str, value: bytes) -> int | None:
         return await self._bucket.create(key, self._wrapped(value))

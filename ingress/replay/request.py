@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from common.chain import Chain
+from common.clock import parse_time
 from common.errors import UsageError
+from common.segments.documents import BEFORE_GIVING_UP, accept_command
 from common.segments.naming import unknown
-from common.settings.types import is_filter
-from common.settings.units import format_duration, parse_time
+from common.sequences import SequenceRange
+from common.service.exits import command, ways
+from common.settings.types import format_duration, is_filter
+from ingress.replay.pace import Pace
+from ingress.verdict.settle import LOOK_SPACING
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,11 @@ class Request:
     def to_json(self) -> dict[str, Any]:
         """What is not a default."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        numbers = ("incarnation", "partition")  # of which 0 says something
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
-            if value not in (None, "", 0.0, (), False)
-            or (name in ("incarnation", "partition") and value == 0)
+            if value or (name in numbers and value is not None)
         }
 
     @classmethod
@@ -155,3 +160,126 @@ def _time(option: str, text: str) -> int:
         return parse_time(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """`again`: begin anew, whatever is remembered of a former replay. `pace` None: as fast as possible.
+
+    `paced`: the options that said so, to repeat. `look_spacing`: seconds between the three looks that confirm
+    a verdict.
+    """
+
+    create: bool = False
+    append: bool = False
+    allow_lossy: bool = False
+    skip_holes: bool = False
+    again: bool = False
+    pace: Pace | None = None
+    paced: tuple[str, ...] = ()
+    look_spacing: float = LOOK_SPACING
+
+    def words(self) -> Iterator[str]:
+        """The options that say the same, for a command to paste."""
+        for name in ("create", "append", "allow_lossy", "skip_holes", "again"):
+            if getattr(self, name):
+                yield f"--{name.replace('_', '-')}"
+        yield from self.paced
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """How a replay ended. `finished`: all is stored; `was_done`: by an earlier run. `rows`: messages stored
+    by all its runs; `rows_now`, `bytes`, `seconds`: of this run."""
+
+    finished: bool
+    was_done: bool
+    rows: int
+    rows_now: int
+    bytes: int
+    seconds: float
+    target: str
+
+    @property
+    def rate(self) -> float:
+        """Messages a second of this run."""
+        return self.rows_now / self.seconds if self.seconds > 0 else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "finished": self.finished,
+            "was_done": self.was_done,
+            "target": self.target,
+            "rows": self.rows,
+            "rows_now": self.rows_now,
+            "bytes": self.bytes,
+            "seconds": round(self.seconds, 3),
+            "rows_per_second": round(self.rate),
+        }
+
+
+SHOWN = 10  # holes
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The commands of one replay. `options`: what its command line allowed; each command repeats them."""
+
+    request: Request
+    options: ReplayOptions = field(default_factory=ReplayOptions)
+
+    def _of(self, **changes: Any) -> Advice:
+        """Those of another request."""
+        return replace(self, request=replace(self.request, **changes))
+
+    def same(self, *more: str) -> str:
+        """The command that was given, with the options `more`."""
+        words = [self.request.words(), *dict.fromkeys([*self.options.words(), *more])]
+        return command("replay", *words)
+
+    def anew(self, before: str = "") -> str:
+        """Empty the target and begin again: two commands, one behind the other."""
+        return ways((f"{before}empty the target, and begin anew", self.empty, self.same("--again")))
+
+    def not_created(self, *, is_taken: bool) -> str:
+        """The server does not make the target; `is_taken`: another stream has its subjects."""
+        if not is_taken:
+            return ways(("mend what the server names, and give the same command again", self.same()))
+        apart = f"{self.request.target}_ALL"
+        apart += "_2" if self.request.prefix == apart else ""
+        below = self._of(prefix=apart, into_source=False)
+        taken = "another stream takes these subjects, and no second one can; replay below a prefix of its own"
+        return ways((taken, below.same()))
+
+    @property
+    def empty(self) -> str:
+        """The command that empties the target."""
+        return f"nats stream purge {shlex.quote(self.request.target)} --force"
+
+    def source(self, name: str) -> str:
+        """The stream that the feed was frozen from is `name` (empty: nobody knows), not the target."""
+        without = self._of(into_source=False)
+        left = (f"replay into {self.request.target}, which is another stream", without.same())
+        if not name:
+            return ways(left)
+        return ways(("replay into the source", self._of(target=name).same()), (f"or {left[0]}", left[1]))
+
+    def holes(self, chain: Chain, holes: tuple[SequenceRange, ...]) -> str:
+        """Sequences that no segment covers."""
+        given_up = [accept_command(chain, hole) for hole in holes[:SHOWN]]
+        last = "only when nobody has them any more, give them up for all targets"
+        skip = (f"{BEFORE_GIVING_UP}; or go on without them", self.same("--skip-holes"))
+        return ways(skip, (last, *given_up))
+
+    def refused(self, code: str) -> str:
+        """A row that the target does not take."""
+        name, again = shlex.quote(self.request.target), self.same()
+        if code == "E-SUBJECT":
+            edit = f"nats stream edit {name} --subjects SUBJECTS"
+            other = f"{self.request.target}_ALL"
+            wide = self._of(target=other, prefix=other, into_source=False).same("--create")
+            everything = "or replay into a stream that takes everything below a prefix"
+            return ways(("let the target take it, and go on", edit, again), (everything, wide))
+        edit = f"nats stream edit {name} --max-msg-size=-1 --force"
+        raised = "raise the target's limit, or max_payload of its server, and go on"
+        return ways((raised, edit, again))

@@ -9,24 +9,134 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from common.chain import Chain
 from common.clock import Clock
-from common.errors import DataError, SegmentCorrupt, Unavailable
+from common.errors import DataError, SegmentCorrupt, Stopped, Unavailable
+from common.jetstream.api import StreamInfo
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import BucketGone, KeyValue
+from common.segments.archive import Timeline
 from common.segments.documents import ChainStore, StreamDocument
-from common.segments.faults import SegmentGone
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch
-from common.sequences import Stretch
-from common.service.pasting import command, ways
-from common.service.threads import Threads
-from ingress.replay.bounds import Held, Moments, check_meets
-from ingress.replay.plan import ChainPlan, ChainRange, Part, Plan, asked_range, stretches_of
-from ingress.replay.request import Request
-from ingress.replay.timing import Timing
+from common.sequences import Stretch, cover
+from common.service.exits import command, ways
+from common.service.process import Threads
+from ingress.replay import target
+from ingress.replay.plan import (
+    ArchivedSpan,
+    ChainRange,
+    Moments,
+    ReplayChain,
+    ReplayPart,
+    ReplayPlan,
+    asked_range,
+    check_meets,
+    stretches_of,
+)
+from ingress.replay.receipt import Remembered, Unreadable, other, remembered, unreadable
+from ingress.replay.request import Advice, Request
+from ingress.replay.source import hole_error
+
+
+class Timing:
+    """The segments `refs` of one chain that begins at `begins`. Blocking; raises SegmentGone."""
+
+    def __init__(self, store: SegmentStore, refs: Sequence[SegmentRef], begins: int) -> None:
+        self._store, self._refs, self._begins = store, list(refs), begins
+        self._timeline = Timeline(store, refs)
+        self._covered = max((ref.coverage.last for ref in refs), default=0)
+
+    def between(self, moments: Moments) -> tuple[int, int] | None:
+        """First and last sequence from the one moment up to, and without, the other; None: nothing is."""
+        begin_ns, end_ns = moments
+        first, last = self._begins, self._covered
+        if begin_ns is not None:
+            first = self._from(begin_ns)
+        if end_ns is not None and (found := self._timeline.first_at(end_ns)) is not None:
+            last = found - 1
+        return (first, last) if first <= last else None
+
+    def extent(self) -> Moments:
+        """The least and the greatest time (ns) that the archive goes from and to; None: nobody can tell."""
+        first, last = self._first_telling(), self._last_telling(self._covered)
+        first_ns = None if first is None else self._times(first)[0]
+        if last is None or last.rows.last < self._covered:
+            return first_ns, None
+        return first_ns, max(self._times(last)[1], self._tip_of(last))
+
+    # The first sequence
+
+    def _from(self, moment_ns: int) -> int:
+        """Where what may be at or after the moment begins; behind the end where nothing may."""
+        found = self._timeline.first_at(moment_ns)
+        if found is None:
+            return self._behind_telling(self._covered)
+        stretch = self._holding(found)
+        if self._times(stretch)[0] < moment_ns:
+            return found
+        # What is missing right before may be as new.
+        behind = self._behind_telling(stretch.rows.first - 1)
+        return behind if behind < stretch.rows.first else found
+
+    def _holding(self, sequence: int) -> Stretch[SegmentRef]:
+        """The stretch around a row that was found by its time."""
+        refs = list(self._refs)
+        while True:
+            stretch = next(s for s in cover(refs, self._begins) if sequence in s.rows)
+            if self._tells(stretch):
+                return stretch
+            refs.remove(stretch.segment)
+
+    def _behind_telling(self, upto: int) -> int:
+        last = self._last_telling(upto)
+        return self._begins if last is None else last.rows.last + 1
+
+    # Segments that tell
+
+    def _first_telling(self) -> Stretch[SegmentRef] | None:
+        """Whose segment begins the archive; None where something before it cannot be read."""
+        refs = list(self._refs)
+        begin = min((s.rows.first for s in cover(refs, self._begins)[:1]), default=0)
+        while found := cover(refs, self._begins)[:1]:
+            if found[0].rows.first > begin:
+                return None
+            if self._tells(found[0]):
+                return found[0]
+            refs.remove(found[0].segment)
+        return None
+
+    def _last_telling(self, upto: int) -> Stretch[SegmentRef] | None:
+        """The last stretch up to the sequence `upto` that tells of time."""
+        refs = list(self._refs)
+        while upto >= self._begins and (found := cover(refs, self._begins, upto)[-1:]):
+            if self._tells(found[0]):
+                return found[0]
+            refs.remove(found[0].segment)
+        return None
+
+    def _tells(self, stretch: Stretch[SegmentRef]) -> bool:
+        return self._timeline.times_of(stretch.segment) is not None
+
+    def _times(self, stretch: Stretch[SegmentRef]) -> tuple[int, int]:
+        times = self._timeline.times_of(stretch.segment)
+        assert times is not None, "only of stretches that tell"
+        return times
+
+    def _tip_of(self, stretch: Stretch[SegmentRef]) -> int:
+        """The time of the last message that was examined, which need not have become a row."""
+        try:
+            tip = self._store.footer(stretch.segment).tip
+        except SegmentCorrupt:
+            return 0
+        return 0 if tip is None else tip.timestamp_ns
+
 
 LISTINGS = 3  # tries, each on a new listing
 
@@ -36,71 +146,75 @@ def known_chains(documents: ChainStore, request: Request) -> list[Chain]:
     return documents.chains(request.site, request.feed) or documents.chains()
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan, what the source stream was, and what an operator should know before."""
+class ReplaySurvey:
+    """Looks into one archive for what `request` means now. `notes`: what an operator should know before."""
 
-    plan: Plan
-    stream: StreamDocument | None
-    notes: tuple[str, ...]
-
-
-class Survey:
-    """Looks into one archive."""
-
-    def __init__(self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock) -> None:
+    def __init__(
+        self, store: SegmentStore, documents: ChainStore, threads: Threads, clock: Clock, request: Request
+    ) -> None:
         self._store, self._documents, self._threads, self._clock = store, documents, threads, clock
+        self._request = request
+        self._moments: Moments = (None, None)
+        self.notes: list[str] = []
 
-    async def look(self, request: Request) -> Found:
-        """What `request` means now. Raises UsageError, what the store raises, DataError where damage
-        lies behind damage, Unavailable where segments vanish time and again.
+    async def look(self) -> tuple[ReplayPlan, StreamDocument | None]:
+        """The plan, and what the source stream was. Raises UsageError, what the store raises, DataError where
+        damage lies behind damage, Unavailable where segments vanish time and again.
         """
+        request = self._request
         chains = request.chains(await self._threads.run(known_chains, self._documents, request))
         stream = await self._threads.run(self._documents.read_stream, chains[-1])
-        begin, end = request.moments(self._clock.now())
-        notes = _first_notes(request, chains)
-        looked = [await self._relisted(chain, request, (begin, end), notes) for chain in chains]
-        check_meets(request, (begin, end), [held for held, _ in looked])
-        plans = [await self._planned(each, notes) for _, each in looked if each is not None]
-        return Found(Plan(tuple(plans), bool(request.subjects)), stream, tuple(notes))
+        self._moments = request.moments(self._clock.now())
+        if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
+            newest = f"{chains[-1].incarnation:04d}"
+            self.notes.append(f"sequences are those of incarnation {newest}, the newest")
+        looked = [await self._relisted(chain) for chain in chains]
+        check_meets(request, self._moments, [held for held, _ in looked])
+        plans = [await self._planned(each) for _, each in looked if each is not None]
+        return ReplayPlan(tuple(plans), bool(request.subjects)), stream
 
     # Which sequences
 
-    async def _relisted(
-        self, chain: Chain, request: Request, moments: Moments, notes: list[str]
-    ) -> tuple[Held, ChainRange | None]:
+    async def _relisted(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
         for _ in range(LISTINGS - 1):
-            try:
-                return await self._range(chain, request, moments, notes)
-            except SegmentGone:
-                continue
+            with suppress(SegmentGone):
+                return await self._range(chain)
         try:
-            return await self._range(chain, request, moments, notes)
+            return await self._range(chain)
         except SegmentGone as error:
-            raise _vanishing(chain) from error
+            raise vanishing_error(chain) from error
 
-    async def _range(
-        self, chain: Chain, request: Request, moments: Moments, notes: list[str]
-    ) -> tuple[Held, ChainRange | None]:
+    async def _range(self, chain: Chain) -> tuple[ArchivedSpan, ChainRange | None]:
         """What the archive holds of the chain, and what of it is asked for (None: nothing)."""
+        request, moments = self._request, self._moments
         refs = await self._threads.run(self._store.list, chain)
         begins, ends = await self._bounds(chain)
         if ends is not None and request.is_behind(ends):
-            notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
+            self.notes.append(f"{chain} ended at {ends}: what is asked for was put into it behind that")
             ends = None
         covered = max((ref.coverage.last for ref in refs), default=0)
-        held = Held(chain, asked_range(begins, covered, ends, None, None))
+        held = ArchivedSpan(chain, asked_range(begins, covered, ends, None, None))
         first, last = request.from_sequence, request.to_sequence
         if request.by_sequence or moments != (None, None):
-            extent, timed = await self._threads.run(_timed, self._store, refs, begins, moments)
-            held = replace(held, first_ns=extent[0], last_ns=extent[1])
+            timing = await self._threads.run(Timing, self._store, refs, begins)
+            first_ns, last_ns = await self._threads.run(timing.extent)
+            timed = await self._threads.run(timing.between, moments)
+            held = replace(held, first_ns=first_ns, last_ns=last_ns)
             if timed is None:
                 return held, None
             first = max(first or 1, timed[0])
             last = timed[1] if last is None else min(last, timed[1])
-        notes += _end_notes(request, chain, begins, min(covered, ends or covered))
+        self._note_ends(chain, begins, min(covered, ends or covered))
         rows = asked_range(begins, covered, ends, first, last)
         return held, None if rows is None else ChainRange(chain, rows)
+
+    def _note_ends(self, chain: Chain, begins: int, ends: int) -> None:
+        """Where a range reaches beyond what is archived."""
+        request = self._request
+        if request.from_sequence is not None and request.from_sequence < begins:
+            self.notes.append(f"the archive of {chain} begins at {begins}")
+        if request.to_sequence is not None and request.to_sequence > ends:
+            self.notes.append(f"the archive of {chain} ends at {ends}")
 
     async def _bounds(self, chain: Chain) -> tuple[int, int | None]:
         """Where the chain begins, and where its incarnation ended (None: it has not)."""
@@ -114,30 +228,31 @@ class Survey:
 
     # Which segments
 
-    async def _planned(self, each: ChainRange, notes: list[str]) -> ChainPlan:
+    async def _planned(self, each: ChainRange) -> ReplayChain:
         """Raises DataError where segments are damaged time and again, Unavailable where they vanish."""
-        lost = _Lost()
+        lost, all_damaged = set[str](), set[str]()
         found = await self._threads.run(self._documents.gaps, each.chain)
         gaps = [gap.range for gap in found]
         for _ in range(LISTINGS):
             refs = await self._threads.run(self._store.list, each.chain, position=each.rows.first)
-            usable = [ref for ref in refs if ref.key not in lost.keys]
+            usable = [ref for ref in refs if ref.key not in lost]
             stretches, holes, accepted = stretches_of(usable, each.rows, gaps)
-            parts, now = await self._footers(stretches, usable)
-            if not now.keys:
-                return ChainPlan(each, tuple(parts), tuple(holes), tuple(accepted))
-            lost = lost.plus(now)
-            notes += [f"damaged or gone, left out: {key}" for key in sorted(now.keys)]
-        raise _vanishing(each.chain) if now.gone else _damaged(each.chain, lost.damaged)
+            parts, gone, damaged = await self._footers(stretches, usable)
+            if not gone and not damaged:
+                return ReplayChain(each, tuple(parts), tuple(holes), tuple(accepted))
+            lost |= gone | damaged
+            all_damaged |= damaged
+            self.notes += [f"damaged or gone, left out: {key}" for key in sorted(gone | damaged)]
+        raise vanishing_error(each.chain) if gone else damaged_error(each.chain, all_damaged)
 
     async def _footers(
         self, stretches: list[Stretch[SegmentRef]], refs: Sequence[SegmentRef]
-    ) -> tuple[list[Part], _Lost]:
-        """The stretches of `refs` with their footers, and the keys of segments that cannot be read."""
-        parts: list[Part] = []
+    ) -> tuple[list[ReplayPart], set[str], set[str]]:
+        """The stretches of `refs` with their footers; the keys of segments that are gone, and damaged."""
+        parts: list[ReplayPart] = []
         gone, damaged = set[str](), set[str]()
 
-        async def read(stretch: Stretch[SegmentRef]) -> Part | None:
+        async def read(stretch: Stretch[SegmentRef]) -> ReplayPart | None:
             try:
                 return await self._threads.run(_part, self._store, stretch, refs)
             except SegmentGone:
@@ -149,79 +264,113 @@ class Survey:
         for begin in range(0, len(stretches), 256):
             found = await asyncio.gather(*map(read, stretches[begin : begin + 256]))
             parts += [part for part in found if part is not None]
-        return parts, _Lost(frozenset(gone), frozenset(damaged))
+        return parts, gone, damaged
 
 
-@dataclass(frozen=True, slots=True)
-class _Lost:
-    """Keys of segments that were listed and cannot be read."""
-
-    gone: frozenset[str] = frozenset()
-    damaged: frozenset[str] = frozenset()
-
-    @property
-    def keys(self) -> frozenset[str]:
-        return self.gone | self.damaged
-
-    def plus(self, other: _Lost) -> _Lost:
-        return _Lost(self.gone | other.gone, self.damaged | other.damaged)
-
-
-def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> Part:
+def _part(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> ReplayPart:
     """Blocking; reads rows only where others of `refs` may have what the segment did not read."""
     footer = store.footer(stretch.segment)
     unread = footer.unread and footer.unread.intersection(stretch.rows)
     others = (ref for ref in refs if ref.key != stretch.segment.key)
     if unread is None or not any(ref.coverage.overlaps(unread) for ref in others):
-        return Part(stretch, footer)
+        return ReplayPart(stretch, footer)
     with open_stretch(store, stretch, refs=refs) as reader:
-        return Part(stretch, footer, reader.still_missing(stretch.rows))
+        return ReplayPart(stretch, footer, reader.still_missing(stretch.rows))
 
 
-def _vanishing(chain: Chain) -> Unavailable:
+def vanishing_error(chain: Chain) -> Unavailable:
+    then = "give the same command again when compaction is done; if it stays so, look at the store"
     return Unavailable(
         f"chain {chain}: segments vanish while they are read, in {LISTINGS} listings",
-        hint=ways(
-            (
-                "give the same command again when compaction is done; if it stays so, look at the store",
-                command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}")),
-            )
-        ),
+        hint=ways((then, _verify(chain))),
         code="E-SEG-GONE",
     )
 
 
-def _damaged(chain: Chain, keys: Collection[str]) -> DataError:
+def damaged_error(chain: Chain, keys: Collection[str]) -> DataError:
     shown = ", ".join(sorted(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
     return DataError(
         f"chain {chain}: expected sound segments, found damaged ones behind damaged ones: {shown}",
-        hint=ways(
-            (
-                "restore the objects; all that is damaged",
-                command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}")),
-            )
-        ),
+        hint=ways(("restore the objects; all that is damaged", _verify(chain))),
         code="E-SEG-CORRUPT",
     )
 
 
-def _timed(
-    store: SegmentStore, refs: list[SegmentRef], begins: int, moments: Moments
-) -> tuple[Moments, tuple[int, int] | None]:
-    """From when to when the archive goes, and the sequences between the moments. Blocking."""
-    timing = Timing(store, refs, begins)
-    return timing.extent(), timing.between(moments)
+def _verify(chain: Chain) -> str:
+    return command("segments verify", shlex.quote(f"{chain.site}/{chain.feed}"))
 
 
-def _end_notes(request: Request, chain: Chain, begins: int, ends: int) -> Iterator[str]:
-    """Where a range reaches beyond what is archived."""
-    if request.from_sequence is not None and request.from_sequence < begins:
-        yield f"the archive of {chain} begins at {begins}"
-    if request.to_sequence is not None and request.to_sequence > ends:
-        yield f"the archive of {chain} ends at {ends}"
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """`stream`: what the source was. `info`: the target, None where it is missing; `recipe`: how it would be
+    made. `former`: the last replay into it."""
+
+    plan: ReplayPlan
+    stream: StreamDocument | None
+    info: StreamInfo | None
+    recipe: target.Recipe | None
+    former: Remembered | Unreadable | None
+    notes: tuple[str, ...]
 
 
-def _first_notes(request: Request, chains: list[Chain]) -> list[str]:
-    if request.by_sequence and request.incarnation is None and chains[-1].incarnation:
-        return [f"sequences are those of incarnation {chains[-1].incarnation:04d}, the newest"]
-    return []
+async def outlook(client: FloeClient, survey: ReplaySurvey, advice: Advice, state_bucket: str) -> Outlook:
+    """What replaying the request of `advice` would do now. Raises what speaks against the target's kind."""
+    request = advice.request
+    plan, stream = await survey.look()
+    target.check_source(advice, stream)
+    info = await target.look(client, request)
+    recipe = target.recipe(request, stream) if info is None and stream else None
+    config = info.config if info else recipe.config if recipe else {}
+    notes = (*survey.notes, *target.notes(config, plan, request), *_name_note(request, stream))
+    return Outlook(plan, stream, info, recipe, await former_of(client, state_bucket, request.target), notes)
+
+
+async def former_of(client: FloeClient, state_bucket: str, stream: str) -> Remembered | Unreadable | None:
+    """The last replay into `stream`; no bucket is made to find out."""
+    try:
+        return await remembered(KeyValue(client, state_bucket, ttl=None, replicas=1), stream)
+    except BucketGone:
+        return None
+
+
+def _name_note(request: Request, document: StreamDocument | None) -> list[str]:
+    if request.into_source or document is None or document.config.get("name") != request.target:
+        return []
+    return [f"target {request.target} has the name of the feed's source: if it is that, add --into-source"]
+
+
+def continued(advice: Advice, former: Remembered | Unreadable | None) -> Remembered | None:
+    """The former replay that the one of `advice` goes on with, or has done; None to begin.
+
+    Raises Stopped where another one is not finished, or nobody can tell.
+    """
+    if former is None or advice.options.again:
+        return None
+    if isinstance(former, Unreadable):
+        raise unreadable(advice, former.why)
+    receipt = former.receipt
+    if receipt.request.digest == advice.request.digest:
+        return former
+    if receipt.finished:
+        return None
+    raise other(advice, receipt)
+
+
+def check_plan(plan: ReplayPlan, advice: Advice) -> None:
+    """Raises Stopped where the archive holds less than was asked for, and nobody said that this is fine."""
+    if plan.is_lossy and not advice.options.allow_lossy:
+        raise Stopped(
+            f"the archive of this range is a copy, not a backup: {lossy_text(plan)}",
+            hint=ways(("replay a feed that is whole; or what there is", advice.same("--allow-lossy"))),
+            code="E-REPLAY-LOSSY",
+        )
+    if plan.holes and not advice.options.skip_holes:
+        chain = plan.holes[0].chain
+        raise hole_error(advice, chain, *(hole.rows for hole in plan.holes if hole.chain == chain))
+
+
+def lossy_text(plan: ReplayPlan) -> str:
+    """How much of what was published is there: `kept 1,204 of 9,800 messages (sampled_out 8,596)`."""
+    kept = sum(part.kept for part in plan.parts)
+    counts = [f"{name} {count:,}" for name, count in plan.ledger.to_json().items()]
+    return f"kept {kept:,} of {kept + plan.missing:,} messages ({', '.join(counts) or 'sampled'})"

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.errors import ConfigError, FloeError, Stopped
+from common.jetstream.api import StreamInfo, create_stream, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import BucketGone, KeyValue, state_key
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
-from common.segments.document_values import StreamDocument
+from common.segments.documents import StreamDocument
+from common.service.exits import ways
 from common.service.logs import get_logger
-from common.service.pasting import ways
-from common.settings.units import format_size
-from ingress.checkpoints.commands import set_command
-from ingress.checkpoints.state import ROLE as INGRESS
+from common.settings.types import format_size
+from ingress.checkpoint_store import ROLE as INGRESS
+from ingress.hints import set_command
 from ingress.preflight import add_command, problems
-from ingress.replay.advice import Advice
-from ingress.replay.plan import Plan
-from ingress.replay.preparing import target_settings
-from ingress.replay.request import Request
+from ingress.replay.plan import ReplayPlan
+from ingress.replay.request import Advice, Request
+from ingress.replay.source import target_settings
 
 log = get_logger("ingress.replay.target")
 
@@ -151,27 +150,20 @@ async def check_ingress(client: FloeClient, state_bucket: str, target: str) -> N
     except BucketGone:
         return
     if entry is not None:
+        elsewhere = "replay into another stream; or empty it and have ingress fill it again"
         raise Stopped(
             f"target {target}: ingress carries into it, and what a replay adds would be foreign to it",
-            hint=ways(
-                (
-                    "replay into another stream; or empty it and have ingress fill it again",
-                    set_command(target, "--forget"),
-                )
-            ),
+            hint=ways((elsewhere, set_command(target, "--forget"))),
             code="E-REPLAY-INGRESS",
         )
 
 
-def notes(config: Mapping[str, Any], plan: Plan, request: Request) -> Iterator[str]:
+def notes(config: Mapping[str, Any], plan: ReplayPlan, request: Request) -> Iterator[str]:
     """What of the target an operator should know before."""
     name = request.target
     if config.get("retention") in ("interest", "workqueue"):
-        what = (
-            "drops what no consumer wants"
-            if config["retention"] == "interest"
-            else "keeps until it is consumed"
-        )
+        drops = config["retention"] == "interest"
+        what = "drops what no consumer wants" if drops else "keeps until it is consumed"
         yield f"target {name}: retention {config['retention']} {what}: make its consumers first"
     for limit, needed, text in (("max_msgs", plan.rows, str), ("max_bytes", plan.raw_bytes, format_size)):
         found = int(config.get(limit, -1) or -1)

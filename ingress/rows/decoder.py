@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import pyarrow as pa
 
 from common.chain import Chain
-from common.errors import Stopped
-from common.segments.layout import SegmentName
+from common.errors import Stopped, Unavailable
+from common.segments.columns import raw_size
+from common.segments.documents import ChainDocument, ChainStore
+from common.segments.keys import SegmentName
 from common.segments.reader import SegmentReader
-from common.segments.schema import raw_size
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
-from common.segments.unread import NOTHING, Part, StretchReader, open_stretch
+from common.segments.unread import NOTHING, StretchReader, UnreadPart, open_stretch
 from common.sequences import SequenceRange, Stretch, holes
-from common.service.threads import Threads
-from ingress.checkpoints.intent import Piece
-from ingress.rows.blocks import Block
-from ingress.rows.budget import Budget
-from ingress.rows.prepare import Prepared, Preparer
-from ingress.rows.refusals import Oversize
+from common.service.process import Threads
+from ingress.checkpoint import IntentPiece
+from ingress.rows.ahead import ByteBudget
+from ingress.rows.prepare import Oversize, Prepared, Preparer
+from ingress.rows.rows import Block
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of
@@ -38,7 +37,7 @@ Emit = Callable[[Block], None]
 
 
 class Parking(Protocol):
-    """Who keeps the messages that are too large for the target (`ingress.parked.store.ParkedStore`)."""
+    """Who keeps the messages that are too large for the target (`ingress.parked.ParkedStore`)."""
 
     def park(self, chain: Chain, oversize: Oversize) -> None:
         """Return once the message is durable and read back. Blocking; the same one may be put again."""
@@ -95,7 +94,7 @@ class Decoder:
     """
 
     def __init__(
-        self, store: SegmentStore, threads: Threads, budget: Budget, parking: Parking | None = None
+        self, store: SegmentStore, threads: Threads, budget: ByteBudget, parking: Parking | None = None
     ) -> None:
         self._store, self._threads, self._budget, self._parking = store, threads, budget, parking
 
@@ -124,14 +123,18 @@ class Decoder:
         """
         begin = rows.first
         opening = _Opening(self._store, Stretch(ref, rows), alone, avoided, passed)
-        async with self._open(opening, preparer) as source:
+        source = _Source(opening, preparer, self._parking)
+        try:
             while (chunk := await self._next(source, wait)) is not None:
                 part, prepared = chunk
-                if _has_rows(prepared):
+                if prepared.has_rows:
                     begin = self._account(ref, begin, part.since - 1, emit)
                     begin = self._hand_out(_block(part.segment.segment, begin, prepared), emit)
                 if prepared.problem is not None:
                     return prepared.problem
+        finally:
+            # In a thread, because it waits for a chunk that is being decoded for nobody any more.
+            await self._threads.run(source.close)
         stands = source.stands
         self._account(ref, begin, rows.last if stands is None else stands.rows.first - 1, emit)
         if stands is not None:
@@ -143,7 +146,7 @@ class Decoder:
         if begin > last:
             return begin
         self._budget.force(CHUNK_BYTES)
-        return self._hand_out(Block(Piece(ref.segment, SequenceRange(begin, last), 0)), emit)
+        return self._hand_out(Block(IntentPiece(ref.segment, SequenceRange(begin, last), 0)), emit)
 
     def _hand_out(self, block: Block, emit: Emit) -> int:
         """The sequence behind the block, once its bytes belong to whoever took it."""
@@ -155,7 +158,7 @@ class Decoder:
             raise
         return block.piece.rows.last + 1
 
-    async def _next(self, source: _Source, wait: bool) -> tuple[Part, Prepared] | None:
+    async def _next(self, source: _Source, wait: bool) -> tuple[UnreadPart, Prepared] | None:
         """The next rows, for which CHUNK_BYTES of the budget are then taken; None behind the last."""
         if wait:
             await self._budget.take(CHUNK_BYTES)
@@ -165,30 +168,17 @@ class Decoder:
         try:
             chunk = await self._threads.run(source.next)
         finally:
-            if chunk is None or not _has_rows(chunk[1]):
+            if chunk is None or not chunk[1].has_rows:
                 self._budget.give(CHUNK_BYTES)
         return chunk
-
-    @asynccontextmanager
-    async def _open(self, opening: _Opening, preparer: Preparer) -> AsyncIterator[_Source]:
-        source = _Source(opening, preparer, self._parking)
-        try:
-            yield source
-        finally:
-            # In a thread, because it waits for a chunk that is being decoded for nobody any more.
-            await self._threads.run(source.close)
-
-
-def _has_rows(prepared: Prepared) -> bool:
-    return prepared.material is not None or bool(prepared.left_out)
 
 
 def _block(segment: SegmentName, begin: int, prepared: Prepared) -> Block:
     """The block from `begin` to the last row that is in it or left out of it."""
     material, left_out = prepared.material, prepared.left_out
-    last = max([*left_out[-1:], *(material.sequences[-1:] if material else [])])
-    count = len(material.sequences) if material else 0
-    piece = Piece(segment, SequenceRange(begin, last), count, left_out)
+    sequences = material.sequences if material else []
+    rows = SequenceRange(begin, max([*left_out[-1:], *sequences[-1:]]))
+    piece = IntentPiece(segment, rows, len(sequences), left_out)
     return Block(piece, material, material.size) if material else Block(piece)
 
 
@@ -220,11 +210,11 @@ class _Opening:
                 return FromHole(ref, left, missing, frozenset(known))
         return None
 
-    def parts(self, reader: SegmentReader | StretchReader, stands: FromHole | None) -> Iterator[Part]:
+    def parts(self, reader: SegmentReader | StretchReader, stands: FromHole | None) -> Iterator[UnreadPart]:
         """The rows up to where it stands."""
         segment, rows = self.stretch.segment, self.stretch.rows
         if isinstance(reader, SegmentReader):
-            return (Part(segment, rows.first, batch) for batch in reader.batches(rows))
+            return (UnreadPart(segment, rows.first, batch) for batch in reader.batches(rows))
         if stands is None:
             return reader.parts()
         if stands.rows.first == rows.first:
@@ -242,11 +232,11 @@ class _Source:
         self._opening, self._preparer, self._parking = opening, preparer, parking
         self._lock = threading.Lock()
         self._reader: SegmentReader | StretchReader | None = None
-        self._parts: Iterator[Part] = iter(())
+        self._parts: Iterator[UnreadPart] = iter(())
         self._closed = False
         self.stands: FromHole | None = None
 
-    def next(self) -> tuple[Part, Prepared] | None:
+    def next(self) -> tuple[UnreadPart, Prepared] | None:
         """The next rows, and what they are ready as; None behind the last."""
         with self._lock:
             if self._closed:
@@ -255,16 +245,19 @@ class _Source:
                 self._reader = self._opening.open()
                 if isinstance(self._reader, StretchReader):
                     self.stands = self._opening.stands(self._reader)
-                self._parts = _chunked(self._opening.parts(self._reader, self.stands))
+                self._parts = (
+                    UnreadPart(part.segment, part.since, batch)
+                    for part in self._opening.parts(self._reader, self.stands)
+                    for batch in _halved(part.batch)
+                )
             part = next(self._parts, None)
-            return None if part is None else (part, self._prepared(part))
-
-    def _prepared(self, part: Part) -> Prepared:
-        prepared = self._preparer.prepare(part.batch)
-        for oversize in prepared.oversize:
-            assert self._parking is not None, "only who parks has messages to park"
-            self._parking.park(part.segment.chain, oversize)
-        return prepared
+            if part is None:
+                return None
+            prepared = self._preparer.prepare(part.batch)
+            for oversize in prepared.oversize:
+                assert self._parking is not None, "only who parks has messages to park"
+                self._parking.park(part.segment.chain, oversize)
+            return part, prepared
 
     def close(self) -> None:
         """Let go of the segment; `next` then gives None."""
@@ -272,12 +265,6 @@ class _Source:
             self._closed = True
             if self._reader is not None:
                 self._reader.close()
-
-
-def _chunked(parts: Iterator[Part]) -> Iterator[Part]:
-    for part in parts:
-        for batch in _halved(part.batch):
-            yield Part(part.segment, part.since, batch)
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -288,3 +275,28 @@ def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     half = batch.num_rows // 2
     yield from _halved(batch.slice(0, half))
     yield from _halved(batch.slice(half))
+
+
+class Relays:
+    """What `chain.json` says of each chain, read once: it never changes."""
+
+    def __init__(self, documents: ChainStore, threads: Threads) -> None:
+        self._documents, self._threads = documents, threads
+        self._known: dict[Chain, bool] = {}
+
+    def note(self, chain: Chain, document: ChainDocument) -> None:
+        """The chain's document, by whoever has read it."""
+        self._known[chain] = document.relay
+
+    async def of(self, chain: Chain) -> bool:
+        """Whether the chain is a relay's.
+
+        Never guessed: rows that are published a second time must be the same bytes. Raises Unavailable where
+        there is no `chain.json`, DataError where it is spoiled, and what the store raises.
+        """
+        if chain not in self._known:
+            document = await self._threads.run(self._documents.read_chain, chain)
+            if document is None:
+                raise Unavailable(f"chain {chain}: expected its chain.json, found none")
+            self.note(chain, document)
+        return self._known[chain]

@@ -15,20 +15,114 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.chain import Chain
+from common.errors import Stopped
 from common.jetstream.headers import Provenance, escaped_lines, parse_block
-from common.segments.segment import decode_subject
-from ingress.rows.blocks import Material
-from ingress.rows.refusals import (
-    Limit,
-    Oversize,
-    Refusal,
-    RowRefused,
-    first_refusal,
-    oversize,
-    way_out,
-    without,
-)
+from common.segments.columns import messages
+from common.segments.segment import Message, decode_subject
+from common.service.exits import ways
+from ingress.hints import resume, set_command, set_position
+from ingress.rows.rows import PreparedBatch
 from ingress.rows.subjects import Accepting, Rule, problem
+
+
+@dataclass(frozen=True, slots=True)
+class Oversize:
+    """A message that is too large for the target: `what` of it `needs` so many bytes, the target `takes`
+    so many."""
+
+    message: Message
+    what: str
+    needs: int
+    takes: int
+
+    @property
+    def why(self) -> str:
+        return f"the {self.what} needs {self.needs} bytes, the target takes {self.takes}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The first row that the target would refuse: its index, a code, and why."""
+
+    row: int
+    code: str
+    why: str
+
+
+class RowRefused(Stopped):
+    """A row that the target would refuse for good; `why` says it without naming the row."""
+
+    def __init__(self, chain: Chain, sequence: int, refusal: Refusal, hint: str) -> None:
+        message = f"chain {chain} stops at sequence {sequence}: {refusal.why}"
+        super().__init__(message, hint=hint, code=refusal.code)
+        self.why = refusal.why
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes by row of something that has a limit, and the limit."""
+
+    what: str
+    sizes: list[int]
+    most: int
+
+    def rows(self) -> list[int]:
+        """The rows above it."""
+        if max(self.sizes) <= self.most:
+            return []
+        return [row for row, size in enumerate(self.sizes) if size > self.most]
+
+
+def first_refusal(refusal: Refusal | None, limits: tuple[Limit, ...]) -> Refusal | None:
+    """The refusal of the first row: `refusal`, or one by a limit."""
+    for limit in limits:
+        for row in limit.rows()[:1]:
+            if refusal is None or row < refusal.row:
+                why = f"the {limit.what} needs {limit.sizes[row]} bytes, the target takes {limit.most}"
+                refusal = Refusal(row, "E-MSG-TOO-LARGE", why)
+    return refusal
+
+
+def oversize(batch: pa.RecordBatch, limits: tuple[Limit, ...], stop: int) -> tuple[Oversize, ...]:
+    """The rows in front of `stop` that are above a limit, each by the first of them."""
+    over = {row: limit for limit in reversed(limits) for row in limit.rows() if row < stop}
+    return tuple(
+        Oversize(next(messages(batch.slice(row, 1))), limit.what, limit.sizes[row], limit.most)
+        for row, limit in sorted(over.items(), key=lambda item: item[0])
+    )
+
+
+def without(batch: pa.RecordBatch, sequences: tuple[int, ...]) -> pa.RecordBatch:
+    """`batch` without the rows of `sequences`."""
+    if not sequences:
+        return batch
+    column: Any = batch.column("sequence")
+    mask: Any = pc.invert(pc.is_in(column, value_set=pa.array(sequences, pa.int64())))
+    return batch.filter(mask)
+
+
+def way_out(chain: Chain, target: str, code: str, sequence: int) -> str:
+    """What an operator does about a row that the target would refuse."""
+    again, skip = resume(target, chain), set_position(target, chain, sequence + 1)
+    if code == "E-SUBJECT":
+        mend, other = "let the target take the subject", "change the subject rules of this source"
+    else:
+        mend, other = "raise max_payload or the target's max_msg_size", "set `on_oversize: park`"
+    looked = f"{mend}, then have it looked at at once"
+    return ways((looked, again), (f"or {other}, and start ingress again; or skip it", skip))
+
+
+def oversize_hint(target: str) -> str:
+    """What is done about a row of the open intent that is too large: the intent is finished as it stands."""
+    return ways(
+        "connect to a server with the former max_payload, or raise it and the target's max_msg_size again: "
+        "it goes on by itself",
+        (
+            "or drop the rest of the intent, so that the chain stops or parks instead",
+            set_command(target, "--accept --yes"),
+        ),
+    )
+
 
 # What a publisher puts before the provenance: version, expected sequence, batch id (of 32 bytes), batch
 # sequence, commit.
@@ -50,7 +144,7 @@ _ACTING_VALUES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TargetLimits:
     """What the target takes.
 
     `max_message`: bytes of header block and payload together. `control_headers`: lower-case names of
@@ -75,10 +169,14 @@ class Prepared:
     them that are to be put aside before a piece leaves them out.
     """
 
-    material: Material | None
+    material: PreparedBatch | None
     problem: RowRefused | None = None
     left_out: tuple[int, ...] = ()
     oversize: tuple[Oversize, ...] = ()
+
+    @property
+    def has_rows(self) -> bool:
+        return self.material is not None or bool(self.left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +200,7 @@ class Preparer:
     sequences are left out, whatever the limits are (None: what is too large, if the shape says so).
     """
 
-    def __init__(self, chain: Chain, rule: Rule, shape: Shape, extra: bytes = b"") -> None:
+    def __init__(self, chain: Chain, rule: Rule, shape: TargetLimits, extra: bytes = b"") -> None:
         self._chain, self._rule, self._shape = chain, rule, shape
         self._origin = _origin(chain)
         self._extra = extra + b"\r\n" if extra else b""
@@ -138,7 +236,9 @@ class Preparer:
         if refusal is None:
             return Prepared(self._material(rows, subjects, tails, sizes, len(sizes)))
         material = self._material(rows, subjects, tails, sizes, refusal.row) if refusal.row else None
-        return Prepared(material, self._stopped(refusal, rows.sequences[refusal.row]))
+        sequence = rows.sequences[refusal.row]
+        hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
+        return Prepared(material, RowRefused(self._chain, sequence, refusal, hint))
 
     def _parking(self, batch: pa.RecordBatch, oversize: tuple[Oversize, ...]) -> Prepared:
         """The rest of `batch`, prepared again: this is seldom, and nothing else is slowed down by it."""
@@ -154,8 +254,8 @@ class Preparer:
         tails: list[bytes | None] | None,
         sizes: list[int],
         stop: int,
-    ) -> Material:
-        return Material(
+    ) -> PreparedBatch:
+        return PreparedBatch(
             rows.sequences[:stop],
             rows.timestamps_ns[:stop],
             subjects[:stop],
@@ -167,10 +267,6 @@ class Preparer:
             max(sizes[:stop]),
         )
 
-    def _stopped(self, refusal: Refusal, sequence: int) -> RowRefused:
-        hint = way_out(self._chain, self._shape.target, refusal.code, sequence)
-        return RowRefused(self._chain, sequence, refusal, hint)
-
     # Subjects
 
     def _subjects(self, subjects: list[bytes]) -> tuple[list[bytes], Refusal | None]:
@@ -179,7 +275,10 @@ class Preparer:
         refused = {}
         for subject in set(subjects).difference(known):
             target = self._rule.apply(subject)
-            if why := self._against(target):
+            why = problem(target)
+            if not why and target not in self._shape.accepting:
+                why = f"the target takes {self._shape.accepting}"
+            if why:
                 refused[subject] = (
                     f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
                 )
@@ -192,12 +291,6 @@ class Preparer:
         if refused or len(known) > _MAX_REMEMBERED:
             known.clear()
         return targets, refusal
-
-    def _against(self, target: bytes) -> str:
-        """Why `target` cannot be published to; empty if it can."""
-        if why := problem(target):
-            return why
-        return "" if target in self._shape.accepting else f"the target takes {self._shape.accepting}"
 
     # Header blocks
 

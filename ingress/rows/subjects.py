@@ -8,27 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from common.jetstream.transforms import Transform, compile_transform
 from common.settings.ingress import SourceSettings
+from common.subjects import overlaps
+from common.transforms import Transform, compile_transform
 
 # What would end or split the control line of the protocol. All else a server takes as it is, wildcards too:
 # a source may hold `a.*` as the subject of a message.
 _UNSAFE = re.compile(rb"[\x00\t\n\r ]")
 MAX_SUBJECT = 3900  # bytes: with reply and sizes it must fit the control line, 4096 by default
-
-
-class Rule(Protocol):
-    """What makes the subject at the target of the subject at the source."""
-
-    def apply(self, subject: bytes) -> bytes:
-        """The subject at the target; not yet checked."""
-        ...
-
-    def pattern(self) -> str | None:
-        """A filter that takes whatever it makes of subjects it applies to; None where that is not known."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +36,11 @@ class SubjectRule:
             subject = subject.replace(self.remove, b"").replace(b"..", b".")
         return subject
 
+    @property
     def pattern(self) -> str | None:
-        """`{prefix}.>`, where nothing that is removed can touch the prefix; None elsewhere."""
+        """A filter that takes whatever it makes: `{prefix}.>`, where nothing that is removed can touch the
+        prefix; None elsewhere.
+        """
         kept = (self.prefix + b".").replace(b"..", b".")
         ends = (kept[at:] for at in range(len(kept)))
         if b"" in kept[:-1].split(b".") or (self.remove and self.remove in kept):
@@ -59,27 +50,14 @@ class SubjectRule:
         return kept.decode() + ">"
 
 
-@dataclass(frozen=True, slots=True)
-class TransformRule:
-    """A NATS subject transform. What its source does not match stays as it is, as in a stream of the
-    server."""
-
-    transform: Transform
-
-    def apply(self, subject: bytes) -> bytes:
-        """The subject at the target; not yet checked."""
-        return self.transform.apply(subject)
-
-    def pattern(self) -> str | None:
-        """Of the subjects that its source matches."""
-        return self.transform.pattern
+Rule = SubjectRule | Transform
 
 
 def rule_of(source: SourceSettings) -> Rule:
     """The rule that the configuration of a source names."""
     wanted = source.subject_transform
     if wanted.source:
-        return TransformRule(compile_transform(wanted.source, wanted.destination))
+        return compile_transform(wanted.source, wanted.destination)
     return SubjectRule(source.subject_prefix.encode(), source.subject_remove.encode())
 
 
@@ -121,7 +99,7 @@ class Accepting:
 
     def meets(self, pattern: str) -> bool:
         """Whether any subject that `pattern` stands for is one of these."""
-        return any(_meets(mine, pattern.encode().split(b".")) for mine in self._patterns)
+        return any(overlaps(b".".join(mine).decode(), pattern) for mine in self._patterns)
 
     def __str__(self) -> str:
         return ", ".join(b".".join(pattern).decode() for pattern in self._patterns)
@@ -141,12 +119,3 @@ def _covers(pattern: Sequence[bytes], other: Sequence[bytes]) -> bool:
         and other[-1:] != [b">"]
         and all(p in (b"*", o) for p, o in zip(pattern, other, strict=True))
     )
-
-
-def _meets(one: Sequence[bytes], other: Sequence[bytes]) -> bool:
-    for mine, its in zip(one, other, strict=False):
-        if b">" in (mine, its):
-            return True
-        if mine != its and b"*" not in (mine, its):
-            return False
-    return len(one) == len(other)

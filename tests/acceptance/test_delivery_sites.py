@@ -8,7 +8,7 @@ import pytest
 
 from tests.scenarios.foreign_site import foreign_site
 from tests.scenarios.takeover import take_overs
-from tests.support import seeded
+from tests.support.basics import seeded
 
 pytestmark = pytest.mark.servers
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.local.tether import spawn
-from tests.support import PATIENCE, eventually
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.servers

@@ -8,7 +8,7 @@ import pytest
 
 from tests.scenarios.bucket import compacted, shuffled
 from tests.scenarios.faults import Outcome, kill_rounds, standby, twins
-from tests.support import seeded
+from tests.support.basics import seeded
 
 pytestmark = pytest.mark.servers
 

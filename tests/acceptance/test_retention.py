@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scenarios.retention import retention
-from tests.support import seeded
+from tests.support.basics import seeded
 
 pytestmark = pytest.mark.servers
 

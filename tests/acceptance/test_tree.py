@@ -12,20 +12,21 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.jetstream.api import ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import build_block, hops, restore
-from common.jetstream.streams import ask, create_stream, stored_message, stream_info
+from common.open import open_chains, open_store
 from common.segments.segment import Ledger, Message
-from common.service.config import load
 from common.service.monitor import Health
-from common.service.wiring import open_chains, open_store
-from egress.service import Service as Egress
+from common.settings.loader import load
+from common.tasks import Stop
+from egress.service import EgressService as Egress
 from infra.local.nats import NatsServer
-from ingress.controller import Controller
-from tests.egress_bench import QUICK
-from tests.ingress_world import client_of, count_in
+from ingress.service import Controller
 from tests.scenarios.processes import Service
-from tests.support import PATIENCE, seeded, soon
+from tests.support.basics import PATIENCE, seeded, soon
+from tests.support.egress import QUICK
+from tests.support.ingress import client_of, count_in
 
 pytestmark = pytest.mark.servers
 
@@ -106,7 +107,7 @@ def tree(tmp_path: Path) -> Iterable[Tree]:
 @asynccontextmanager
 async def egress(config: Path) -> AsyncIterator[None]:
     """Egress in this process, drained at the end."""
-    stop, clock = asyncio.Event(), SystemClock()
+    stop, clock = Stop(), SystemClock()
     task = asyncio.create_task(Egress(load(str(config)), QUICK, 0.3, clock, Health(clock), stop).run())
     try:
         yield
@@ -118,7 +119,7 @@ async def egress(config: Path) -> AsyncIterator[None]:
 @asynccontextmanager
 async def ingress(config: Path) -> AsyncIterator[None]:
     """Ingress in this process, drained at the end."""
-    stop, clock, settings = asyncio.Event(), SystemClock(), load(str(config))
+    stop, clock, settings = Stop(), SystemClock(), load(str(config))
     controller = Controller(settings, open_store(settings), open_chains(settings), Health(clock), clock)
     task = asyncio.create_task(controller.run(stop))
     try:

@@ -20,22 +20,20 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Unavailable
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
-from common.service.wiring import load_settings, open_store
+from common.open import load_settings, open_store
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
-from infra.oracle import Trace, compare, prefixed
-from infra.oracle_archive import archived
-from infra.oracle_streams import source_trace, target_traces
-from infra.oracle_targets import compare_target
-from tests.clusters import placing
+from infra.oracle import Trace, archived, compare, prefixed, source_trace, target_traces
 from tests.scenarios.judge import PREFIX, carried
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
-from tests.support import PATIENCE, seeded, soon
+from tests.support.basics import PATIENCE, seeded, soon
+from tests.support.oracle import compare_target
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.jetstream.client import FloeClient
-from ingress.publishing.choice import PUBLISHERS
-from tests.ingress_world import client_of
-from tests.publisher_bench import new_stream
+from ingress.publishers.choose import PUBLISHERS
+from tests.support.ingress import client_of
+from tests.support.publishers import new_stream
 
 
 @pytest.fixture(params=list(PUBLISHERS))

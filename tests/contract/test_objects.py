@@ -16,15 +16,13 @@ import pytest
 
 from common.chain import Chain
 from common.errors import ConfigError, OutcomeUnknown
-from common.objects.checksums import ChecksumMismatch
 from common.objects.local import LocalObjects
-from common.objects.open import layout_of, open_objects
-from common.objects.port import ObjectInfo, ObjectStore
-from common.objects.probe import verifies_checksums
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
-from common.settings.store import StoreSettings
-from tests.support import SharedS3
+from common.objects.open import open_objects, verifies_checksums
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.objects.s3 import S3Objects, S3Options
+from common.segments.keys import Layout
+from common.settings.root import StoreSettings
+from tests.support.basics import SharedS3
 
 Body = Callable[[bytes], bytes | Path]
 
@@ -388,7 +386,7 @@ def test_settings_open_an_s3_store(s3: SharedS3) -> None:
         "secret_access_key": s3.secret_key,
     }
     store = StoreSettings.model_validate(settings)
-    objects, layout = open_objects(store), layout_of(store)
+    objects, layout = open_objects(store), Layout(store.prefix)
     key = layout.tail(Chain("site", "FEED", 0, 0))
     objects.put(key, b"1")
     assert keys(objects.list("data/")) == [key]

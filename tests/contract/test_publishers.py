@@ -8,12 +8,11 @@ import json
 import pytest
 
 from common.jetstream.client import FloeClient, frame
-from ingress.publishing.publisher import Outcome
-from ingress.publishing.replies import Expected, Unclear, judge_ack
+from ingress.publishers.publisher import Expected, Outcome, UnknownOutcome, judge_ack
 from ingress.rows.prepare import PUBLISHER_LINES
-from tests.ingress_world import arrived
-from tests.publisher_bench import check, check_row, last_of, new_stream, publisher, rows_for
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.ingress import arrived
+from tests.support.publishers import check, check_row, last_of, new_stream, publisher, rows_for
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2500, "atomic": 2500, "single": 60}
@@ -117,7 +116,7 @@ async def test_a_subject_that_no_stream_takes_is_told_at_once(
 
     # What was never given to the connection was stored by nobody.
     assert outcome.handed == (5 if kind == "atomic" else 1)
-    assert outcome == Outcome(0, Unclear("no stream takes the subject, or the stream has no leader"))
+    assert outcome == Outcome(0, UnknownOutcome("no stream takes the subject, or the stream has no leader"))
     await sender.aclose()
 
 
@@ -128,7 +127,7 @@ async def test_the_targets_own_reason_for_a_refusal_is_told(kind: str, client: F
     outcomes = [await sender.publish(rows, 0, 0) for _ in range(2)]
 
     assert all(outcome.stored == 0 for outcome in outcomes)
-    assert outcomes[-1].unclear == Unclear("message size exceeds maximum allowed", 10054)
+    assert outcomes[-1].unclear == UnknownOutcome("message size exceeds maximum allowed", 10054)
     await sender.aclose()
 
 
@@ -141,7 +140,7 @@ async def test_a_full_target_is_told_and_takes_the_rest_once_there_is_room(
 
     more = rows_for(stream, 10)
     outcome = await sender.publish(more, 20, 0)
-    assert outcome.unclear == Unclear("maximum messages exceeded", 10077)
+    assert outcome.unclear == UnknownOutcome("maximum messages exceeded", 10077)
     await client.api(f"STREAM.PURGE.{stream}")
 
     assert await sender.publish(more, 20, 0) == Outcome(10)
@@ -156,7 +155,7 @@ async def test_a_sealed_target_says_so(kind: str, client: FloeClient, stream: st
 
     outcome = await sender.publish(rows_for(stream, 9, first=6), 5, 0)
 
-    assert outcome == Outcome(0, Unclear("invalid operation on sealed stream", 10109))
+    assert outcome == Outcome(0, UnknownOutcome("invalid operation on sealed stream", 10109))
     await check(client, stream, 5)
     await sender.aclose()
 
@@ -204,4 +203,4 @@ def test_a_refusal_keeps_the_servers_words() -> None:
         b'{"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 9"},"stream":"T","seq":0}'
     )
 
-    assert judge_ack(raw, None, EXPECTED) == Unclear("wrong last sequence: 9", 10071)
+    assert judge_ack(raw, None, EXPECTED) == UnknownOutcome("wrong last sequence: 9", 10071)

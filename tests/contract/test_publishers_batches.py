@@ -9,13 +9,12 @@ import pytest
 
 from common.jetstream.client import FloeClient, frame
 from infra.local.nats import NatsServer, nats_server_binary
-from ingress.publishing.choice import choose, offered
-from ingress.publishing.fast import AHEAD, MOST_FLOW, WINDOW_BYTES, FastPublisher, flow_of
-from ingress.publishing.publisher import Outcome
-from ingress.publishing.replies import Unclear
-from tests.ingress_world import arrived, client_of
-from tests.publisher_bench import carry, check, last_of, new_stream, publisher, rows_for
-from tests.support import soon, unique
+from ingress.publishers.choose import choose, offered
+from ingress.publishers.fast import AHEAD, MOST_FLOW, WINDOW_BYTES, FastPublisher, flow_of
+from ingress.publishers.publisher import Outcome, UnknownOutcome
+from tests.support.basics import soon, unique
+from tests.support.ingress import arrived, client_of
+from tests.support.publishers import carry, check, last_of, new_stream, publisher, rows_for
 
 pytestmark = pytest.mark.servers
 
@@ -63,7 +62,7 @@ async def test_a_target_that_takes_no_more_batches_gets_rows_one_by_one(tmp_path
             unclear = await carry(sender, rows_for(stream, 200), client, stream, base=1)
             found = await arrived(client, stream)
 
-    assert first == Outcome(0, Unclear("batch publish too many inflight", 10211))
+    assert first == Outcome(0, UnknownOutcome("batch publish too many inflight", 10211))
     assert 5 <= unclear <= 10
     assert [m.provenance and m.provenance.sequence for m in found] == [None, *range(1, 201)]
 

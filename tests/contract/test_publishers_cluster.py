@@ -9,15 +9,15 @@ from contextlib import suppress
 import pytest
 
 from common.errors import FloeError
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import stream_info
 from infra.local.nats import NatsCluster, NatsServer
-from ingress.publishing.choice import PUBLISHERS
-from ingress.publishing.publisher import Outcome
-from tests.clusters import placing
-from tests.ingress_world import arrived, client_of
-from tests.publisher_bench import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for
-from tests.support import PATIENCE, soon
+from ingress.publishers.choose import PUBLISHERS
+from ingress.publishers.publisher import Outcome
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import arrived, client_of
+from tests.support.publishers import carry, check, check_row, last_of, new_stream, publisher, quiet, rows_for
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2000, "atomic": 2000, "single": 150}

@@ -9,10 +9,10 @@ import pytest
 
 from common.jetstream.client import FloeClient
 from infra.local.nats import NatsServer
-from tests.ingress_world import client_of
-from tests.publisher_bench import carry, check, last_of, new_stream, publisher, quiet, rows_for
-from tests.support import PATIENCE, soon
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import client_of
+from tests.support.proxies import TcpProxy
+from tests.support.publishers import carry, check, last_of, new_stream, publisher, quiet, rows_for
 
 pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2500, "atomic": 2500, "single": 60}

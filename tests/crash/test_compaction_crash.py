@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.spool import Spool
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_jobs import Job, run
-from tests.support import seeded
+from common.segments.writer import Spool
+from tests.support.basics import seeded
+from tests.support.compaction import CHAIN, Archive, Job, rows, run
 
 STEPS = [
     *("list", "plan", "open", "merge", "spool_full", "put", "read_back"),

@@ -5,32 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 from common.jetstream.kv import KeyValue
-from egress.controller import lease_key
-from tests.egress_bench import Bench, connected
-from tests.egress_process import Process, processes
-from tests.support import SharedS3, at_length, seeded, soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
-
-
-@pytest.fixture
-async def far(nats_url: str, s3: SharedS3, tmp_path: Path) -> AsyncIterator[Bench]:
-    """A bench whose bucket is on a server: a paused process holds no lock there."""
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client, s3=s3)
-    await client.aclose()
-
+from egress.feed import lease_key
+from tests.support.basics import at_length, seeded, soon, unique
+from tests.support.egress import Bench
+from tests.support.egress_process import Process, processes
 
 POINTS = [
     "egress.after_stream_document=kill",

@@ -7,27 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.local.tether import spawn
-from tests.commands import ROOT, configuration
-from tests.egress_bench import Bench, connected
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import PATIENCE, at_length, seeded, soon, unique
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.commands import ROOT, configuration
+from tests.support.egress import Bench, Partitioned, feed_of, publish_over
 
 SUBJECTS = ["0.a", "1.a", "2.a"]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 @contextmanager
@@ -36,7 +27,7 @@ def host(bench: Bench, feed: dict[str, Any], failpoints: str = "") -> Iterator[s
     log = bench.root / f"{unique('host')}.log"
     with log.open("wb") as out:
         process = spawn(
-            [sys.executable, "-m", "tests.egress_runner", str(configuration(bench, feed))],
+            [sys.executable, "-m", "tests.support.egress_process", str(configuration(bench, feed))],
             cwd=ROOT,
             env={**os.environ, "FLOE_FAILPOINTS": failpoints},
             stdout=out,

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from tests.crash.test_egress_crash import Process, processes
-from tests.egress_bench import Bench, connected
-from tests.support import SharedS3, at_length, soon, unique
-
-
-@pytest.fixture
-async def far(nats_url: str, s3: SharedS3, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client, s3=s3)
-    await client.aclose()
+from tests.support.basics import at_length, soon, unique
+from tests.support.egress import Bench
 
 
 async def is_empty(bench: Bench, stream: str) -> bool:

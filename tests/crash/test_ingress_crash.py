@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
 from tests.scenarios.processes import Service
-from tests.support import PATIENCE, at_length, seeded, soon, unique
+from tests.support.basics import PATIENCE, at_length, seeded, soon, unique
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -106,8 +106,7 @@ async def test_a_process_paused_in_the_middle_of_a_batch_wakes_up_too_late_for_h
 
 def stopped(service: Service) -> bool:
     """Whether the process is stopped by a signal."""
-    pid = service._process.pid if service._process else 0
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return Path(f"/proc/{service.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 async def test_kills_at_random_moments_lose_and_repeat_nothing(

@@ -9,13 +9,12 @@ import pytest
 
 from common.jetstream.client import FloeClient
 from common.segments.segment import Message
-from ingress.parked.names import State
-from ingress.parked.store import ParkedStore
-from tests.ingress_world import CHAIN, Archive, Arrived, Centre, arrived, client_of, rows_of
+from ingress.parked import ParkedStore, State
 from tests.integration.test_ingress_parked import kept, make, raise_limit, states
 from tests.scenarios.processes import Service
-from tests.segment_files import message
-from tests.support import seeded, soon, unique
+from tests.support.basics import seeded, soon, unique
+from tests.support.ingress import CHAIN, Archive, Arrived, Centre, arrived, client_of, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 

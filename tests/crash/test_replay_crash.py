@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.scenarios.replay import replay_kills
-from tests.support import SharedS3, seeded
+from tests.support.basics import SharedS3, seeded
 
 
 @pytest.mark.servers

@@ -6,7 +6,7 @@ Changed settings, an expired source and damaged snapshots: tests/integration/tes
 from __future__ import annotations
 
 from tests.scenarios.sampling import run
-from tests.support import seeded
+from tests.support.basics import seeded
 
 CRASHES = 5  # 100 in `make soak`
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 import tracemalloc
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,25 +14,16 @@ from common.clock import ManualClock
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
-from common.settings.nats import NatsSettings
-from egress.advisories.document import Document
-from egress.advisories.event import Advisory, Event
-from egress.advisories.outbox import HIGH_WATER
-from egress.advisories.scan import Asked
-from egress.advisories.stored import ids_stored
+from common.jetstream.pull import Asked
+from common.settings.service import NatsSettings
+from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
+from egress.advisories.outbox import HIGH_WATER, ids_stored
 from infra.local.nats import NatsServer
-from tests.advisory_world import SECOND, World, connected, new, news, now_ns, running
-from tests.support import soon
-from tests.tcp_proxy import TcpProxy
+from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
+from tests.support.basics import soon
+from tests.support.proxies import TcpProxy
 
 HOUR = 3600 * SECOND
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connected(nats_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
@@ -40,7 +31,7 @@ async def world(client: FloeClient) -> World:
     return World(client)
 
 
-def once_and_in_order(found: Sequence[Document], sent: Sequence[Advisory]) -> None:
+def once_and_in_order(found: Sequence[AdvisoryDocument], sent: Sequence[Advisory]) -> None:
     """Fails unless every advisory is there once, and those of a value as they were sent."""
     assert len({document.event_id for document in found}) == len(found), "one is stored twice"
     there, wanted = defaultdict(list), defaultdict(list)
@@ -214,7 +205,7 @@ async def test_a_stream_that_cannot_be_read_for_a_while_is_read_later(
         assert world.gauge("failing") == 1
         return await ids_stored(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("egress.advisories.reliable.ids_stored", fails_first)
+    monkeypatch.setattr("egress.advisories.senders.ids_stored", fails_first)
     async with running(world.advisories(outbox=sent)) as second:
         second.settle()
         await soon(lambda: not second.pending())

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,14 @@ import pytest
 import yaml
 
 from common.jetstream.client import FloeClient, frame
-from egress.advisories.document import Document
-from egress.advisories.event import Advisory, Event
-from egress.advisories.search import line_of
-from infra.local.tether import spawn
-from tests.advisory_world import SECOND, World, connected, new, now_ns, running
-from tests.support import PATIENCE, soon
+from egress.advisories.advisory import Advisory, AdvisoryDocument, Event
+from egress.advisories.cli import line_of
+from infra.local.process import spawn
+from tests.support.advisories import SECOND, World, new, now_ns, running
+from tests.support.basics import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 MINUTE = 60 * SECOND
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connected(nats_url)
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
@@ -97,7 +88,7 @@ async def test_one_value_alone_and_as_json(world: World, config: Path) -> None:
     ]
 
     assert [(each["event"], each["value"]) for each in documents] == [("new", "node1"), ("timeout", "node1")]
-    assert list(documents[0]) == list(Document.__struct_fields__)
+    assert list(documents[0]) == list(AdvisoryDocument.__struct_fields__)
 
 
 async def test_since_counts_from_now_by_time_of_storing(world: World, config: Path) -> None:
@@ -185,13 +176,13 @@ async def test_follow_shows_those_that_come_until_it_is_interrupted(
 
 
 def test_a_time_that_no_calendar_has_is_foreign() -> None:
-    document = Document("p", "i", "f", 0, 0, "r", 2**62, "new", "v")
+    document = AdvisoryDocument("p", "i", "f", 0, 0, "r", 2**62, "new", "v")
 
     with pytest.raises(ValueError, match="expected seconds since 1970"):
         line_of(document)
 
 
 def test_what_never_was_seen_is_shown_all_the_same() -> None:
-    document = Document("p", "i", "f", -1, -62_135_596_800, "r", 0, "new", "v")
+    document = AdvisoryDocument("p", "i", "f", -1, -62_135_596_800, "r", 0, "new", "v")
 
     assert line_of(document).startswith("[1970-01-01 00:00:00]     new v seen ")

@@ -10,11 +10,11 @@ import pytest
 
 from common.errors import FloeError
 from common.jetstream.client import connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster
-from tests.advisory_world import SECOND, World, news, running
-from tests.clusters import placing
-from tests.support import soon
+from tests.support.advisories import SECOND, World, news, running
+from tests.support.basics import soon
+from tests.support.servers import placing
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,19 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import ConfigError, DataError
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.headers import Provenance, escape
-from common.jetstream.streams import create_stream, stream_info
 from common.segments.segment import Message
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
+from common.tasks import Stop
 from infra.acked import AckedPublisher, Published
+from infra.awkward import KINDS, MAX_HEADERS, NEEDS, awkward_messages, publish_awkward, unchecked_frame
 from infra.awkward import _delete as delete
-from infra.awkward import awkward_messages, publish_awkward
-from infra.awkward_kinds import KINDS, MAX_HEADERS, NEEDS, unchecked_frame
-from infra.emulator import Emulator, Pace, check_stored, open_stream
-from infra.facts import read_facts
-from infra.fleet import Fleet
-from infra.oracle import compare
-from infra.oracle_streams import read_stream, source_trace, target_traces
-from tests.support import seeded, unique
+from infra.emulator import Emulator, PublishSchedule, check_stored, open_stream
+from infra.fleet import Fleet, read_facts
+from infra.oracle import compare, read_stream, source_trace, target_traces
+from tests.support.basics import seeded, unique
 
 pytestmark = pytest.mark.servers
 
@@ -205,7 +203,7 @@ async def test_reads_more_messages_than_one_pull_brings(client: FloeClient) -> N
 # The fleet emulator
 
 
-def emulator(client: FloeClient, pace: Pace, subject: str) -> Emulator:
+def emulator(client: FloeClient, pace: PublishSchedule, subject: str) -> Emulator:
     fleet = Fleet(read_facts(), seed=1, nodes=pace.nodes)
     return Emulator(client, fleet, pace, SystemClock(), subject=subject)
 
@@ -215,8 +213,8 @@ async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: Flo
     subject = f"{stream.lower()}.{{sender}}"
     before = await open_stream(client, stream, subject, create=True)
 
-    made = emulator(client, Pace(nodes=50, rate=0, count=120), subject)
-    published = await made.run(asyncio.Event())
+    made = emulator(client, PublishSchedule(nodes=50, rate=0, count=120), subject)
+    published = await made.run(Stop())
     await check_stored(client, before, published)
 
     info = await stream_info(client, stream)
@@ -228,10 +226,10 @@ async def test_a_fleet_publishes_its_documents_under_its_nodes_names(client: Flo
 
 
 async def test_a_fleet_stops_when_it_is_told_to_and_waits_for_what_is_under_way(client: FloeClient) -> None:
-    stream, stop = unique("FLEET"), asyncio.Event()
+    stream, stop = unique("FLEET"), Stop()
     subject = f"{stream.lower()}.{{sender}}"
     await open_stream(client, stream, subject, create=True)
-    made = emulator(client, Pace(nodes=10, rate=2000), subject)
+    made = emulator(client, PublishSchedule(nodes=10, rate=2000), subject)
     running = asyncio.create_task(made.run(stop))
     while made.progress.published.stored < 100:
         await asyncio.sleep(0.02)

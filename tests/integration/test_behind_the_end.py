@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator
 from pathlib import Path
-
-import pytest
 
 from common.chain import Chain
 from common.jetstream.client import FloeClient
-from tests.commands import Done, floe, invoke
-from tests.ingress_world import Archive, Centre, arrived, client_of, rows_of
+from tests.support.commands import Done, floe, invoke
+from tests.support.ingress import Archive, Centre, arrived, rows_of
 
 OLD, NEW = Chain("us-east", "NODES"), Chain("us-east", "NODES", 1)
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as client:
-        yield client
 
 
 async def paste(line: str, *more: str) -> Done:

@@ -14,20 +14,21 @@ from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainStore
-from common.segments.gaps import AcceptedGap
-from common.segments.layout import Layout
+from common.segments.documents import AcceptedGap, ChainStore
+from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.settings.start import StartSettings
+from common.settings.service import StartSettings
 from ingress import metrics
-from ingress.chains import supply as supply_module
+from ingress.chains import prefetch as supply_module
+from ingress.chains.chain_state import Turn
+from ingress.chains.search import survey
 from ingress.chains.starts import Starts
-from tests.faulty_store import FaultyStore, raising
-from tests.ingress_world import CHAIN, PREFIX, Archive, rows_of
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, counted, soon
+from tests.support.ingress import CHAIN, PREFIX, Archive, rows_of
+from tests.support.stores import FaultyStore, raising
 
 PART = Chain("us-east", "NODES", 0, 1)
 LATER = CHAIN.next_incarnation()
@@ -57,7 +58,7 @@ async def test_nothing_is_looked_at_before_it_is_known_what_is_stored(archive: A
             await centre.look()
             centre.supply.wake(CHAIN)
             await asyncio.sleep(0.02)
-        assert (centre.supply.ready(), centre.supply.positions, centre.threads.busy) == ((), {}, 0)
+        assert (tuple(centre.supply.ahead), centre.supply.positions, centre.threads.busy) == ((), {}, 0)
 
         centre.stored = {CHAIN: 51}
         centre.supply.reset(centre.stored)
@@ -99,9 +100,9 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError
 ) -> None:
     centre = Centre(archive, start_sequence=90)
-    monkeypatch.setattr(centre.supply._attendant, "_look_at_stopped", 0.0)
-    giving_up = centre.supply._lookout.giving_up
-    real, asked = giving_up.arrived, []
+    monkeypatch.setattr(centre.supply, "look_at_stopped", 0.0)
+    gaps = centre.supply.locator.gaps
+    real, asked = gaps.arrived, []
 
     def arrived(chain: Chain, position: int) -> Any:
         asked.append(position)
@@ -109,11 +110,11 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
             raise error
         return real(chain, position)
 
-    monkeypatch.setattr(giving_up, "arrived", arrived)
+    monkeypatch.setattr(gaps, "arrived", arrived)
     async with centre.running():
         await centre.look()
         await soon(lambda: asked)
-        await centre.supply._attendant.attend()
+        await centre.supply.attend()
         await centre.reaches({CHAIN: 101})
     assert len(asked) >= 2
     assert carried(centre) == 11
@@ -121,7 +122,7 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
 
 @pytest.mark.parametrize("clears", ["fail", "replan", "ends_at", "stop", "retry"])
 def test_whatever_clears_what_a_chain_leaves_out_makes_it_begin_anew(archive: Archive, clears: str) -> None:
-    lane = Centre(archive).supply.roster.add(CHAIN, {})
+    lane = Centre(archive).supply.chains.add(CHAIN)
     assert lane is not None
     arguments: dict[str, tuple[Any, ...]] = {
         "ends_at": (100,),
@@ -162,7 +163,7 @@ async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once
         await centre.look()
         await centre.look()
         assert caplog.text.count("stream.json unread") == 2
-        assert "no right" in centre.supply.roster.get(LATER).waits_for
+        assert "no right" in centre.supply.chains.get(LATER).waits_for
         errors.clear()
         archive.put(rows_of(1, 5, LATER), chain=LATER)
         await centre.reaches({LATER: 6})
@@ -186,7 +187,7 @@ async def test_what_the_store_refuses_about_one_chain_stops_that_chain_alone(
     centre = Centre(archive)
     async with centre.running():
         await centre.reaches({CHAIN: 101})
-        await soon(lambda: getattr(centre.supply.roster.get(PART).stopped, "code", "") == error.code)
+        await soon(lambda: getattr(centre.supply.chains.get(PART).stopped, "code", "") == error.code)
         archive.put(rows_of(101, 110))
         await centre.reaches({CHAIN: 111})
 
@@ -248,7 +249,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
     archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     centre = Centre(archive, start_time=moment(105))
-    starts = centre.supply._lookout._starts
+    starts = centre.supply.locator.starts
     real, asked = starts.resolve, []
 
     def resolve(*args: Any) -> Any:
@@ -256,7 +257,7 @@ async def test_what_arrives_while_a_moment_is_searched_for_is_searched_too(
         asked.append(found.sequence)
         if len(asked) == 1:
             archive.put(rows_of(101, 110))
-            centre.supply.roster.archive(CHAIN, 110)
+            centre.supply.chains.archive(CHAIN, 110)
         return found
 
     monkeypatch.setattr(starts, "resolve", resolve)
@@ -282,13 +283,13 @@ async def test_nothing_is_lost_that_is_only_far_down_a_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = Archive(tmp_path / "other")
-    monkeypatch.setattr("ingress.chains.looking._searched", lambda *_: _[4])
+    monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)
     archive.put(rows_of(1, 130))
     centre, stops = Centre(archive, lost_segment_timeout="1s"), []
-    monkeypatch.setattr(centre.supply._attendant, "stop", lambda *stop: stops.append(stop))
+    monkeypatch.setattr(centre.supply, "_stop", lambda *stop: stops.append(stop))
     async with centre.running():
         await centre.reaches({CHAIN: 131})
     assert (stops, carried(centre)) == ([], 130)
@@ -303,25 +304,23 @@ async def test_only_what_nothing_covers_is_called_lost_and_everything_is_looked_
         archive.put(rows_of(sequence, sequence), tail=False)
     archive.put(rows_of(11, 150))
     asked: list[SequenceRange] = []
-    real = supply_module.Lookout._halt.__globals__["survey"]
-    monkeypatch.setattr(
-        "ingress.chains.lookout.survey", lambda *args: [asked.append(args[2]), real(*args)][1]
-    )
+    real = survey
+    monkeypatch.setattr("ingress.chains.locate.survey", lambda *args: [asked.append(args[2]), real(*args)][1])
     centre = Centre(archive, lost_segment_timeout="1s")
-    monkeypatch.setattr(centre.supply._attendant, "_look_at_stopped", 0.0)
+    monkeypatch.setattr(centre.supply, "look_at_stopped", 0.0)
     async with centre.running():
 
         async def stopped() -> bool:
             await centre.look()
-            lane = centre.supply.roster.get(CHAIN)
+            lane = centre.supply.chains.get(CHAIN)
             return lane is not None and lane.stopped is not None
 
         await soon(stopped, every=0.05)
-        lane = centre.supply.roster.get(CHAIN)
+        lane = centre.supply.chains.get(CHAIN)
         assert "sequences 1..10 are lost" in lane.stopped.message
         looked_at = lane.looked_at
-        await centre.supply._attendant.attend()
-        await soon(lambda: lane.looked_at > looked_at and not lane.is_busy)
+        await centre.supply.attend()
+        await soon(lambda: lane.looked_at > looked_at and lane.turn is Turn.NONE)
         assert len(asked) == 1
 
 
@@ -334,14 +333,14 @@ async def test_a_gap_is_counted_and_told_once_however_often_the_chain_is_made_an
     archive.put(rows_of(111, 120))
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     counter = metrics.lost_sequences.labels("FLEET", "us-east", "NODES", "0")
-    before, centre = counter._value.get(), Centre(archive)
+    before, centre = counted(counter), Centre(archive)
     centre.stored = {CHAIN: 101}
     async with centre.running():
         await centre.reaches({CHAIN: 121})
         centre.stored = {CHAIN: 101}
         centre.supply.reset(centre.stored)  # the position was not stored, though the gap was written down
         await centre.reaches({CHAIN: 121})
-    assert counter._value.get() - before == 10
+    assert counted(counter) - before == 10
     assert caplog.text.count("gap passed") == 1
 
 
@@ -375,7 +374,7 @@ def test_a_spoiled_gap_is_told_once_until_it_is_put_right(
 async def test_decisions_that_cannot_be_read_are_told_once(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attendant = Centre(archive).supply._attendant
+    supply = Centre(archive).supply
 
     class Away:
         read = staticmethod(raising(Unavailable("away")))
@@ -385,9 +384,9 @@ async def test_decisions_that_cannot_be_read_are_told_once(
 
     decisions = Away()
     decisions.read = read  # type: ignore[method-assign,assignment]
-    monkeypatch.setattr(attendant, "_decisions", decisions)
+    monkeypatch.setattr(supply, "decisions", decisions)
     for _ in range(3):
-        await attendant.attend()
+        await supply.attend()
     assert caplog.text.count("decisions not readable") == 1
 
 
@@ -401,16 +400,16 @@ async def test_where_the_stores_clock_is_refused_what_was_there_has_not_arrived_
     archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(101, 110)))
     centre = Centre(archive)
     objects = FaultyStore(archive.objects).on("put", raising(Refused("no right")))
-    monkeypatch.setattr(centre.supply._lookout.giving_up._clock, "_objects", objects)
+    monkeypatch.setattr(centre.supply.locator.gaps.clock, "_objects", objects)
     monkeypatch.setattr(supply_module, "LOOK_AGAIN", 0.1)
     async with centre.running():
         # Down to the second: what was there is older than that then.
         await asyncio.sleep(1.1)
         await centre.reaches({CHAIN: 121})
-        lane = centre.supply.roster.get(CHAIN)
+        lane = centre.supply.chains.get(CHAIN)
         looked_at = lane.looked_at
         await centre.look()
-        await soon(lambda: lane.looked_at >= looked_at and not lane.is_busy)
+        await soon(lambda: lane.looked_at >= looked_at and lane.turn is Turn.NONE)
         for _ in range(5):
             await centre.look()
             await asyncio.sleep(0.1)

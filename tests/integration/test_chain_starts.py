@@ -11,11 +11,11 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import DataError
-from common.settings.start import StartSettings
+from common.settings.service import StartSettings
 from ingress.chains.starts import Beginning, Start, Starts
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.segment_files import START_NS
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.segments import START_NS
 
 LATER = CHAIN.next_incarnation()
 OTHER = Chain("eu-west", "NODES")
@@ -58,7 +58,7 @@ async def test_a_copy_begins_where_its_entry_says_and_a_restart_changes_nothing(
     tmp_path: Path, archive: Archive, nats_url: str, keys: dict[str, Any], first: int
 ) -> None:
     centre = Centre(tmp_path, archive, nats_url)
-    centre._settings["sources"][0] |= keys
+    centre.target_settings["sources"][0] |= keys
     async with client_of(nats_url) as client:
         async with centre.running():
             keeper = await centre.state(client)
@@ -147,5 +147,5 @@ def test_a_spoiled_start_is_never_acted_on(archive: Archive) -> None:
 
 
 def test_a_start_reads_back_as_it_was_written() -> None:
-    for written in (Start(), Start(moment_ns=-5), Start(sequence=7), Start(ends={"a/b/0000/0": 9})):
+    for written in (Start(1), Start(1, -5), Start(1, sequence=7), Start(1, ends={"a/b/0000/0": 9})):
         assert Start.from_json(written.to_json()) == written

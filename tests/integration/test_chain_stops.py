@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import ask, create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.streams import ask, create_stream
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from ingress import metrics
-from tests import ingress_world
-from tests.commands import floe
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support import ingress as ingress_world
+from tests.support.basics import counted, soon
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
@@ -43,7 +43,7 @@ def archive(tmp_path: Path) -> Archive:
 def centre_of(folder: Path, archive: Archive, url: str, target: dict[str, Any] | None = None, **source: Any):
     """A centre with keys of its one source, and of its target."""
     made = Centre(folder, archive, url, **(target or {}))
-    made._settings["sources"][0] |= source
+    made.target_settings["sources"][0] |= source
     return made
 
 
@@ -162,7 +162,7 @@ async def test_what_is_gone_from_a_filled_hole_stops_its_chain_until_it_comes_or
         check_exact(await centre.carried(client, 30 + 28), archive, centre.prefix)
         await soon(lambda: all("stopped" not in lane(health, centre, chain) for chain in (CHAIN, OTHER)))
         labels = (centre.target, CHAIN.site, CHAIN.feed, "0")
-        assert metrics.lost_sequences.labels(*labels)._value.get() == 2
+        assert counted(metrics.lost_sequences.labels(*labels)) == 2
     verdict = await floe(
         "gap",
         "accept",
@@ -201,7 +201,7 @@ async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
 async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told_and_not_carried(
     tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.supply.LOOK_AGAIN", 1.0)
+    monkeypatch.setattr("ingress.chains.prefetch.LOOK_AGAIN", 1.0)
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
@@ -224,7 +224,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
 
         late = archive.put(rows_of(15, 18), tail=False)
         del archive.rows[CHAIN][-4:]
-        await soon(lambda: metrics.behind_gaps.labels("us-east", "NODES")._value.get() >= 1, 15)
+        await soon(lambda: counted(metrics.behind_gaps.labels("us-east", "NODES")) >= 1, 15)
         check_exact(await centre.carried(client, 25), archive, centre.prefix)
         assert archive.store.is_intact(late)
     [passed] = archive.documents.passed_gaps(centre.target, CHAIN)

@@ -5,34 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.ingress import TargetSettings
-from ingress.chains.roster import Roster
-from ingress.chains.supply import Supply
-from ingress.checkpoints.intent import Gap, advanced
-from ingress.rows.prepare import Shape
+from common.tasks import Stop
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.prefetch import Prefetcher
+from ingress.checkpoint import Gap, advanced
+from ingress.rows.prepare import TargetLimits
 from ingress.rows.subjects import Accepting
-from tests.ingress_world import CHAIN, Archive, rows_of
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import CHAIN, Archive, rows_of
 
 LATER = CHAIN.next_incarnation()
 PARTS = [CHAIN, Chain("us-east", "NODES", 0, 1)]
 BIG = Chain("big", "NODES")
 SMALL = [Chain(f"s{n}", "NODES") for n in range(9)]
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 class Centre:
@@ -42,12 +37,12 @@ class Centre:
         sites = ["us-east", BIG.site, *(chain.site for chain in SMALL)]
         entry = {"site": sites, "feed": "NODES", **source}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [entry]})
-        roster = Roster(settings, Shape(Accepting([">"]), 1 << 20))
+        roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
         self.threads = Threads("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.supply = Supply(
-            "FLEET", roster, archive.store, archive.documents, self.threads, SystemClock(), memory
+        self.supply = Prefetcher(
+            roster, archive.store, archive.documents, self.threads, SystemClock(), memory
         )
 
     @asynccontextmanager
@@ -65,7 +60,9 @@ class Centre:
             self.threads.close()
 
     async def _carry(self) -> None:
-        while (rows := await self.supply.take(asyncio.Event())) is not None:
+        while True:
+            if (rows := await self.supply.take(Stop(), 1.0)) is None:
+                continue
             self.stored = advanced(self.stored, rows.pieces())
             self.order += [
                 (block.piece.chain, block.piece.count)
@@ -110,7 +107,7 @@ async def test_a_hole_at_the_very_beginning_waits_and_is_passed_once_it_is_accep
     archive.put(rows_of(11, 20))
     async with Centre(archive).running() as centre:
         await centre.look()
-        await soon(lambda: centre.supply.roster.get(CHAIN).plan.hole == SequenceRange(1, 10))
+        await soon(lambda: centre.supply.chains.get(CHAIN).plan.hole == SequenceRange(1, 10))
         archive.documents.accept_gap(CHAIN, AcceptedGap(SequenceRange(1, 10)))
         await centre.reaches({CHAIN: 21})
     assert centre.order == [(CHAIN, 10)]
@@ -125,7 +122,7 @@ async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next
     patient, hasty = Centre(archive), Centre(archive, lost_segment_timeout="1s", on_lost="skip")
     async with patient.running():
         await patient.reaches({CHAIN: 11})
-        await soon(lambda: patient.supply.roster.get(CHAIN).plan.hole == SequenceRange(11, 20))
+        await soon(lambda: patient.supply.chains.get(CHAIN).plan.hole == SequenceRange(11, 20))
         assert LATER not in patient.stored
     async with hasty.running():
         await hasty.reaches({CHAIN: 21, LATER: 6})
@@ -164,7 +161,7 @@ async def test_a_tail_that_is_lost_stale_or_spoiled_costs_time_only(
 async def test_a_wide_segment_behind_a_page_of_others_is_carried_and_its_accepted_gap_is_not_passed(
     archive: Archive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.looking._searched", lambda *_: _[4])
+    monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
     archive.begin()
     for sequence in range(11, 131):
         archive.put(rows_of(sequence, sequence), tail=False)

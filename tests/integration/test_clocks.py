@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from common.clock import SystemClock
-from tests.egress_bench import Bench, connected
-from tests.support import unique
+from tests.support.basics import unique
+from tests.support.egress import Bench
 
 pytestmark = pytest.mark.servers
 
@@ -23,13 +20,6 @@ class OffClock(SystemClock):
 
     def now(self) -> float:
         return super().now() + self.off
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def test_a_clock_that_is_wrong_and_steps_changes_nothing_of_what_is_archived(bench: Bench) -> None:

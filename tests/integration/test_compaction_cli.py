@@ -10,12 +10,11 @@ import pytest
 import yaml
 
 from common.chain import Chain
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
-from tests.compaction_archive import CHAIN, Archive, rows
 from tests.scenarios.processes import run_floe
+from tests.support.compaction import CHAIN, Archive, rows
 
 LEVEL = {
     "from": 0,

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import DataError, SegmentCorrupt, Unavailable
-from common.segments.faults import SegmentGone
-from common.segments.parquet import SCHEMA
+from common.segments.parquet_guard import SegmentGone
+from common.segments.reader import SCHEMA
 from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
 from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading
@@ -21,8 +21,8 @@ from compaction.failures import UnreadableInput
 from compaction.merge import Merged, merge
 from compaction.plan import Output
 from compaction.supersede import Supersession, made_by
-from tests.compaction_archive import Archive, rows
-from tests.support import seeded
+from tests.support.basics import seeded
+from tests.support.compaction import Archive, rows
 
 # Kept for ever: whatever was allocated from it refers to it.
 COUNTING = pa.proxy_memory_pool(pa.default_memory_pool())

@@ -13,11 +13,9 @@ from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import SegmentRef
 from compaction.failures import exit_code
-from compaction.run import Compaction, Report, Selection
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.tombstones import Tombstones
-from compaction.work import LocalRunner, ReadingProver
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_refs import TestPolicy
+from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
 
 DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
 OTHER = Chain("eu-west", "NODES")

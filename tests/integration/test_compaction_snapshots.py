@@ -9,17 +9,13 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Refused, Unavailable
-from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import StateName
-from common.segments.snapshots import list_snapshots
+from common.segments.documents import ChainDocument, ChainStore, list_snapshots
+from common.segments.keys import StateName
 from compaction.report import preview_json, preview_rows, report_json, report_rows
-from compaction.run import Compaction, Report, Selection
-from compaction.work import LocalRunner, ReadingProver
-from tests.compaction_archive import CHAIN, Archive
-from tests.compaction_jobs import Job
-from tests.compaction_refs import TestPolicy
-from tests.faulty_store import FaultyStore, raising
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from tests.integration.test_compaction_cli import Site
+from tests.support.compaction import CHAIN, Archive, Job, TestPolicy
+from tests.support.stores import FaultyStore, raising
 
 IDLE = TestPolicy(min_age=10**9, max_wait=10**9, min_count=3, min_size=10**9, max_size=10**9)
 OTHER = Chain("eu-west", "NODES")

@@ -14,15 +14,21 @@ from common.segments.segment import SegmentRef
 from common.sequences import Stretch
 from common.settings.root import Settings
 from compaction.failures import Failure, exit_code
-from compaction.job import SparkRunner, task_of
 from compaction.proof import SparkProver
-from compaction.run import Compaction, Report, Selection
-from compaction.session import FIXED, check_conf, spark_conf, spark_error, warn_of_open, with_retries
+from compaction.run import Compaction, ReadingProver, Report, Selection, merge_one
+from compaction.spark import (
+    FIXED,
+    SparkRunner,
+    check_conf,
+    spark_conf,
+    spark_error,
+    task_of,
+    warn_of_open,
+    with_retries,
+)
 from compaction.supersede import Supersession, made_by
-from compaction.work import ReadingProver, merge_one
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_refs import TestPolicy
-from tests.spark_session import SharedSpark, failing, kill_once, spark_session
+from tests.support.compaction import CHAIN, Archive, TestPolicy, rows
+from tests.support.spark import SharedSpark, failing, kill_once, spark_session
 
 DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
 OTHER = Chain("eu-west", "NODES")

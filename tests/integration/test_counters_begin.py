@@ -10,10 +10,10 @@ from prometheus_client import Counter, Histogram
 
 from common.service.metrics import COUNTED, REGISTRY
 from egress.workers.process import WorkerProcess
-from ingress.discovery.events import Notified
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
-from tests.support import soon, unique
+from ingress.discovery.notifications import Notified
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, connected
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
 
 pytestmark = pytest.mark.servers
 

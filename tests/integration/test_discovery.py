@@ -16,15 +16,14 @@ from common.clock import SystemClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.service.monitor import Health
-from common.service.threads import Threads
+from common.service.process import Threads
 from ingress.discovery import discovery as module
 from ingress.discovery.discovery import MOST_NEW, Discovery
-from ingress.discovery.events import Notified
-from tests.faulty_store import FaultyStore, raising
-from tests.support import soon
-from tests.throwing import Throw
+from ingress.discovery.notifications import Notified
+from tests.support.basics import soon
+from tests.support.stores import FaultyStore, Throw, raising
 from tests.unit.test_notices import minio, segment_key
 
 LAYOUT = Layout("data")
@@ -270,7 +269,7 @@ async def test_a_store_that_has_worked_and_refuses_is_asked_again_and_told_once(
         await soon(lambda: place.objects.calls["list"] >= 5)
         assert caplog.text.count("store not readable") == 1
         place.documents.write_tail(place.chain(1), 30)
-        place.objects._faults.clear()
+        place.objects.heal()
         await soon(lambda: (place.chain(1), 30) in place.target.found_)
         await soon(lambda: not place.health.problems())
 

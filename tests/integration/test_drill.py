@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
 from common.segments.segment import Ledger, Message, Reason
 from common.sequences import SequenceRange
-from infra.local.nats import NatsServer
-from ingress.replay.compare import Trail, compare
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
+from ingress.replay.drill import Trail, compare
 from tests.scenarios.processes import Service, run_floe
-from tests.segment_files import message
-from tests.support import PATIENCE, eventually, unique
+from tests.support.basics import PATIENCE, eventually, unique
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
+from tests.support.segments import message
 
 FEED = ("--site", "us-east", "--feed", "NODES")
 
@@ -50,9 +48,8 @@ class World:
 
 
 @pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
+async def world(nats_url: str, tmp_path: Path, client: FloeClient) -> World:
+    return World(tmp_path, nats_url, client)
 
 
 @pytest.mark.servers

@@ -6,28 +6,18 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import stream_info
-from egress.archive import Marks
-from tests.commands import paste
-from tests.egress_bench import Bench, connected
-from tests.egress_process import Process, processes
-from tests.partitions import feed_of
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
-
+from egress.incarnations import HighWaterMarks
+from tests.support.basics import soon, unique
+from tests.support.commands import paste
+from tests.support.egress import Bench, feed_of
+from tests.support.egress_process import Process, processes
 
 LIMITS: dict[str, dict[str, Any]] = {
     "max_msgs": {"max_msgs": 100},
@@ -139,7 +129,7 @@ async def test_every_partition_has_its_mark_before_any_of_them_is_read(bench: Be
     """A host that begins beside others finds what they have put, and goes on."""
     stream = await bench.make_stream(unique("T"))
     feed, chain = feed_of(stream, 2), bench.chain(stream)
-    marks = Marks(await KeyValue.open(bench.client, bench.state_bucket))
+    marks = HighWaterMarks(await KeyValue.open(bench.client, bench.state_bucket))
     with processes() as started:
         started.append(Process(bench, stream, failpoints="egress.after_stream_document=kill", feeds=[feed]))
         assert await started[0].ended() == -signal.SIGKILL, started[0].log.read_text()

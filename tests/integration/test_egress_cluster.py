@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from common.errors import FloeError
+from common.jetstream.api import stream_info
 from common.jetstream.client import connect
-from common.jetstream.streams import stream_info
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
-from tests.clusters import placing
-from tests.egress_bench import Bench
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench
+from tests.support.servers import placing
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,12 @@ import pytest
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from egress.controller import lease_key
+from egress.feed import lease_key
 from infra.local.nats import NatsServer
-from tests.egress_bench import Bench, connected
-from tests.faulty_store import FaultyStore, raising
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore, raising
 
 
 async def consumers(bench: Bench, stream: str) -> list[str]:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
-from common.jetstream.streams import parse_time
-from tests.egress_bench import Bench, connected
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from common.clock import parse_time
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench
 
 
 async def test_every_message_is_archived_once_and_the_tail_and_mark_say_so(bench: Bench) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,16 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.sequences import SequenceRange
+from common.service.exits import command
 from common.service.metrics import REGISTRY
-from common.service.pasting import command
 from egress import consumers, metrics
-from egress.archive import Marks
+from egress.incarnations import HighWaterMarks
 from egress.reader import Reader
 from infra.local.nats import NatsServer
-from tests.commands import paste
-from tests.disks import restore_disk, save_disk
-from tests.egress_bench import QUICK, SITE, Bench, connected
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.basics import counted, soon, unique
+from tests.support.commands import paste
+from tests.support.egress import QUICK, SITE, Bench, connected
+from tests.support.servers import restore_disk, save_disk
 
 
 async def recreate(bench: Bench, stream: str, count: int) -> None:
@@ -378,7 +370,7 @@ async def test_an_empty_bucket_without_a_mark_stops_unless_the_source_holds_ever
     for ref in bench.refs(stream):
         bench.store.delete(ref)
     state = await KeyValue.open(bench.client, bench.state_bucket)
-    await state.delete(Marks.key(bench.chain(stream)))
+    await state.delete(HighWaterMarks.key(bench.chain(stream)))
     await bench.client.api(f"STREAM.PURGE.{stream}", {"seq": 4})
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
@@ -406,11 +398,11 @@ async def test_a_spoiled_mark_stops_the_chain_and_is_not_overwritten(bench: Benc
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
     state = await KeyValue.open(bench.client, bench.state_bucket)
-    await state.put(Marks.key(bench.chain(stream)), b"not a mark")
+    await state.put(HighWaterMarks.key(bench.chain(stream)), b"not a mark")
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert "high-water mark" in running.status(stream)["why"]
-        entry = await state.get(Marks.key(bench.chain(stream)))
+        entry = await state.get(HighWaterMarks.key(bench.chain(stream)))
         assert entry is not None
         assert entry.value == b"not a mark"
         await paste(bench, running.status(stream)["hint"], {"stream": stream})
@@ -463,7 +455,7 @@ async def test_what_the_source_lacks_of_a_hole_is_not_called_deleted(bench: Benc
     async with bench.egress(*feeds):
         await soon(lambda: all(any(15 in ref.coverage for ref in bench.refs(name)) for name in names))
     for name in names:
-        assert metrics.left_out.labels(SITE, name, "0", "gone_from_hole")._value.get() == 2
+        assert counted(metrics.left_out.labels(SITE, name, "0", "gone_from_hole")) == 2
     assert bench.ledger(names[0]) == {"gone_from_hole": 2}
     assert bench.ledger(names[1])["gone_from_hole"] == 2
     for name in names:
@@ -543,7 +535,7 @@ async def test_damage_beyond_the_mark_is_read_again(bench: Bench) -> None:
     newest = bench.refs(stream)[-1]
     (bench.root / "bucket" / newest.key).write_bytes(b"not a segment")
     state = await KeyValue.open(bench.client, bench.state_bucket)
-    await Marks(state).set(bench.chain(stream), 20)
+    await HighWaterMarks(state).set(bench.chain(stream), 20)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: bench.refs(stream)[-1].size > 100 or len(bench.refs(stream)) == 4)
         assert [*running.status(stream)["damaged"]] == [newest.key]

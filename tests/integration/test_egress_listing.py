@@ -15,15 +15,14 @@ from common.errors import Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainStore
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from common.service.threads import Threads
-from egress.archive import Archive
-from egress.parts import Pace
-from egress.walking import Walk
-from tests.compaction_archive import CHAIN
-from tests.compaction_archive import Archive as Segments
-from tests.support import soon
+from common.service.process import Threads
+from egress.archive import Archive, ArchiveWalks
+from egress.deps import EgressTuning
+from tests.support.basics import soon
+from tests.support.compaction import CHAIN
+from tests.support.compaction import Archive as Segments
 
 
 class Counting(LocalObjects):
@@ -77,8 +76,8 @@ class World:
         await archive.load()
         return archive
 
-    def walk(self, archive: Archive, **pace: float) -> Walk:
-        walk = Walk(self.threads, SystemClock(), Pace(**{"page": 0.0, "check": 0.05, **pace}))
+    def walk(self, archive: Archive, **pace: float) -> ArchiveWalks:
+        walk = ArchiveWalks(self.threads, SystemClock(), EgressTuning(**{"page": 0.0, "check": 0.05, **pace}))
         walk.follow(archive)
         return walk
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from common.chain import Chain
-from common.jetstream.streams import stream_info
-from egress.partitions.closing import Closing, End
-from tests.egress_bench import SITE, Bench, connected
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from common.jetstream.api import stream_info
+from egress.incarnations import Closing, End
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
 
 
 async def recreate(bench: Bench, stream: str, subjects: list[str], count: int, text: str) -> None:

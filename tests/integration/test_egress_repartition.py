@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -16,22 +15,12 @@ import pytest
 from common.chain import Chain
 from common.segments.segment import Message
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, compare
-from infra.oracle_archive import archived
-from infra.oracle_streams import source_trace
-from tests.commands import Done, configuration, floe, paste
-from tests.disks import restore_disk, save_disk
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_world import Archive, Centre, arrived, count_in
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import at_length, soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from infra.oracle import Trace, archived, compare, source_trace
+from tests.support.basics import at_length, soon, unique
+from tests.support.commands import Done, configuration, floe, paste
+from tests.support.egress import SITE, Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.ingress import Archive, Centre, arrived, count_in
+from tests.support.servers import restore_disk, save_disk
 
 
 async def repartition(bench: Bench, feed: dict[str, Any], *arguments: str, failpoints: str = "") -> Done:

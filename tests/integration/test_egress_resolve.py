@@ -14,23 +14,14 @@ from common.chain import Chain
 from common.jetstream.kv import KeyValue
 from common.segments.documents import StreamDocument
 from common.segments.segment import Message
-from egress.partitions.closings import Closings
-from egress.resolve.decisions import Acceptances
+from egress.identity import acceptance_key
+from egress.incarnations import Closings
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, compare
-from infra.oracle_streams import read_stream
-from tests.commands import configuration, floe, paste
-from tests.disks import restore_disk, save_disk
-from tests.egress_bench import Bench, connected
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from infra.oracle import Trace, compare, read_stream
+from tests.support.basics import soon, unique
+from tests.support.commands import configuration, floe, paste
+from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.servers import restore_disk, save_disk
 
 
 @pytest.fixture
@@ -354,7 +345,7 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
 # E-STATE-KV (E-LISTING, E-EMPTY-ARCHIVE and a spoiled mark: test_egress_histories.py)
 
 
-@pytest.mark.parametrize("what", [Closings.key, Acceptances.key])
+@pytest.mark.parametrize("what", [Closings.key, acceptance_key])
 async def test_decisions_that_cannot_be_read_are_forgotten(
     bench: Bench, what: Callable[[Chain], str]
 ) -> None:

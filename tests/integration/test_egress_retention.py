@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,21 @@ import pytest
 import yaml
 
 from common.errors import Unavailable
-from common.jetstream.streams import consumer_info, consumer_names, create_consumer, stream_info
+from common.jetstream.api import consumer_info, consumer_names, create_consumer, stream_info
 from common.service.metrics import REGISTRY
 from common.settings.egress import FeedSettings
-from egress.acknowledging import Acknowledging
-from egress.consumers import Wanted, take
-from egress.initialise import initialise
-from egress.slices import Slice, slices
+from egress.acks import Acknowledging
+from egress.consumers import WantedMessages, take
+from egress.init import initialise
+from egress.partition import Partition, partitions_of
 from infra.local.nats import NatsServer
-from tests.egress_bench import SITE, Bench, connected
-from tests.faulty_store import FaultyStore, raising
 from tests.scenarios.processes import run_floe
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore, raising
 
 KINDS = ["workqueue", "interest"]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def make(bench: Bench, retention: str, **config: Any) -> str:
@@ -168,7 +160,7 @@ async def test_some_acks_lost_in_the_middle_are_settled_by_asking(
         return real(self, stretch)
 
     monkeypatch.setattr(Acknowledging, "_frames", losing)
-    monkeypatch.setattr("egress.acknowledging.PATIENCE", 0.3)
+    monkeypatch.setattr("egress.acks.PATIENCE", 0.3)
     async with bench.egress({"stream": stream}):
         await bench.publish(stream, numbered(200))
         await bench.archived_to(stream, 200)
@@ -514,17 +506,17 @@ async def test_an_interest_stream_keeps_messages_for_partitions_that_have_no_dur
     """A former partition's durable goes only when each partition there is now has its own."""
     stream, feed = await make(bench, "interest"), unique("F")
 
-    def parts(count: int) -> list[Slice]:
+    def parts(count: int) -> list[Partition]:
         partitions = {"count": count, "subject": f"{stream}.{{partition}}.>"} if count > 1 else {}
         settings = FeedSettings.model_validate({"name": feed, "stream": stream, "partitions": partitions})
-        return slices(SITE, settings)
+        return partitions_of(SITE, settings)
 
     for part in parts(counts[0]):
-        await take(bench.client, Wanted(part, "interest"))
+        await take(bench.client, WantedMessages(part, "interest"))
     for partition in range(counts[1]):
         await bench.publish(stream, numbered(5), subject=f"{partition}.a")
     for part in parts(counts[1]):
-        await take(bench.client, Wanted(part, "interest"))
+        await take(bench.client, WantedMessages(part, "interest"))
     assert await held(bench, stream) == 5 * counts[1]
     names = await durables(bench, stream)
     first, *_ = parts(counts[1])
@@ -559,8 +551,8 @@ async def test_init_makes_what_is_missing_and_touches_nothing_that_is_there(benc
 async def test_init_says_what_was_dropped_what_is_missing_and_what_is_stale(bench: Bench) -> None:
     stream, missing = await make(bench, "interest"), unique("MISSING")
     await bench.publish(stream, numbered(7))
-    gone = slices(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
-    await take(bench.client, Wanted(gone, "interest"))
+    gone = partitions_of(SITE, FeedSettings.model_validate({"name": "GONE", "stream": stream}))[0]
+    await take(bench.client, WantedMessages(gone, "interest"))
     done, problems = await initialise(bench.client, bench.settings({"stream": stream}, {"stream": missing}))
     notes = {each.name: each.note for each in done if each.what == "durable"}
     assert "messages 1..7 were dropped" in next(note for name, note in notes.items() if stream in name)

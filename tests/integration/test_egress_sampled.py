@@ -5,31 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import Unavailable
+from common.jetstream.api import create_stream
 from common.jetstream.headers import Provenance, escape
 from common.jetstream.lease import Lease, Leases
-from common.jetstream.streams import create_stream
 from common.segments.segment import Message
+from common.tasks import StopReason
 from egress import metrics
-from egress.advisories.document import parse
-from egress.initialise import initialise
-from infra.oracle_streams import read_stream
-from tests.egress_bench import SITE, Bench, connected
-from tests.faulty_store import FaultyStore
-from tests.support import PATIENCE, soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from egress.advisories.advisory import parse
+from egress.init import initialise
+from infra.oracle import read_stream
+from tests.support.basics import PATIENCE, counted, soon, unique
+from tests.support.egress import SITE, Bench
+from tests.support.stores import FaultyStore
 
 
 async def make(bench: Bench, **more: Any) -> dict[str, Any]:
@@ -90,7 +84,7 @@ def states(bench: Bench) -> list[Path]:
 
 
 def rebuilt(feed: dict[str, Any], reason: str) -> float:
-    return metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, reason)._value.get()
+    return counted(metrics.sampler_rebuilt.labels(SITE, feed["stream"], 0, reason))
 
 
 async def test_a_stretch_of_which_nothing_is_kept_becomes_an_empty_segment(bench: Bench) -> None:
@@ -300,7 +294,7 @@ async def test_a_lease_to_be_given_back_goes_at_the_end_of_a_segment(
     async with bench.egress(feed):
         await send(bench, feed, NODES)
         await soon(lambda: _has_told(bench, feed, 10))
-        leases[-1].give_back.set()
+        leases[-1].give_back.set(StopReason.GIVE_BACK)
         await asyncio.sleep(0.3)
         assert bench.end(feed["stream"]) == 0
         await send(bench, feed, [f"m{number}" for number in range(8)])

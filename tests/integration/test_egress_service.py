@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,11 @@ import yaml
 from common.errors import ConfigError, Refused
 from egress.service import serve
 from infra.local.nats import NatsServer
-from infra.local.ports import free_port
-from infra.local.tether import spawn
-from tests.egress_bench import Bench, connected
-from tests.support import SharedS3, eventually, soon, unique
+from infra.local.process import free_port, spawn
+from tests.support.basics import SharedS3, eventually, soon, unique
+from tests.support.egress import Bench, connected
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def test_without_feeds_there_is_nothing_to_run(bench: Bench) -> None:

@@ -13,26 +13,25 @@ from typing import Any
 
 import pytest
 
-from common.clock import SystemClock, first_of
+from common.clock import SystemClock
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
+from common.leasing.balancer import LeaseGroup, fair_share
 from common.service.monitor import Health
-from common.settings.nats import NatsSettings
-from common.sharing.shares import fair_share
-from common.sharing.sharing import Sharing
-from common.tasks import end
-from egress.parts import Pace, Tuning
-from egress.sharing import share_site
+from common.settings.service import NatsSettings
+from common.tasks import Stop, end, first_of
+from egress.deps import EgressTuning, Tuning
+from egress.service import share_site
 from infra.local.nats import NatsServer
-from tests.egress_bench import QUICK, SITE, Bench, Running, connected
-from tests.faulty_store import FaultyStore
-from tests.support import seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import seeded, soon, unique
+from tests.support.egress import QUICK, SITE, Bench, Running, connected
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore
 
 TTL = 1.5  # seconds
-SHARED = Tuning(QUICK.pulling, Pace(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
+SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5), QUICK.confirming)
 
 
 class Told:
@@ -52,7 +51,7 @@ class Told:
 class Member:
     """A member whose work is to do nothing, and to leave `linger` seconds after it should."""
 
-    sharing: Sharing
+    sharing: LeaseGroup
     owner: str
     keys: Sequence[str]
     linger: float = 0.0
@@ -61,7 +60,7 @@ class Member:
     most: int = 0
 
     def __post_init__(self) -> None:
-        self.stop = asyncio.Event()
+        self.stop = Stop()
         self.told = {key: Told() for key in self.keys}
         self._seats = [self.sharing.seat(key, self.told[key]) for key in self.keys]
         self.task = asyncio.create_task(self._run())
@@ -82,7 +81,7 @@ class Member:
                 await asyncio.sleep(self.linger)
             finally:
                 await end(keeping)
-            lost = lease.lost.is_set()
+            lost = lease.lost.is_set
             del self.held[seat.key]
             await lease.release()
             seat.vacate(lost=lost)
@@ -121,7 +120,7 @@ class Circle:
         )
         keys = list(keys or self.keys)
         clock, rng = SystemClock(), random.Random(1)
-        sharing = share_site(leases, client, self.site, keys, clock, rng, Health(clock), siblings=siblings)
+        sharing = share_site(leases, client, self.site, keys, rng, Health(clock), siblings=siblings)
         self.members.append(Member(sharing, leases.owner, keys, **more))
         return self.members[-1]
 
@@ -353,13 +352,6 @@ async def test_random_comings_and_goings_end_in_fair_shares(nats_server: NatsSer
 
 
 # Whole egress
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 def states(running: Running, names: Sequence[str]) -> list[str]:

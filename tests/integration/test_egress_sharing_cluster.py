@@ -12,12 +12,12 @@ import pytest
 from common.errors import FloeError
 from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue, state_key
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.acked import AckedPublisher
 from infra.local.nats import NatsCluster
-from tests.clusters import placing
-from tests.egress_bench import SITE, Bench, Running
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Running
+from tests.support.servers import placing
 
 TTL = 3.0  # seconds
 

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
 from common.errors import Unavailable
 from common.service.metrics import REGISTRY
 from infra.local.nats import NatsServer
-from tests.egress_bench import QUICK, Bench, Running, connected
-from tests.faulty_store import FaultyStore, raising
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon, unique
+from tests.support.egress import QUICK, Bench, Running
+from tests.support.proxies import TcpProxy
+from tests.support.stores import FaultyStore, raising
 
 pytestmark = pytest.mark.servers
 
 IMPATIENT = replace(QUICK, pace=replace(QUICK.pace, check=0.2, stalled=0.8))
-
-
-@pytest.fixture
-async def bench(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_server.url)
-    yield Bench(nats_server.url, tmp_path, client)
-    await client.aclose()
 
 
 def metric(name: str, feed: str, **labels: str) -> float:

@@ -6,30 +6,21 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec import structs
 
 from common.segments.documents import StreamDocument
-from egress.parts import Confirming
-from infra.local.ports import free_port
-from tests.commands import command_of, configuration, floe, paste
-from tests.egress_bench import QUICK, SITE, Bench, connected
-from tests.faulty_store import FaultyStore
+from egress.deps import Confirming
+from infra.local.process import free_port
 from tests.integration.test_egress_workers import parent
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.basics import soon, unique
+from tests.support.commands import command_of, configuration, floe, paste
+from tests.support.egress import QUICK, SITE, Bench, Partitioned, feed_of, publish_over
+from tests.support.stores import FaultyStore
 
 
 async def begun(bench: Bench, **feed: Any) -> str:
@@ -132,7 +123,7 @@ async def test_a_chain_document_that_contradicts_is_made_again(bench: Bench) -> 
     key = bench.chains.layout.chain_document(bench.chain(stream))
     document = bench.chains.read_chain(bench.chain(stream))
     assert document is not None
-    bench.objects.put(key, replace(document, relay=True).to_json())
+    bench.objects.put(key, structs.replace(document, relay=True).to_json())
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "stopped")
         assert "does not say what stream.json says" in running.status(stream)["why"]

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
-from tests.egress_bench import QUICK, Bench, connected
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.basics import soon, unique
+from tests.support.egress import QUICK, Bench
 
 
 @pytest.mark.parametrize("check", [0.3, 3600.0], ids=["by the look", "before a put"])

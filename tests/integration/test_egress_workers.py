@@ -12,28 +12,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from common.jetstream.kv import KeyValue, state_key
-from infra.local.ports import free_port
-from infra.local.tether import spawn
-from tests.egress_bench import SITE, Bench, connected
-from tests.support import PATIENCE, soon, unique
+from infra.local.process import free_port, spawn
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.egress import SITE, Bench
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 class Parent:
@@ -172,7 +163,7 @@ async def test_two_workers_share_the_feeds_and_look_like_one_from_outside(bench:
         assert await running.ended() == 0
     assert all(map(is_gone, pids))
     assert await leases_left(bench, names) == []
-    for logger in ("egress.putting", "common.shutdown"):
+    for logger in ("egress.uploader", "common.shutdown"):
         workers = {line.get("worker") for line in running.lines() if line["logger"] == logger}
         assert {0, 1} <= workers
 

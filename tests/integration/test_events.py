@@ -14,16 +14,16 @@ import pytest
 from common.clock import SystemClock
 from common.errors import FloeError, Refused
 from common.jetstream.client import frame
-from common.objects.aws import Account
+from common.objects.s3 import S3Account
 from common.objects.sqs import Received, SqsQueue
 from common.tasks import unexpected
 from infra.local.nats import NatsServer
-from ingress.discovery import nats_events, sqs_events
-from ingress.discovery.nats_events import follow_subject
-from ingress.discovery.sqs_events import follow_queue
-from tests.ingress_world import client_of
-from tests.sqs_server import SqsServer
-from tests.support import PATIENCE, soon, unique
+from ingress.discovery import notifications
+from ingress.discovery import notifications as nats_events
+from ingress.discovery.notifications import follow_queue, follow_subject
+from tests.support.basics import PATIENCE, counted, soon, unique
+from tests.support.ingress import client_of
+from tests.support.servers import SqsServer
 from tests.unit.test_notices import TEST_EVENT, amazon, sns
 
 pytestmark = pytest.mark.servers
@@ -71,7 +71,7 @@ def sqs() -> Iterator[SqsServer]:
 
 
 def queue_of(server: SqsServer, name: str) -> Callable[[], SqsQueue]:
-    account = Account("test", "test", "us-east-1", server.url)
+    account = S3Account("test", "test", "us-east-1", server.url)
     return lambda: SqsQueue(name, account)
 
 
@@ -100,7 +100,7 @@ async def test_one_that_comes_while_the_queue_is_waited_for_is_heard_soon(sqs: S
 async def test_a_queue_that_is_missing_is_asked_for_again_and_so_is_one_that_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sqs_events, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(notifications, "PAUSES", (0.1, 0.2))
     name, heard = unique("late"), Heard()
     with SqsServer() as server:
         async with beside(follow_queue(queue_of(server, name), heard)):
@@ -123,8 +123,8 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Called on the event loop for a thread: neither ends, and it is not deleted untaken."""
-    monkeypatch.setattr(sqs_events, "FIRST_PAUSE", 0.1)
-    name, heard, count = sqs.new_queue(), Heard(), unexpected.labels("events")._value.get()
+    monkeypatch.setattr(notifications, "PAUSES", (0.1, 0.2))
+    name, heard, count = sqs.new_queue(), Heard(), counted(unexpected.labels("events"))
     fails = ["once"]
 
     def take(raw: bytes) -> None:
@@ -138,7 +138,7 @@ async def test_a_notification_that_cannot_be_taken_is_told_and_its_queue_asked_a
         await soon(lambda: heard.failures == ["no room once"])
         await asyncio.to_thread(sqs.send, name, "b")
         await soon(lambda: b"b" in heard.taken)
-    assert unexpected.labels("events")._value.get() == count + 1
+    assert counted(unexpected.labels("events")) == count + 1
 
 
 async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_not_the_connection(
@@ -163,7 +163,7 @@ async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_no
 async def test_who_stands_by_leaves_the_queue_to_the_others(
     sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sqs_events, "UNWANTED_PAUSE", 0.05)
+    monkeypatch.setattr(notifications, "UNWANTED_PAUSE", 0.05)
     # What the receive of one that ends takes along is seen again after a second.
     name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Heard(), Heard()
     standby.is_wanted = False
@@ -205,7 +205,7 @@ async def test_what_is_received_after_the_end_stays_in_the_queue() -> None:
 
 
 def test_a_whole_address_names_the_region_and_the_queue(sqs: SqsServer) -> None:
-    queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", Account("a", "b", "us-east-1"))
+    queue = SqsQueue("sqs.eu-west-1.amazonaws.com/123456789012/floe", S3Account("a", "b", "us-east-1"))
     assert queue._client.meta.region_name == "eu-west-1"
     assert queue._address() == "https://sqs.eu-west-1.amazonaws.com/123456789012/floe"
 
@@ -237,7 +237,7 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
 async def test_a_refused_subscription_is_tried_again_and_said(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nats_events, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(nats_events, "PAUSES", (0.05, 0.1))
     heard = Heard()
     async with client_of(nats_url) as client:
         subscribe, refusals = client.subscribe_raw, [Refused("no right"), FloeError("away")]

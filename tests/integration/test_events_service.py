@@ -14,16 +14,15 @@ from common.chain import Chain
 from common.jetstream.client import FloeClient, frame
 from common.objects.open import open_objects
 from common.segments.documents import ChainStore
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.segments.store import SegmentStore
 from common.service.metrics import REGISTRY
-from common.settings.store import StoreSettings
-from tests.faulty_store import FaultyStore
-from tests.ingress_world import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.notifying import Notifying, notification
+from common.settings.root import StoreSettings
 from tests.scenarios.processes import Service
-from tests.sqs_server import CREDENTIALS, SqsServer
-from tests.support import SharedS3, soon, unique
+from tests.support.basics import SharedS3, soon, unique
+from tests.support.ingress import CHAIN, PREFIX, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.servers import CREDENTIALS, Notifying, SqsServer, notification
+from tests.support.stores import FaultyStore
 from tests.unit.test_notices import amazon, segment_key
 
 pytestmark = pytest.mark.servers

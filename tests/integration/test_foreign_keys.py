@@ -9,12 +9,12 @@ import pytest
 
 from common.objects.open import open_objects
 from common.objects.port import Paged
+from common.segments.checks import look_for_foreign
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.foreign import look_for_foreign
-from common.settings.store import StoreSettings
+from common.settings.root import StoreSettings
 from compaction.verify import verify_chain
-from tests.compaction_archive import CHAIN, Archive
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
+from tests.support.compaction import CHAIN, Archive
 
 pytestmark = pytest.mark.servers
 

@@ -12,8 +12,8 @@ import floe
 from common.chain import Chain
 from common.segments.quarantine import quarantine_command
 from common.sequences import SequenceRange
-from ingress.decisions.holes import look_up, standing_at
-from tests.ingress_world import CHAIN, Archive, Centre, rows_of
+from ingress.operator.holes import look_up, standing_at
+from tests.support.ingress import CHAIN, Archive, Centre, rows_of
 
 LATER = CHAIN.next_incarnation()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +16,15 @@ from pydantic import ValidationError
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.headers import header, parse_block
 from common.jetstream.kv import KeyValue
+from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import get_message
-from common.settings.heartbeats import HeartbeatSettings
+from common.settings.egress import HeartbeatSettings
 from egress import heartbeats
 from egress.heartbeats import check_stored, header_block, heartbeat_key, next_due
 from infra.local.nats import NatsServer
-from tests.egress_bench import SITE, Bench, Running, connected
-from tests.support import soon, unique
-from tests.tcp_proxy import TcpProxy
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Running
+from tests.support.proxies import TcpProxy
 
 
 def beating(stream: str, *names: str, interval: str = "1s", **more: Any) -> dict[str, Any]:

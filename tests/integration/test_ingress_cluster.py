@@ -12,16 +12,16 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import FloeError
+from common.jetstream.api import StreamInfo, create_stream, stream_info
+from common.jetstream.buckets import kv_replicas
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import StreamInfo, create_stream, stream_info
 from common.settings.egress import EgressSettings
 from infra.local.nats import NatsCluster
-from ingress.replay.scratch import Scratch
-from ingress.replicas import service_replicas
-from tests.clusters import placing
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
-from tests.replay_world import World
-from tests.support import at_length, soon
+from ingress.replay.drill import Scratch
+from tests.support.basics import at_length, soon
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.replay import World
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 CHAINS = [Chain("us-east", "NODES"), Chain("eu-west", "NODES")]
@@ -102,8 +102,8 @@ async def test_a_replay_into_a_source_makes_buckets_as_egress_would(
             (EgressSettings(feeds=({"stream": "GONE"},)), 1),
             (EgressSettings(feeds=({"stream": "SOURCE"},), kv_replicas=2), 2),
         ):
-            assert await service_replicas(client, settings, "BACK") == expected
-        assert await service_replicas(client, EgressSettings(), "SOURCE") == 3
+            assert await kv_replicas(client, settings, "BACK") == expected
+        assert await kv_replicas(client, EgressSettings(), "SOURCE") == 3
 
 
 async def disturb(cluster: NatsCluster, client: FloeClient, info: StreamInfo, number: int) -> None:

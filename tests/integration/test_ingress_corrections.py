@@ -10,36 +10,41 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import Provenance, build_block
-from common.jetstream.streams import stream_info
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress import carrier
-from ingress.checkpoints import correcting
-from ingress.checkpoints import state as state_module
-from ingress.checkpoints.census import Census, Standing, take_census
-from ingress.checkpoints.intent import Checkpoint, Piece, TargetState, open_intent
-from ingress.parked.names import State
-from ingress.parked.store import ParkedStore
-from ingress.rows.refusals import Oversize
-from tests.commands import Done, floe, invoke, paste_checkpoint
-from tests.ingress_outcomes import (
+from ingress import checkpoint_store as state_module
+from ingress import delivery
+from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
+from ingress.operator import correct
+from ingress.operator.target_scan import ScannedChain, TargetScan, take_census
+from ingress.parked import ParkedStore, State
+from ingress.rows.prepare import Oversize
+from tests.support.basics import soon
+from tests.support.commands import Done, floe, invoke, paste_checkpoint
+from tests.support.ingress import (
+    CHAIN,
+    Archive,
+    Centre,
     Consumer,
+    arrived,
     change,
+    client_of,
     closed_at,
+    count_in,
     foreign,
     left_open,
     make,
     put_back,
+    rows_of,
     service,
     stands,
     stop_of,
     store,
 )
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")
@@ -47,18 +52,13 @@ OTHER = Chain("eu-west", "NODES")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correcting, "STILL", 0.1)
-    monkeypatch.setattr(carrier, "IDLE_SPACING", 0.2)
-    monkeypatch.setattr(carrier, "ROUND_SPACING", 0.2)
+    monkeypatch.setattr(correct, "STILL", 0.1)
+    monkeypatch.setattr(delivery, "IDLE_SPACING", 0.2)
+    monkeypatch.setattr(delivery, "ROUND_SPACING", 0.2)
 
 
 def numbers(*ranges: tuple[int, int]) -> list[int]:
     return [sequence for first, last in ranges for sequence in range(first, last + 1)]
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 @pytest.fixture
@@ -397,14 +397,32 @@ async def test_a_large_target_is_counted_whole(centre: Centre, nats_url: str) ->
             client.send(frame(f"{centre.target}.a".encode(), b"x" * 100, block))
         await soon(lambda: count_of(client, centre, 12_002))
         await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 7_000})
-        census = await take_census(client, centre.target, "limits", Census(0, 12_002))
-        part = await take_census(client, centre.target, "limits", Census(11_000, 11_990))
-        slow = await take_census(client, centre.target, "workqueue", Census(11_990, 12_002))
+        census = await take_census(client, centre.target, "limits", TargetScan(0, 12_002))
+        part = await take_census(client, centre.target, "limits", TargetScan(11_000, 11_990))
+        slow = await take_census(client, centre.target, "workqueue", TargetScan(11_990, 12_002))
 
     assert (census.held, census.foreign, census.gone, census.gone_behind(CHAIN)) == (12_001, 2, 1, 0)
-    assert census.chains == {CHAIN: Standing(1, 12_000, 11_999, 12_000, 11_999)}
-    assert part.chains == {CHAIN: Standing(11_001, 11_990, 990, 11_990, 990)}
-    assert slow.chains == {CHAIN: Standing(11_991, 12_000, 10, 12_000, 10)}
+    assert census.chains == {CHAIN: ScannedChain(1, 12_000, 11_999, 12_000, 11_999)}
+    assert part.chains == {CHAIN: ScannedChain(11_001, 11_990, 990, 11_990, 990)}
+    assert slow.chains == {CHAIN: ScannedChain(11_991, 12_000, 10, 12_000, 10)}
+
+
+@pytest.mark.parametrize("purged", [False, True])
+async def test_a_target_that_let_its_last_messages_go_is_counted_to_its_end(
+    centre: Centre, nats_url: str, purged: bool
+) -> None:
+    async with client_of(nats_url) as client:
+        await make(client, centre)
+        for _ in range(5):
+            client.send(frame(f"{centre.target}.a".encode(), b"x", None))
+        await soon(lambda: count_of(client, centre, 5))
+        if purged:
+            await client.api(f"STREAM.PURGE.{centre.target}", {})
+        else:
+            await client.api(f"STREAM.MSG.DELETE.{centre.target}", {"seq": 5})
+        census = await take_census(client, centre.target, "limits", TargetScan(0, 5))
+
+    assert (census.held, census.gone) == ((0, 5) if purged else (4, 1))
 
 
 async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
@@ -523,8 +541,8 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
         parked.mark_left_out(parked.name(CHAIN, 3))
         parked.ask(parked.entries()[parked.name(CHAIN, 3)])
         await store(client, centre, [rows[0], rows[1], rows[2], rows[3], rows[5], rows[6]])
-        again = Piece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
-        rest = Piece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
+        again = IntentPiece(ref.segment, SequenceRange(3, 3), 1, out_of_turn=True)
+        rest = IntentPiece(ref.segment, SequenceRange(4, 10), 6, left_out=(5,))
         opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
         await (await centre.state(client)).save(opened, 0)
         archive.objects.delete(ref.key)

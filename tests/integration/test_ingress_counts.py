@@ -9,12 +9,12 @@ import pytest
 
 from common.chain import Chain
 from common.errors import Unavailable
-from common.jetstream.streams import create_stream
+from common.jetstream.api import create_stream
 from common.service.metrics import REGISTRY
-from tests.commands import floe
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
@@ -28,11 +28,6 @@ def reading(name: str, target: str, **labels: str) -> float:
 
 def of_chain(name: str, target: str, chain: Chain = CHAIN) -> float:
     return reading(name, target, site=chain.site, feed=chain.feed, partition=str(chain.partition))
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 def centre_of(folder: Path, archive: Archive, url: str, **target: Any) -> Centre:

@@ -11,17 +11,18 @@ import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import create_stream
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
+from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.sharing import lease_key
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
+from ingress.deps import lease_key
 from tests.scenarios.processes import run_floe
-from tests.support import PATIENCE, soon
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, soon
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
 
@@ -70,7 +71,7 @@ async def test_a_process_whose_targets_are_all_stopped_stays_and_looks_again(
     async with client_of(nats_url) as client:
         await create_stream(client, {"name": centre.target, "subjects": [f"{centre.target}.>"]})
         await client.request_raw(f"{centre.target}.a".encode(), b"x", timeout=5)
-        health, stop = Health(SystemClock()), asyncio.Event()
+        health, stop = Health(SystemClock()), Stop()
         task = asyncio.create_task(centre.run(stop, health))
         await soon(lambda: centre.status(health).get("state") == "stopped")
         await asyncio.sleep(1)
@@ -104,7 +105,7 @@ async def test_a_target_that_does_not_answer_ends_the_drain_in_time(
     centre = Centre(tmp_path, archive, nats_url, publisher="single")
     async with client_of(nats_url) as client, TcpProxy(nats_server.port) as proxy:
         centre.urls = [proxy.url]
-        stop = asyncio.Event()
+        stop = Stop()
         task = asyncio.create_task(centre.run(stop, shutdown_timeout="2s"))
         await centre.carried(client, 40)
         proxy.blackhole()

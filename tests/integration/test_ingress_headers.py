@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, get_message, stream_info
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from common.jetstream.pull import get_message
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, check_exact, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
@@ -47,11 +48,6 @@ ACTING = [
     b"Nats-Request-Info: {}",
 ]
 MARK = b"KV-Operation: PURGE"  # read by clients only
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 def block(*lines: bytes) -> bytes:

@@ -9,22 +9,28 @@ import pytest
 
 from common.errors import ConfigError, Unavailable
 from infra.local.nats import NatsServer
-from ingress.parked.names import State
-from tests.ingress_outcomes import left_open, make, service, stands, stop_of, store
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
+from ingress.parked import State
 from tests.integration.test_ingress_parked import kept, states
-from tests.segment_files import message
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.ingress import (
+    CHAIN,
+    Archive,
+    Centre,
+    client_of,
+    left_open,
+    make,
+    rows_of,
+    service,
+    stands,
+    stop_of,
+    store,
+)
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
 SMALLER = 8 * 1024
 LARGE = message(15, f"{CHAIN}|15|".encode().ljust(20_000, b"L"), subject=b"nodes.large")
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def server(tmp_path: Path) -> NatsServer:
 
 async def started_with(server: NatsServer, max_payload: int | None) -> None:
     """The same server with another limit, as a node that is connected to next."""
-    server._max_payload = max_payload
+    server.max_payload = max_payload
     await asyncio.to_thread(server.restart)
 
 
@@ -87,7 +93,7 @@ async def test_a_row_of_an_open_intent_that_the_server_takes_no_more_stops_its_o
 
 
 async def test_what_the_server_does_not_take_is_not_asked_and_cuts_no_connection(server: NatsServer) -> None:
-    server._max_payload = SMALLER
+    server.max_payload = SMALLER
     with server:
         async with client_of(server.url) as client:
             with pytest.raises(Unavailable, match=f"expected at most {SMALLER} bytes"):

@@ -9,29 +9,29 @@ from typing import Any
 
 import pytest
 
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import stream_info
-from tests.ingress_outcomes import (
+from tests.support.basics import soon
+from tests.support.ingress import (
+    Archive,
+    Centre,
     Consumer,
+    arrived,
     change,
+    check_exact,
+    client_of,
     closed_at,
     foreign,
     left_open,
     make,
+    rows_of,
     sequences,
     service,
     stop_of,
     store,
 )
-from tests.ingress_world import Archive, Centre, arrived, check_exact, client_of, rows_of
-from tests.support import soon
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 @pytest.fixture

@@ -18,24 +18,18 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.errors import AnotherWriter
+from common.jetstream.api import ask, create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import ask, create_stream, stream_info
 from common.segments.segment import Message
-from ingress.parked.names import State
-from ingress.parked.store import ParkedStore
-from tests.ingress_world import CHAIN, Archive, Centre, arrived, client_of, rows_of
-from tests.segment_files import message
-from tests.support import soon
+from ingress.parked import ParkedStore, State
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, client_of, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
 LIMIT = 1000
 LARGE = {5: 2000, 17: 1500, 30: 5000}
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 def with_large(first: int, last: int, large: dict[int, int] = LARGE) -> list[Message]:

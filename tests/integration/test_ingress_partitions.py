@@ -4,22 +4,9 @@ more than that.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
-import pytest
-
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_world import Archive, Arrived, Centre
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Partitioned, feed_of, publish_over
+from tests.support.ingress import Archive, Arrived, Centre
 
 
 async def carried(bench: Bench, stream: str, count: int) -> list[Arrived]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from common.jetstream.client import FloeClient, connect
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from tests.commands import floe
-from tests.ingress_world import Archive, Centre, check_exact, rows_of
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import Archive, Centre, check_exact, rows_of
 
 API = "$JS.API"
 
@@ -96,7 +96,7 @@ def violations(server: NatsServer) -> list[str]:
 async def test_ingress_carries_with_the_rights_of_the_table(
     centre: Guarded, server: NatsServer, publisher: str
 ) -> None:
-    centre._settings["publisher"] = publisher
+    centre.target_settings["publisher"] = publisher
     client = await everything(server)
     async with centre.running():
         await centre.carried(client, 500)

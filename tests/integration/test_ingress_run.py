@@ -9,32 +9,19 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import create_stream
 from common.jetstream.client import frame
-from common.jetstream.streams import create_stream
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
-from tests.ingress_world import (
-    CHAIN,
-    Archive,
-    Centre,
-    check_exact,
-    client_of,
-    count_in,
-    rows_of,
-)
-from tests.segment_files import message
-from tests.support import soon
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
+from tests.support.basics import soon
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 def block(*lines: bytes) -> bytes:
@@ -314,7 +301,7 @@ async def test_a_chain_begins_where_chain_json_and_retention_say(
 # Open intents that another instance left behind
 
 
-async def open_intent_of(centre: Centre, stored: int, *pieces: Piece) -> None:
+async def open_intent_of(centre: Centre, stored: int, *pieces: IntentPiece) -> None:
     """A target with an open intent of which the first `stored` messages were sent by hand."""
     async with client_of(centre.url) as client:
         info = await create_stream(
@@ -336,8 +323,8 @@ async def test_an_open_intent_is_finished_as_it_stands_by_whoever_comes(
     await open_intent_of(
         centre,
         stored,
-        Piece(ref.segment, SequenceRange(1, 20), 20),
-        Piece(ref.segment, SequenceRange(21, 25), 5),
+        IntentPiece(ref.segment, SequenceRange(1, 20), 20),
+        IntentPiece(ref.segment, SequenceRange(21, 25), 5),
     )
 
     async with client_of(nats_url) as client, centre.running():
@@ -354,7 +341,7 @@ async def test_the_rows_of_an_open_intent_are_found_through_the_cover(
         archive.put(rows_of(first, last), level=1)
     archive.rows[CHAIN] = [row for row in rows_of(1, 60) if row.sequence <= 60]
     centre = Centre(tmp_path, archive, nats_url)
-    await open_intent_of(centre, 7, Piece(gone.segment, SequenceRange(1, 40), 40))
+    await open_intent_of(centre, 7, IntentPiece(gone.segment, SequenceRange(1, 40), 40))
 
     async with client_of(nats_url) as client, centre.running():
         check_exact(await centre.carried(client, 60), archive, centre.prefix)
@@ -366,7 +353,7 @@ async def test_other_rows_in_the_range_of_an_open_intent_stop_the_target(
     name = SegmentName(CHAIN, 0, SequenceRange(1, 40), "0" * 16)
     archive.put(rows_of(1, 39), SequenceRange(1, 40))
     centre = Centre(tmp_path, archive, nats_url)
-    await open_intent_of(centre, 7, Piece(name, SequenceRange(1, 40), 40))
+    await open_intent_of(centre, 7, IntentPiece(name, SequenceRange(1, 40), 40))
 
     assert "expected 40 messages in 1..40, found 39" in (await centre.ending()).message
     async with client_of(nats_url) as client:

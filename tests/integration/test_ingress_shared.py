@@ -12,22 +12,17 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import create_stream, stream_info
 from infra.local.nats import NatsServer
-from tests.ingress_world import Archive, Arrived, Centre, arrived, client_of, rows_of
-from tests.support import PATIENCE, seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.ingress import Archive, Arrived, Centre, arrived, client_of, rows_of
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
 OTHER = Chain("eu-west", "NODES")
 SHARED = {"exclusive": False, "delivery": "at_least_once"}
 RATE = 200  # messages a second of the foreign publisher
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 async def make(client: FloeClient, centre: Centre, **config: Any) -> None:

@@ -20,19 +20,15 @@ from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
+from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.sharing import lease_key
-from tests.ingress_world import Archive, Centre, check_exact, client_of, rows_of
-from tests.support import PATIENCE, soon, unique
-from tests.tcp_proxy import TcpProxy
+from ingress.deps import lease_key
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.ingress import Archive, Centre, check_exact, client_of, rows_of
+from tests.support.proxies import TcpProxy
 
 pytestmark = pytest.mark.servers
 TTL = 4.0  # seconds
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 @dataclass
@@ -43,7 +39,7 @@ class Instance:
     names: Sequence[str]
     ingress: dict[str, Any]
     health: Health = field(default_factory=lambda: Health(SystemClock()))
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    stop: Stop = field(default_factory=Stop)
 
     def __post_init__(self) -> None:
         self.task = asyncio.create_task(self.centre.run(self.stop, self.health, **self.ingress))

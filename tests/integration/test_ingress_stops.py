@@ -11,14 +11,15 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import AnotherWriter, ConfigError, FloeError, Stopped
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, frame
-from common.jetstream.streams import create_stream
 from common.service.monitor import Health
-from ingress.carriage import Carriage
-from tests.commands import paste_checkpoint
-from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
+from common.tasks import Stop
+from ingress.target import Target
 from tests.scenarios.processes import run_floe
-from tests.support import PATIENCE, soon
+from tests.support.basics import PATIENCE, soon
+from tests.support.commands import paste_checkpoint
+from tests.support.ingress import Archive, Centre, check_exact, client_of, count_in, rows_of
 
 pytestmark = pytest.mark.servers
 
@@ -131,7 +132,7 @@ async def test_a_target_that_was_made_again_stops_until_it_is_forgotten(
 async def test_a_target_that_is_deleted_while_nothing_comes_is_told_at_once(
     tmp_path: Path, archive: Archive, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.carrier.IDLE_LOOK", 0.5)
+    monkeypatch.setattr("ingress.delivery.IDLE_LOOK", 0.5)
     centre = Centre(tmp_path, archive, nats_url)
     async with client_of(nats_url) as client, centre.running() as health:
         await centre.carried(client, 30)
@@ -225,7 +226,7 @@ async def test_one_target_that_stops_does_not_stop_another(
     bad = Centre(tmp_path, archive, nats_url, create=None)
     good = Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
-    health, stop = Health(SystemClock()), asyncio.Event()
+    health, stop = Health(SystemClock()), Stop()
 
     async with client_of(nats_url) as client:
         running = asyncio.create_task(good.run(stop, health, targets=targets))
@@ -241,15 +242,15 @@ async def test_a_defect_in_one_target_is_shown_leaves_the_others_and_begins_agai
 ) -> None:
     bad, good = Centre(tmp_path, archive, nats_url), Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
-    health, stop, carry = Health(SystemClock()), asyncio.Event(), Carriage.run
+    health, stop, carry = Health(SystemClock()), Stop(), Target.run
     is_mended = asyncio.Event()
 
-    async def run(self: Carriage, *rest: Any) -> None:
+    async def run(self: Target, *rest: Any) -> None:
         if self._target == bad.target and not is_mended.is_set():
             raise ZeroDivisionError("nobody foresaw this")
         await carry(self, *rest)
 
-    monkeypatch.setattr(Carriage, "run", run)
+    monkeypatch.setattr(Target, "run", run)
     async with client_of(nats_url) as client:
         running = asyncio.create_task(good.run(stop, health, targets=targets))
         await good.carried(client, 30)

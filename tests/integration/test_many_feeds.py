@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.objects.local import LocalObjects
-from egress.parts import Tuning
-from tests.egress_bench import Bench, connected
-from tests.support import soon, unique
+from egress.deps import Tuning
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench
 
 pytestmark = pytest.mark.servers
 
@@ -31,13 +30,6 @@ class Counting(LocalObjects):
         if name in ASKS:
             object.__getattribute__(self, "asked")[name] += 1
         return super().__getattribute__(name)
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_to_nothing(

@@ -18,7 +18,7 @@ import pytest
 from common.chain import Chain
 from common.objects.port import ObjectInfo
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Footer, Ledger, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
@@ -27,7 +27,7 @@ from compaction.merge import Merged
 from compaction.plan import Output
 from compaction.run import Compaction, Report, Selection
 from compaction.supersede import Supersession
-from tests.compaction_refs import TestPolicy
+from tests.support.compaction import TestPolicy
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 LEVEL_0, LEVEL_1 = LAYOUT.segments_prefix(CHAIN, 0), LAYOUT.segments_prefix(CHAIN, 1)
@@ -108,7 +108,7 @@ def compact(count: int, **sizes: int) -> tuple[Report, Place]:
     return parts.run(Selection()), place
 
 
-def sound(_store: SegmentStore, segment: SegmentRef) -> Footer:
+def sound(_store: SegmentStore, segment: SegmentRef, *, deep: bool) -> Footer:
     """A footer as that of any segment."""
     width = len(segment.coverage)
     return Footer(segment.chain, segment.level, segment.coverage, width, Ledger(), 1, 1, 1, None, "test")
@@ -141,7 +141,7 @@ def test_a_run_over_many_segments_keeps_few_of_them_in_memory() -> None:
 
 
 def test_verify_of_many_segments_keeps_few_of_them_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_check_shallow", sound)
+    monkeypatch.setattr(verify, "check_segment", sound)
     report = verified(6000)
     assert (report.segments, report.problems, report.overlapping) == ({0: 6000, 1: 6}, [], 0)
     few, many = growth(lambda: verified(10_000)), growth(lambda: verified(15_000))
@@ -155,7 +155,7 @@ def _resident(what: str) -> float:
 
 def _main(count: int) -> None:
     """Print by how many MB the process grows at most."""
-    verify._check_shallow = sound  # type: ignore[assignment]
+    verify.check_segment = sound  # type: ignore[assignment]
     for work in (verified, compact):
         work(20_000)
         before = _resident("VmRSS")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.streams import stream_info
-from ingress.checkpoints.intent import Checkpoint, TargetState
-from ingress.checkpoints.state import StateStore
-from tests.commands import floe
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
-from tests.support import soon
+from ingress.checkpoint import Checkpoint, TargetState
+from ingress.checkpoint_store import StateStore
+from tests.support.basics import soon
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
 
 pytestmark = pytest.mark.servers
 
@@ -60,7 +60,7 @@ async def test_a_feed_of_sources_of_which_there_is_nothing_is_told_once_and_show
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
-    centre._settings["sources"][0]["site"] = ["us-east", "us-esat"]
+    centre.target_settings["sources"][0]["site"] = ["us-east", "us-esat"]
     async with client_of(nats_url) as client, centre.running() as health:
         await soon(lambda: health.status()["parts"].get("sources") == {"missing": ["us-esat/NODES"]}, 15)
         await centre.carried(client, 5)

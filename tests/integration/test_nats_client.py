@@ -6,28 +6,20 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.api import create_consumer, create_stream
 from common.jetstream.client import ApiError, FloeClient, connect, frame
 from common.jetstream.headers import header, status
-from common.jetstream.streams import create_consumer, create_stream
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from infra.local.ports import free_port
-from tests.support import soon, unique
+from infra.local.process import free_port
+from tests.support.basics import soon, unique
 
 Message = tuple[bytes, bytes, bytes, bytes | None]
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connect(NatsSettings(url=nats_url), name="test")
-    yield client
-    await client.aclose()
 
 
 async def collect(client: FloeClient, subject: str) -> list[Message]:

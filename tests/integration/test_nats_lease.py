@@ -19,20 +19,13 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
-from infra.local.tether import spawn
-from tests.support import PATIENCE, seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.proxies import TcpProxy
 
 TTL = 1.2  # seconds
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    client = await connect(NatsSettings(url=nats_url), name="test")
-    yield client
-    await client.aclose()
 
 
 @pytest.fixture
@@ -195,7 +188,7 @@ async def test_a_lease_is_not_used_in_the_last_third_of_its_time(kv: KeyValue):
     assert lease.is_usable()
     clock.advance(0.02)
     assert not lease.is_usable()
-    assert not lease.lost.is_set()
+    assert not lease.lost.is_set
 
 
 async def test_a_paused_holder_finds_its_lease_unusable_the_moment_it_wakes(kv: KeyValue):
@@ -204,14 +197,14 @@ async def test_a_paused_holder_finds_its_lease_unusable_the_moment_it_wakes(kv: 
     clock.advance(TTL * 5)
     assert not lease.is_usable()
     await lease.keep()
-    assert lease.lost.is_set()
+    assert lease.lost.is_set
 
 
 async def test_a_lease_that_another_took_is_lost(kv: KeyValue):
     lease = await leases(kv, "me").acquire("k")
     await kv.put("k", b"you")
     await asyncio.wait_for(lease.keep(), TTL)
-    assert lease.lost.is_set()
+    assert lease.lost.is_set
     await lease.release()
     assert await leases(kv).holder("k") == "you"
 
@@ -229,7 +222,7 @@ async def test_a_deleted_bucket_loses_the_lease_and_the_next_acquire_makes_it_an
     lease = await leases(kv).acquire("k")
     await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
     await asyncio.wait_for(lease.keep(), TTL)
-    assert lease.lost.is_set()
+    assert lease.lost.is_set
     assert await leases(kv).acquire("k") is not None
 
 
@@ -260,7 +253,7 @@ async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(
     proxy.heal()
     began = time.monotonic()
     while time.monotonic() - began < 2 * TTL:
-        assert not lease.lost.is_set()
+        assert not lease.lost.is_set
         await asyncio.sleep(0.05)
     assert lease.is_usable()
     await stopped(keeping)
@@ -359,7 +352,7 @@ from common.clock import SystemClock
 from common.jetstream.client import connect
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 
 async def main(url, bucket, ttl):
     client = await connect(NatsSettings(url=url), name="holder")
@@ -400,5 +393,5 @@ async def test_a_stopped_holder_that_wakes_knows_at_once(kv: KeyValue, nats_url:
         process.send_signal(signal.SIGCONT)
         assert process.stdout.readline() == "unusable\n"
         assert process.stdout.readline() == "lost\n"
-        assert taken.is_usable() or not taken.lost.is_set()
+        assert taken.is_usable() or not taken.lost.is_set
         assert await leases(kv).holder("k") in ("you", None)

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from common.errors import OutcomeUnknown, Unavailable
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
-from common.jetstream.streams import create_stream, stream_info
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
 from infra.local.nats import NatsCluster, NatsServer
-from tests.clusters import placing
-from tests.support import PATIENCE, seeded, soon, unique
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.proxies import TcpProxy
+from tests.support.servers import placing
 
 INTERVAL = 0.4  # seconds between pings in these tests
 

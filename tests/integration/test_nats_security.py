@@ -15,15 +15,15 @@ import nkeys
 import pytest
 
 from common.errors import ConfigError, FloeError, Refused, Unavailable
-from common.jetstream.auth import is_loopback
+from common.jetstream.api import stream_info
 from common.jetstream.client import connect, frame
-from common.jetstream.streams import stream_info
-from common.service.expand import read_secret
-from common.settings.nats import NatsSettings
-from common.settings.secret_file import FileSecret
+from common.jetstream.credentials import is_loopback
+from common.settings.loader import read_secret
+from common.settings.service import NatsSettings
+from common.settings.types import FileSecret
 from infra.local.nats import NatsServer, TlsFiles
-from tests.support import soon
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import soon
+from tests.support.proxies import TcpProxy
 
 
 async def refused(settings: NatsSettings) -> FloeError:
@@ -114,7 +114,7 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
         settings = NatsSettings(url=server.url, token=FileSecret("former", str(path), read_secret))
         client = await connect(settings, name="test")
         path.write_text("ahead of the server")
-        server._extra = 'authorization { token: "later" }'
+        server.extra = 'authorization { token: "later" }'
         await asyncio.to_thread(server.restart)
         await soon(lambda: settings.token.get_secret_value() == "ahead of the server")
         assert not client.is_up
@@ -122,7 +122,7 @@ async def test_a_token_that_was_changed_is_read_again_when_the_former_is_refused
         await soon(lambda: client.is_up, 20)
         await client.aclose()
 
-        server._extra = changed("last")
+        server.extra = changed("last")
         await asyncio.to_thread(server.restart)
         await (await connect(settings, name="test")).aclose()
         assert settings.token.get_secret_value() == "last"

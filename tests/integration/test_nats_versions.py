@@ -12,17 +12,16 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.api import stream_info
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
-from common.jetstream.streams import stream_info
 from common.service.metrics import REGISTRY
 from egress.evidence import source_of
 from infra.local.nats import NatsCluster, NatsServer, nats_server_binary
-from tests.clusters import placing
-from tests.egress_bench import Bench, connected
-from tests.ingress_world import Archive, Centre
-from tests.partitions import Partitioned, feed_of, publish_over
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, Partitioned, connected, feed_of, publish_over
+from tests.support.ingress import Archive, Centre
+from tests.support.servers import placing
 
 pytestmark = pytest.mark.servers
 

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.jetstream.api import ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import Provenance, build_block, escape, hops, restore
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.streams import ask, create_stream, stored_message, stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Message
 from common.sequences import SequenceRange
 from infra.local.nats import NatsServer
-from infra.oracle_archive import archived
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
-from ingress.checkpoints.state import StateStore
-from tests.egress_bench import Bench, connected
-from tests.ingress_world import Archive, Centre
-from tests.segment_files import message
-from tests.support import soon, unique
+from infra.oracle import archived
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
+from ingress.checkpoint_store import StateStore
+from tests.support.basics import soon, unique
+from tests.support.egress import Bench, connected
+from tests.support.ingress import Archive, Centre
+from tests.support.segments import message
 
 pytestmark = pytest.mark.servers
 
@@ -258,7 +258,7 @@ async def test_hops_stay_where_an_intent_is_finished_by_whoever_comes(world: Wor
     info = await stream_info(world.client, target)
     assert info is not None
     bucket = await KeyValue.open(world.client, centre.state_bucket)
-    piece = Piece(ref.segment, SequenceRange(1, 5), 5)
+    piece = IntentPiece(ref.segment, SequenceRange(1, 5), 5)
     state = TargetState(Checkpoint(0, info.created), Intent(0, (piece,)))
     assert await StateStore(bucket, state_key("ingress", target), target).save(state, 0)
 

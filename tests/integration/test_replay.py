@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.errors import ConfigError, UsageError
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from infra.local.nats import NatsServer
-from ingress.replay.options import Options
-from tests.ingress_world import CHAIN, arrived, client_of, rows_of
-from tests.replay_world import STEP_NS, World, refused
-from tests.segment_files import START_NS
+from ingress.replay.request import ReplayOptions
+from tests.support.ingress import CHAIN, arrived, rows_of
+from tests.support.replay import STEP_NS, World, refused
+from tests.support.segments import START_NS
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
 
 
 async def test_a_whole_feed_comes_back_byte_for_byte(world: World) -> None:
@@ -130,7 +121,7 @@ async def test_sequences_mean_the_newest_incarnation(world: World) -> None:
     assert any("0001" in note for note in view.notes)
     await world.run(from_sequence=5, to_sequence=9)
     assert await world.held() == [("us-east/NODES/0001/0", s) for s in range(5, 10)]
-    await world.run(Options(append=True), from_sequence=5, to_sequence=6, incarnation=0)
+    await world.run(ReplayOptions(append=True), from_sequence=5, to_sequence=6, incarnation=0)
     assert (await world.held())[5:] == [("us-east/NODES/0000/0", s) for s in (5, 6)]
 
 
@@ -153,7 +144,7 @@ async def test_a_target_that_is_not_empty_is_refused_unless_told(world: World) -
     await world.client.request_raw(f"{world.target}.x".encode(), b"theirs", None, timeout=5)
     error = await refused(world, "E-TARGET-NOT-EMPTY")
     assert "--append" in error.hint
-    await world.run(Options(append=True))
+    await world.run(ReplayOptions(append=True))
     found = await arrived(world.client, world.target)
     assert [each.sequence for each in found] == list(range(1, 22))
     assert [each.message.sequence for each in found[1:]] == list(range(1, 21))
@@ -194,7 +185,7 @@ async def test_a_missing_target_is_refused_or_made_as_it_was(world: World) -> No
     assert view.recipe is not None
     assert view.recipe.left_out == ("republish",)
     assert await stream_info(world.client, world.target) is None
-    await world.run(Options(create=True), prefix="")
+    await world.run(ReplayOptions(create=True), prefix="")
     info = await stream_info(world.client, world.target)
     assert info is not None
     assert (info.messages, info.config["max_age"], info.config["storage"]) == (
@@ -233,7 +224,7 @@ async def test_a_copy_is_no_backup(world: World) -> None:
     await world.make()
     error = await refused(world, "E-REPLAY-LOSSY")
     assert "kept 20 of 90" in error.message
-    await world.run(Options(allow_lossy=True))
+    await world.run(ReplayOptions(allow_lossy=True))
     assert await world.sequences() == list(range(1, 21))
 
 
@@ -255,12 +246,12 @@ async def test_holes_are_named_and_never_skipped_silently(world: World) -> None:
     await world.make()
     error = await refused(world, "E-REPLAY-HOLE")
     assert "21..30, 41..50" in error.message
-    await world.run(Options(skip_holes=True))
+    await world.run(ReplayOptions(skip_holes=True))
     assert await world.sequences() == [*range(1, 21), *range(31, 41), *range(51, 61)]
 
 
 async def test_accepted_gaps_are_gone_over(world: World) -> None:
-    from common.segments.gaps import AcceptedGap
+    from common.segments.documents import AcceptedGap
 
     world.fill((1, 20), (31, 40))
     for gap in (SequenceRange(21, 25), SequenceRange(26, 30)):
@@ -292,5 +283,5 @@ async def test_damage_that_nothing_covers_stops(world: World) -> None:
     path.write_bytes(bytes(raw))
     await world.make()
     await refused(world, "E-REPLAY-HOLE")
-    await world.run(Options(skip_holes=True))
+    await world.run(ReplayOptions(skip_holes=True))
     assert await world.sequences() == list(range(1, 101))

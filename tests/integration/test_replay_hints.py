@@ -9,26 +9,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.kv import KeyValue
-from common.jetstream.streams import create_stream, stream_info
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from common.service import shutdown
-from infra.local.nats import NatsServer
-from ingress.replay import options
-from ingress.replay.options import Options
+from common.service import process
+from common.tasks import Stop
+from ingress.replay import request
 from ingress.replay.pace import MessageRate
 from ingress.replay.receipt import receipt_key
-from tests.commands import Done, invoke
-from tests.ingress_world import CHAIN, client_of, count_in, rows_of
-from tests.replay_world import World
-from tests.support import PATIENCE
+from ingress.replay.request import ReplayOptions
+from tests.support.basics import PATIENCE
+from tests.support.commands import Done, invoke
+from tests.support.ingress import CHAIN, count_in, rows_of
+from tests.support.replay import World
 
 pytestmark = pytest.mark.servers
 ROWS = 900
@@ -44,22 +43,16 @@ PLANNED = (
 )
 
 
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
-
-
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands run on loops of other threads, where signals cannot be caught, and do not look for long."""
 
     @asynccontextmanager
-    async def unstopped() -> AsyncIterator[asyncio.Event]:
-        yield asyncio.Event()
+    async def unstopped() -> AsyncIterator[Stop]:
+        yield Stop()
 
-    monkeypatch.setattr(shutdown, "stop_on_signals", unstopped)
-    monkeypatch.setattr(options, "Options", partial(Options, look_spacing=0.05))
+    monkeypatch.setattr(process, "stop_on_signals", unstopped)
+    monkeypatch.setattr(request, "ReplayOptions", partial(ReplayOptions, look_spacing=0.05))
 
 
 # Commands
@@ -100,7 +93,7 @@ async def half_way(world: World, **asked: Any) -> None:
     """A replay of ROWS messages that was stopped within its intent."""
     world.fill((1, ROWS))
     await world.make()
-    work, stop = world.replay(Options(pace=MessageRate(400)), **asked), asyncio.Event()
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
 
     async with work.connected() as client:
         running = asyncio.create_task(work.run(client, stop))

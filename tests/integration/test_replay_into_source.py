@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
 from common.jetstream.headers import hops, restore
 from common.segments.archive import read_cover
-from common.segments.parquet import messages
+from common.segments.reader import messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from infra.local.nats import NatsServer
-from ingress.replay.options import Options
-from ingress.replay.progress import Teller
-from ingress.replay.request import Request
-from ingress.replay.service import Replay
-from tests.egress_bench import SITE, Bench, connected
-from tests.support import soon, unique
+from common.tasks import Stop
+from ingress.replay.output import Teller
+from ingress.replay.replay import Replay
+from ingress.replay.request import ReplayOptions, Request
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def bench(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_server.url)
-    yield Bench(nats_server.url, tmp_path, client)
-    await client.aclose()
 
 
 def rows(bench: Bench, chain: Chain) -> list[Message]:
@@ -60,9 +48,11 @@ async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay:
 
     await bench.client.api(f"STREAM.DELETE.{name}")
     request = Request(SITE, name, name, into_source=True)
-    work = Replay(settings, request, Options(create=True), bench.store, bench.chains, SystemClock(), Teller())
+    work = Replay(
+        settings, request, ReplayOptions(create=True), bench.store, bench.chains, SystemClock(), Teller()
+    )
     async with work.connected() as client:
-        result = await work.run(client, asyncio.Event())
+        result = await work.run(client, Stop())
     assert (result.finished, result.rows) == (True, 300)
 
     running = bench.start(settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shlex
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,17 @@ from click.testing import CliRunner
 from common.chain import Chain
 from common.errors import DataError, Unavailable, UsageError
 from common.segments.documents import ChainStore
-from common.segments.faults import SegmentGone
-from common.segments.layout import Layout
+from common.segments.keys import Layout
+from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from floe import cli
-from infra.local.nats import NatsServer
-from tests.commands import floe
-from tests.counting_store import CountingObjects
-from tests.ingress_world import CHAIN, PREFIX, client_of
-from tests.replay_world import STEP_NS, World, refused
-from tests.segment_files import START_NS, message
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
+from tests.support.commands import floe
+from tests.support.ingress import CHAIN, PREFIX
+from tests.support.replay import STEP_NS, World, refused
+from tests.support.segments import START_NS, message
+from tests.support.stores import CountingObjects
 
 
 def at(sequence: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,14 @@ from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
+from common.tasks import Stop
 from infra.local.nats import NatsServer
-from ingress.replay.options import Options
-from tests.ingress_world import CHAIN, arrived, client_of, rows_of
-from tests.replay_world import World, refused
-from tests.support import PATIENCE, unique
+from ingress.replay.request import ReplayOptions
+from tests.support.basics import PATIENCE, unique
+from tests.support.ingress import CHAIN, arrived, rows_of
+from tests.support.replay import World, refused
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[World]:
-    async with client_of(nats_server.url) as client:
-        yield World(tmp_path, nats_server.url, client)
 
 
 # Going on
@@ -40,8 +34,8 @@ async def test_the_same_command_again_does_nothing(world: World) -> None:
     await world.run()
     again = await world.run()
     assert (again.was_done, again.rows, again.rows_now) == (True, 20, 0)
-    await refused(world, "E-TARGET-NOT-EMPTY", Options(again=True))
-    await world.run(Options(again=True, append=True))
+    await refused(world, "E-TARGET-NOT-EMPTY", ReplayOptions(again=True))
+    await world.run(ReplayOptions(again=True, append=True))
     assert await world.sequences() == [*range(1, 21), *range(1, 21)]
 
 
@@ -49,7 +43,7 @@ async def stopped_half_way(world: World, **asked: Any) -> int:
     """A slow replay that is stopped; how many messages it stored."""
     from ingress.replay.pace import MessageRate
 
-    work, stop = world.replay(Options(pace=MessageRate(400)), **asked), asyncio.Event()
+    work, stop = world.replay(ReplayOptions(pace=MessageRate(400)), **asked), Stop()
     async with work.connected() as client:
         asyncio.get_running_loop().call_later(1.0, stop.set)
         result = await work.run(client, stop)
@@ -107,9 +101,9 @@ async def test_a_foreign_message_stops_it_before_the_order_is_lost(world: World)
 async def test_two_at_a_time_are_kept_apart(world: World) -> None:
     world.fill((1, 2500))
     await world.make()
-    first, second = world.replay(Options(pace=None)), world.replay()
+    first, second = world.replay(ReplayOptions(pace=None)), world.replay()
     async with first.connected() as one, second.connected() as two:
-        results = await asyncio.gather(first.run(one, asyncio.Event()), second.run(two, asyncio.Event()))
+        results = await asyncio.gather(first.run(one, Stop()), second.run(two, Stop()))
     assert all(result.finished for result in results)
     assert await world.sequences() == list(range(1, 2501))
 
@@ -119,7 +113,7 @@ async def test_another_that_goes_on_for_long_is_refused(world: World) -> None:
 
     world.fill((1, 2500))
     await world.make()
-    slow, stop = world.replay(Options(pace=MessageRate(50))), asyncio.Event()
+    slow, stop = world.replay(ReplayOptions(pace=MessageRate(50))), Stop()
     async with slow.connected() as client:
         running = asyncio.create_task(slow.run(client, stop))
         await asyncio.sleep(0.5)
@@ -176,7 +170,7 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
 
 async def test_a_dry_run_touches_nothing(world: World) -> None:
     world.fill((1, 100), (101, 200), (301, 400))
-    from ingress.replay.report import plan_json, plan_lines
+    from ingress.replay.output import plan_json, plan_lines
 
     request = world.replay(from_sequence=50).request
     view = await world.look(from_sequence=50)
@@ -193,7 +187,7 @@ async def test_a_dry_run_touches_nothing(world: World) -> None:
 
 async def test_into_its_own_source_the_messages_are_marked(world: World) -> None:
     from common.jetstream.headers import hops, is_replayed
-    from common.jetstream.streams import get_message
+    from common.jetstream.pull import get_message
 
     world.archive.documents.create_stream(
         CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0")
@@ -215,15 +209,15 @@ async def test_cut_connections_and_lost_answers_repeat_nothing(
     world: World, nats_server: NatsServer, tmp_path: Path
 ) -> None:
     from ingress.replay.pace import MessageRate
-    from tests.tcp_proxy import TcpProxy
+    from tests.support.proxies import TcpProxy
 
     world.fill(*((first, first + 499) for first in range(1, 3000, 500)))
     await world.make()
     async with TcpProxy(nats_server.port) as proxy:
         world.centre.urls[:] = [proxy.url]
-        work = world.replay(Options(pace=MessageRate(2500)))
+        work = world.replay(ReplayOptions(pace=MessageRate(2500)))
         async with work.connected() as client:
-            running = asyncio.create_task(work.run(client, asyncio.Event()))
+            running = asyncio.create_task(work.run(client, Stop()))
             for _ in range(3):
                 await asyncio.sleep(0.4)
                 await proxy.refuse()

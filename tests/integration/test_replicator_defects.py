@@ -7,30 +7,20 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
-from common.jetstream.streams import consumer_names, stream_info
+from common.jetstream.api import consumer_names, stream_info
 from common.settings.root import Settings
-from infra.oracle_archive import archived
-from infra.oracle_streams import read_stream
-from tests.egress_bench import SITE, Bench, Running, connected
-from tests.egress_process import Process, processes
-from tests.ingress_world import Archive, Centre, count_in
-from tests.support import soon, unique
+from infra.oracle import archived, read_stream
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, Running
+from tests.support.egress_process import Process, processes
+from tests.support.ingress import Archive, Centre, count_in
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 def block(*lines: bytes) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,23 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
 from common.segments.segment import Message
-from infra.local.nats import NatsServer
-from ingress import carrier
-from ingress.checkpoints import correcting
-from tests.commands import ROOT, Done, configuration, floe
-from tests.egress_bench import SITE, Bench, connected
-from tests.ingress_outcomes import closed_at, stop_of
-from tests.ingress_world import Archive, Centre, check_exact, client_of, count_in, rows_of
-from tests.support import soon, unique
+from ingress import delivery
+from ingress.operator import correct
+from tests.support.basics import soon, unique
+from tests.support.commands import ROOT, Done, configuration, floe
+from tests.support.egress import SITE, Bench
+from tests.support.ingress import (
+    Archive,
+    Centre,
+    check_exact,
+    client_of,
+    closed_at,
+    count_in,
+    rows_of,
+    stop_of,
+)
 
 pytestmark = pytest.mark.servers
 ASK = ("checkpoint", "set")  # commands that ask on a terminal: here nobody can be asked
@@ -57,9 +63,9 @@ class Page:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correcting, "STILL", 0.1)
-    monkeypatch.setattr(carrier, "IDLE_SPACING", 0.2)
-    monkeypatch.setattr(carrier, "ROUND_SPACING", 0.2)
+    monkeypatch.setattr(correct, "STILL", 0.1)
+    monkeypatch.setattr(delivery, "IDLE_SPACING", 0.2)
+    monkeypatch.setattr(delivery, "ROUND_SPACING", 0.2)
 
 
 def recent(first: int, last: int) -> list[Message]:
@@ -108,13 +114,6 @@ async def test_the_state_bucket_is_lost(tmp_path: Path, nats_url: str) -> None:
             assert await count_in(client, centre.target) == 30
             await page.run("--from-target")
             check_exact(await centre.carried(client, 40), archive, centre.prefix)
-
-
-@pytest.fixture
-async def bench(nats_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_server.url)
-    yield Bench(nats_server.url, tmp_path, client)
-    await client.aclose()
 
 
 async def test_the_stream_at_a_site_is_lost_and_the_centre_gets_nothing_twice(bench: Bench) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
-from common.service.expand import read_secret
-from common.settings.secret_file import FileSecret, read_all_again
-from infra.local.ports import free_port
+from common.objects.s3 import S3Objects, S3Options
+from common.settings.loader import read_secret
+from common.settings.types import FileSecret, read_all_again
+from infra.local.process import free_port
 from infra.local.seaweedfs import SeaweedFS
-from tests.http_proxy import (
+from tests.support.basics import SharedS3
+from tests.support.proxies import (
     Answer,
     Exchange,
     FaultProxy,
@@ -35,7 +35,6 @@ from tests.http_proxy import (
     say,
     truncate,
 )
-from tests.support import SharedS3
 
 MIB = 1024 * 1024
 OPTIONS = S3Options(attempts=2, read_timeout=2, multipart_bytes=6 * MIB, part_bytes=5 * MIB)

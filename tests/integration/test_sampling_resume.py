@@ -13,23 +13,14 @@ from common.chain import Chain
 from common.errors import Refused, Unavailable
 from common.segments.segment import Message
 from common.sequences import SequenceRange
+from common.tasks import Stop
 from egress import metrics
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import Advisory, Event
 from egress.sampling import rebuild
-from egress.sampling.fold import Sampler
-from tests.faulty_store import FaultyStore, raising
-from tests.sampling_archive import (
-    CHAIN,
-    FEED,
-    SECOND,
-    SITE,
-    START_NS,
-    SampledArchive,
-    facts,
-    fold,
-    sent,
-)
-from tests.support import PATIENCE
+from egress.sampling.sampler import Sampler
+from tests.support.basics import PATIENCE, counted
+from tests.support.sampling import CHAIN, FEED, SECOND, SITE, START_NS, SampledArchive, facts, fold, sent
+from tests.support.stores import FaultyStore, raising
 
 PENDING = (Advisory(Event.NEW, "one", 1, 1),)
 
@@ -42,7 +33,7 @@ def site(tmp_path: Path) -> SampledArchive:
 
 
 def rebuilt(reason: str, partition: int = 0) -> float:
-    return metrics.sampler_rebuilt.labels(SITE, FEED, partition, reason)._value.get()
+    return counted(metrics.sampler_rebuilt.labels(SITE, FEED, partition, reason))
 
 
 def busy_log(length: int = 600, nodes: int = 12, seed: int = 3) -> list[Message]:
@@ -438,7 +429,7 @@ async def test_a_cancelled_rebuild_ends_its_thread(
 ) -> None:
     log = busy_log()
     site.put(log[:300], SequenceRange(1, 300), digest="")
-    reached, ended = asyncio.Event(), []
+    reached, ended = Stop(), []
     loop = asyncio.get_running_loop()
     original = rebuild.Rebuilding._read
 

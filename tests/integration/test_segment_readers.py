@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.segments.parquet import SCHEMA, SegmentWriter, SpooledSegment, open_file, record_batch
+from common.segments.reader import SCHEMA, SegmentWriter, SpooledSegment, open_file, record_batch
 from common.segments.segment import Ledger, Reason
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from tests.segment_files import footer_of, message
+from tests.support.segments import footer_of, message
 
 ROWS = 3000  # of odd sequences, and the last one as far away as it can be
 HEADERS = [None, b"", b"NATS/1.0\r\nA: 1\r\nA: 1\r\n\r\n", b"NATS/1.0\r\nB: \xff\r\n\r\n"]

@@ -18,19 +18,18 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
-from common.objects.checksums import ChecksumMismatch
 from common.objects.local import LocalObjects
-from common.objects.port import ObjectStore
+from common.objects.port import ChecksumMismatch, ObjectStore
 from common.objects.s3 import S3Objects
-from common.segments import fetching
-from common.segments.layout import Layout
-from common.segments.parquet import SegmentWriter, SpooledSegment
+from common.segments import store as fetching
+from common.segments.keys import Layout
+from common.segments.reader import SegmentWriter, SpooledSegment
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
-from tests.faulty_store import FaultyStore, answering, raising
-from tests.segment_files import CHAIN, batch_of, footer_of, message, read_all
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
+from tests.support.segments import CHAIN, batch_of, footer_of, message, read_all
+from tests.support.stores import FaultyStore, answering, raising
 
 LAYOUT = Layout("data")
 ROWS = [message(n, b"payload %d" % n) for n in range(1, 101)]
@@ -551,7 +550,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
     program = f"""
 import os, signal
 from pathlib import Path
-from common.segments.spool import Spool
+from common.segments.writer import Spool
 spool = Spool(Path({str(tmp_path / "spool")!r}))
 spool.new_file().write_bytes(b"x" * 1000)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -12,15 +12,15 @@ from click.testing import CliRunner, Result
 
 from common.chain import Chain
 from common.objects.local import LocalObjects
-from common.segments import listing
+from common.segments import cli
 from common.segments.cli import segments
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.layout import Layout
-from common.segments.parquet import SegmentWriter
+from common.segments.keys import Layout
+from common.segments.reader import SegmentWriter
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from tests.segment_files import CHAIN, batch_of, footer_of, message
+from tests.support.segments import CHAIN, batch_of, footer_of, message
 
 Run = Callable[..., Result]
 
@@ -212,7 +212,7 @@ def test_people_see_times_durations_and_what_was_sampled_out() -> None:
         "last_timestamp_ns": 1_700_000_000_123_456_789,
         "sampling": {"inspect_duration_ns": 20_000_000_000, "max_age_ns": 0, "x_ns": 10**400, "y_ns": 1},
     }
-    assert listing.readable(found) == {
+    assert cli.readable(found) == {
         "rows": 1592,
         "ledger": {"sampled_out": 8529, "deleted": 3},
         "first_timestamp": None,
@@ -220,8 +220,8 @@ def test_people_see_times_durations_and_what_was_sampled_out() -> None:
         "sampling": {"inspect_duration": "20s", "max_age": "0s", "x": f"{10**400}ns", "y": "1ns"},
         "sampled out": "8,529 of 10,121 (84 %)",
     }
-    assert listing.readable({"rows": 0, "ledger": {}, "sampling": {}})["sampled out"] == "0 of 0 (0 %)"
-    assert "sampled out" not in listing.readable({"rows": 1, "ledger": {}, "sampling": None})
+    assert cli.readable({"rows": 0, "ledger": {}, "sampling": {}})["sampled out"] == "0 of 0 (0 %)"
+    assert "sampled out" not in cli.readable({"rows": 1, "ledger": {}, "sampling": None})
 
 
 def test_programs_see_nanoseconds(run: Run, merged: Merged) -> None:

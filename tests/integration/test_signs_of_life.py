@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,16 @@ from common.errors import Refused, Unavailable
 from common.segments.alive import Alive, ChainSign
 from common.service.metrics import REGISTRY
 from infra.local.nats import NatsServer
-from tests.commands import floe
-from tests.egress_bench import QUICK, SITE, Bench, connected
-from tests.faulty_store import FaultyStore
-from tests.ingress_world import CHAIN, Archive, Centre, client_of, rows_of
-from tests.support import soon, unique
+from tests.support.basics import soon, unique
+from tests.support.commands import floe
+from tests.support.egress import QUICK, SITE, Bench
+from tests.support.ingress import CHAIN, Archive, Centre, client_of, rows_of
+from tests.support.stores import FaultyStore
 
 pytestmark = pytest.mark.servers
 
 OTHER = Chain("eu-west", "NODES")
 LIVELY = replace(QUICK, pace=replace(QUICK.pace, alive=0.2))
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 def sample(name: str, **labels: str) -> float | None:
@@ -99,11 +91,6 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
             return sign is not None and (sign.state, sign.code) == ("stopped", "E-SOURCE-GONE")
 
         await soon(stopped, 20)
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(tmp_path / "store")
 
 
 def say(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:

@@ -16,9 +16,9 @@ PROGRAM = """
 import contextlib, io, json, resource, sys, time
 from pathlib import Path
 
-from tests.sampling_archive import CHAIN, START_NS, SampledArchive
-from egress.sampling.fold import Sampler
-from egress.sampling.listing import Selection, Values, as_value
+from tests.support.sampling import CHAIN, START_NS, SampledArchive
+from egress.sampling.sampler import Sampler
+from egress.sampling.cli import KeySelection, Values, as_value
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -43,7 +43,8 @@ found["bytes"] = ref.size
 del sampler
 snapshot = step("read", lambda: site.snapshots().read(ref))
 found["values"] = snapshot.state.count()
-lines = step("list", lambda: sum(bool(as_value(known)) for known in Values(snapshot.state, Selection())))
+every = KeySelection()
+lines = step("list", lambda: sum(bool(as_value(CHAIN, known)) for known in Values(snapshot.state, every)))
 found["lines"] = lines
 print(json.dumps(found))
 """

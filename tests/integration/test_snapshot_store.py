@@ -11,19 +11,17 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
-from common.objects.checksums import ChecksumMismatch
-from common.objects.port import ObjectStore
-from common.objects.s3 import S3Objects
-from common.objects.s3_options import S3Options
-from common.segments.layout import StateName
-from common.segments.snapshots import SnapshotRef, sampling_of
-from egress.advisories.event import Advisory, Event
-from egress.sampling.fold import Sampler
+from common.objects.port import ChecksumMismatch, ObjectStore
+from common.objects.s3 import S3Objects, S3Options
+from common.segments.documents import SnapshotRef, sampling_of
+from common.segments.keys import StateName
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
-from tests.faulty_store import FaultyStore, answering, raising
-from tests.http_proxy import Fault, FaultProxy, flip_bit, html, refuse, say
-from tests.sampling_archive import CHAIN, SampledArchive, facts, fold, sent
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
+from tests.support.proxies import Fault, FaultProxy, flip_bit, html, refuse, say
+from tests.support.sampling import CHAIN, SampledArchive, facts, fold, sent
+from tests.support.stores import FaultyStore, answering, raising
 
 
 @pytest.fixture(params=["local", "s3"])

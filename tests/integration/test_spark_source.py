@@ -15,8 +15,8 @@ from common.chain import Chain
 from common.segments.documents import ChainDocument, ChainStore
 from common.segments.segment import Reason
 from common.sequences import SequenceRange
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.spark_session import spark_session
+from tests.support.compaction import CHAIN, Archive, rows
+from tests.support.spark import spark_session
 
 pytestmark = pytest.mark.spark
 OTHER = Chain("eu-west", "NODES", 1, 2)

@@ -14,9 +14,9 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.segments.documents import ChainDocument
 from egress.sampling.cli import state
-from egress.sampling.fold import Sampler
-from infra.local.ports import free_port
-from tests.sampling_archive import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
+from egress.sampling.sampler import Sampler
+from infra.local.process import free_port
+from tests.support.sampling import CHAIN, FEED, SECOND, SITE, SampledArchive, columns_of, fold, sent
 
 HEADER = ["chain", "seen", "copied", "size", "advised", "value"]
 

@@ -20,18 +20,18 @@ import pytest
 import yaml
 
 from common.chain import Chain
-from common.segments.layout import Layout
-from common.segments.parquet import SCHEMA
+from common.open import load_settings, open_chains, open_store
+from common.segments.keys import Layout
+from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.local.nats import NatsServer
-from tests.http_proxy import Answer, Exchange, FaultProxy, refuse
-from tests.ingress_world import count_in
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import run_floe
 from tests.scenarios.world import TARGET, World
-from tests.support import SharedS3, soon
+from tests.support.basics import SharedS3, soon
+from tests.support.ingress import count_in
+from tests.support.proxies import Answer, Exchange, FaultProxy, refuse
 
 pytestmark = pytest.mark.servers
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 
+from common.jetstream.api import ask, create_stream
 from common.jetstream.client import FloeClient, frame
+from common.jetstream.pull import get_message
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import ask, create_stream, get_message
-from common.jetstream.transforms import TransformError, compile_transform
-from tests.ingress_world import client_of
-from tests.support import seeded, soon, unique
+from common.transforms import TransformError, compile_transform
+from tests.support.basics import seeded, soon, unique
 
 pytestmark = pytest.mark.servers
 
@@ -33,12 +32,6 @@ TOKENS = [
 ]
 TRANSFORMS = 60
 SUBJECTS = 20
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as client:
-        yield client
 
 
 class Stream:

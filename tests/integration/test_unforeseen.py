@@ -16,67 +16,56 @@ import pytest
 
 from common import tasks
 from common.clock import SystemClock
+from common.jetstream.api import stream_info
 from common.jetstream.client import frame
 from common.jetstream.lease import Lease
-from common.jetstream.streams import stream_info
-from common.segments.rows import Columns
+from common.leasing.balancer import LeaseGroup
+from common.leasing.members import LeaseWatcher
+from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings
-from common.sharing.bell import Bell
-from common.sharing.sharing import Sharing
 from common.tasks import to_its_end
-from egress import builder as builder_module
-from egress import controller as egress_controller
-from egress.acknowledging import Acknowledging
-from egress.advisories.reliable import ReliableSender
-from egress.alive import Reach, SignOfLife
-from egress.budget import Budget
+from egress import feed as egress_controller
+from egress import report
+from egress.acks import Acknowledging
+from egress.advisories.senders import ReliableSender
+from egress.archive import ArchiveWalks
 from egress.builder import Builder
-from egress.controller import Feed
-from egress.encoding import Encoder
-from egress.expiry import Expiry
-from egress.heartbeats import Heartbeats
-from egress.inquiry import Inquiry
-from egress.partitions import unmatched
-from egress.partitions.succession import Succession
-from egress.putting import Putter
+from egress.encoder import Encoder
+from egress.evidence import Inquiry
+from egress.feed import Feed
+from egress.handover import Handover
+from egress.heartbeats import Heartbeats, Reachability, SignOfLife
+from egress.memory import MemoryBudget
 from egress.reader import Reader
-from egress.sampling.quiet import Quiet
-from egress.sampling.saving import Saving
+from egress.sampling.snapshot_store import Saving
+from egress.sampling.stage import Quiet
 from egress.session import Session
-from egress.walking import Walk
+from egress.uploader import Uploader
+from egress.watchdog import Expiry
 from infra.local.nats import NatsServer
-from ingress import runner
-from ingress.carriage import Carriage
-from ingress.chains.attendant import Attendant
-from ingress.chains.supply import Supply
-from ingress.checkpoints.reporting import PositionsReport
-from ingress.controller import Controller
+from ingress import target
+from ingress.chains.prefetch import Prefetcher
 from ingress.discovery import discovery
 from ingress.discovery.discovery import Discovery
-from ingress.discovery.events import Notified
+from ingress.discovery.notifications import Notified
 from ingress.discovery.sites import Sites
-from ingress.parked.retries import Retries
-from ingress.publishing.replies import Replies
-from ingress.replay.carrying import Carrying
-from ingress.replay.options import Options
+from ingress.publishers.publisher import Replies
+from ingress.redelivery import Retries
 from ingress.replay.pace import MessageRate
+from ingress.replay.replay import Carrying
+from ingress.replay.request import ReplayOptions
 from ingress.replay.source import ReplaySource
-from ingress.runner import Runner
-from tests.egress_bench import QUICK, Bench, connected
-from tests.ingress_world import CHAIN, Archive, Centre, check_exact, client_of, rows_of
-from tests.replay_world import World
-from tests.support import PATIENCE, soon, unique
-from tests.tcp_proxy import TcpProxy
-from tests.throwing import Throw, count, is_no_room
+from ingress.report import PositionsReport
+from ingress.service import Controller
+from ingress.target import Target, TargetSupervisor
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.egress import QUICK, Bench
+from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, rows_of
+from tests.support.proxies import TcpProxy
+from tests.support.replay import World
+from tests.support.stores import Throw, count, is_no_room
 from tests.unit.test_notices import minio, segment_key
-
-
-@pytest.fixture
-async def bench(nats_url: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    client = await connected(nats_url)
-    yield Bench(nats_url, tmp_path, client)
-    await client.aclose()
 
 
 def payloads(bench: Bench, feed: str) -> list[bytes]:
@@ -103,9 +92,9 @@ async def test_what_the_builder_could_not_take_is_read_again(
         extend(columns, more)
 
     if half:
-        throw = Throw(monkeypatch, builder_module, "extend", where=lambda _, more: more.sequences[-1] > 40)
-        extend = builder_module.extend
-        monkeypatch.setattr(builder_module, "extend", halfway)
+        throw = Throw(monkeypatch, Columns, "extend", where=lambda _, more: more.sequences[-1] > 40)
+        extend = Columns.extend
+        monkeypatch.setattr(Columns, "extend", halfway)
     else:
         throw = Throw(monkeypatch, Builder, "messages", where=lambda _, rows: rows.sequences[-1] > 40)
     async with bench.egress({"stream": stream}):
@@ -179,25 +168,25 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
     await bench.make_stream(beats)
     heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
     _hurry(monkeypatch)
-    monkeypatch.setattr(unmatched, "LOOK_EVERY", 0.2)
+    monkeypatch.setattr(report, "LOOK_EVERY", 0.2)
     places: Places = [
         ("feed", [(Reader, "_on_heartbeat")]),  # called by the connection
         ("feed", [(Reader, "pull")]),  # called by whoever gives memory back, by the loop, and in the session
         ("feed", [(Acknowledging, "upto"), (Acknowledging, "upto")]),  # in the session, then catching up
         ("feed", [(Session, "_look")]),  # in a side task of the session, as the next four
         ("feed", [(Encoder, "next")]),
-        ("feed", [(Putter, "put"), (Session, "_watch")]),
-        ("decisions", [(Succession, "is_decided")]),
+        ("feed", [(Uploader, "put"), (Session, "_watch")]),
+        ("decisions", [(Handover, "is_decided")]),
         ("walk", [(Inquiry, "place")]),  # beside a session that goes on: each that begins asks for it too
-        ("walk", [(Walk, "_walk")]),
+        ("walk", [(ArchiveWalks, "_walk")]),
         ("expiry", [(Expiry, "_left")]),
-        ("unmatched", [(unmatched, "look")]),
+        ("unmatched", [(report, "look")]),
         ("lease", [(Lease, "_renew")]),
         ("heartbeats", [(Heartbeats, "_publish")]),
         ("heartbeats", [(Heartbeats, "_on_write")]),  # called by the connection
-        ("sharing", [(Bell, "_on_lease")]),  # called by the connection
-        ("sharing", [(Bell, "_on_member")]),
-        ("sharing", [(Sharing, "_look")]),
+        ("sharing", [(LeaseWatcher, "_on_lease")]),  # called by the connection
+        ("sharing", [(LeaseWatcher, "_on_member")]),
+        ("sharing", [(LeaseGroup, "_look")]),
         ("alive", [(SignOfLife, "_once")]),
     ]
     tuning = replace(QUICK, pace=replace(QUICK.pace, walk=0.3, page=0.01, alive=0.2))
@@ -227,14 +216,14 @@ async def test_who_gives_memory_back_is_not_ended_by_another_who_asks_for_more(
 ) -> None:
     """All readers are asked at once; the error of one ends its own session."""
     one, other = [await bench.make_stream(unique("T")) for _ in range(2)]
-    budgets: set[Budget] = set()
-    real = Budget.account
+    budgets: set[MemoryBudget] = set()
+    real = MemoryBudget.account
 
-    def account(budget: Budget, on_release: Callable[[], None]) -> Any:
+    def account(budget: MemoryBudget, on_release: Callable[[], None]) -> Any:
         budgets.add(budget)
         return real(budget, on_release)
 
-    monkeypatch.setattr(Budget, "account", account)
+    monkeypatch.setattr(MemoryBudget, "account", account)
     throw = Throw(monkeypatch, Reader, "pull", 0)
     async with bench.egress({"stream": one}, {"stream": other}) as running:
         await soon(lambda: running.state(one) == running.state(other) == "reading")
@@ -291,9 +280,9 @@ async def _holds(bench: Bench, stream: str, number: int) -> bool:
 
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tasks, runner):
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
-        monkeypatch.setattr(module, "LAST_PAUSE", 0.2)
+    monkeypatch.setattr(tasks, "PAUSES", (0.1, 0.2))
+    monkeypatch.setattr(target, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(target, "LAST_PAUSE", 0.2)
 
 
 def _armed(monkeypatch: pytest.MonkeyPatch, places: Places) -> list[tuple[str, list[Throw]]]:
@@ -327,22 +316,22 @@ async def test_whatever_fails_in_ingress_begins_again(
 ) -> None:
     """As for egress; what is carried arrives once and in order all the same."""
     places: Places = [
-        ("target", [(Supply, "found")]),  # called by discovery, which serves all targets
-        ("target", [(Supply, "tick")]),
+        ("target", [(Prefetcher, "found")]),  # called by discovery, which serves all targets
+        ("target", [(Prefetcher, "tick")]),
         ("target", [(Replies, "_sink")]),  # called by the connection, in the middle of a batch
-        ("target", [(Supply, "_turn")]),  # in a side task of the target, as the next four
-        ("target", [(Carriage, "_watch"), (Supply, "_turn")]),  # called once for each beginning
-        ("target", [(Attendant, "attend")]),
+        ("target", [(Prefetcher, "_turn")]),  # in a side task of the target, as the next four
+        ("target", [(Target, "_watch"), (Prefetcher, "_turn")]),  # called once for each beginning
+        ("target", [(Prefetcher, "attend")]),
         ("target", [(Retries, "look")]),
         ("target", [(PositionsReport, "look")]),
         ("discovery", [(Discovery, "look")]),
         ("discovery", [(Discovery, "look_up_all")]),
         ("discovery", [(Sites, "look")]),
         ("discovery", [(Discovery, "_look_at_named")]),
-        ("target", [(Supply, "wake")]),  # called by discovery, for a notification
+        ("target", [(Prefetcher, "wake")]),  # called by discovery, for a notification
         ("events", [(Notified, "take")]),  # called by the connection
         ("lease", [(Lease, "_renew")]),
-        ("sharing", [(Sharing, "_look")]),
+        ("sharing", [(LeaseGroup, "_look")]),
     ]
     _hurry(monkeypatch)
     for name in ("LOOK_UP_ALL", "LOOK_AT_SITES"):
@@ -396,7 +385,7 @@ async def test_a_replay_whose_lease_nobody_renews_takes_it_again(
 ) -> None:
     Throw(monkeypatch, Lease, "_renew")
     before = count("lease")
-    result = await asyncio.wait_for(world.run(Options(pace=MessageRate(100))), PATIENCE)
+    result = await asyncio.wait_for(world.run(ReplayOptions(pace=MessageRate(100))), PATIENCE)
     assert result.finished
     assert count("lease") == before + 1
     assert await world.sequences() == list(range(1, 301))
@@ -417,7 +406,7 @@ def _down(_self: object, *told: object) -> bool:
         (Feed, "_halt", lambda *_: True),
         (Health, "beat", lambda *_: True),
         (egress_controller, "_deadline", lambda *_: True),
-        (Reach, "nats", _down),
+        (Reachability, "nats", _down),
     ],
     ids=["feed", "halt", "beat", "deadline", "listener"],
 )
@@ -451,7 +440,7 @@ async def test_what_has_no_owner_ends_egress(
 @pytest.mark.parametrize(
     ("owner", "name", "where"),
     [
-        (Runner, "_hold", lambda one, *_: one.target.endswith("_A")),
+        (TargetSupervisor, "_hold", lambda one, *_: one.target.endswith("_A")),
         (Controller, "_beat", lambda *_: True),
         (Controller, "_shows", _down),
     ],

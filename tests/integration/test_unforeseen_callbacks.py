@@ -11,32 +11,25 @@ from nats.aio.transport import TcpTransport
 
 from common.clock import SystemClock
 from common.errors import Unforeseen
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
+from common.jetstream.pull import From, get_message, read_through, scan
 from common.jetstream.requests import Requests
-from common.jetstream.streams import create_stream, get_message, stream_info
-from common.settings.nats import NatsSettings
-from common.sharing.bell import Bell
-from common.tasks import to_its_end
-from egress.advisories.scan import From, scan
+from common.leasing.members import LeaseWatcher
+from common.settings.service import NatsSettings
+from common.tasks import Stop, to_its_end
 from infra.local.nats import NatsServer
-from ingress.checkpoints.census import Census, take_census
-from ingress.discovery.nats_events import follow_subject
-from ingress.publishing.replies import Expected, Replies
-from ingress.replay.reading import read_all
-from tests.ingress_world import client_of
-from tests.support import PATIENCE, soon, unique
-from tests.tcp_proxy import TcpProxy
-from tests.throwing import Throw, break_sinks, no_room
+from ingress.discovery.notifications import follow_subject
+from ingress.operator.target_scan import TargetScan, take_census
+from ingress.publishers.publisher import Expected, Replies, Reply
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.ingress import client_of
+from tests.support.proxies import TcpProxy
+from tests.support.stores import Throw, break_sinks, no_room
 
 pytestmark = pytest.mark.servers
-
-
-@pytest.fixture
-async def client(nats_url: str) -> AsyncIterator[FloeClient]:
-    async with client_of(nats_url) as client:
-        yield client
 
 
 @pytest.fixture
@@ -88,13 +81,13 @@ async def asking(client: FloeClient, stream: str) -> None:
 
 
 async def counting(client: FloeClient, stream: str) -> None:
-    await take_census(client, stream, "limits", Census(0, 10))
+    await take_census(client, stream, "limits", TargetScan(0, 10))
 
 
 async def reading(client: FloeClient, stream: str) -> None:
     info = await stream_info(client, stream)
     assert info is not None
-    await read_all(client, info, no_room)
+    await read_through(client, stream, info.last_sequence, no_room)
 
 
 @pytest.mark.parametrize("read", [scanning, asking, counting, reading])
@@ -124,15 +117,15 @@ async def test_what_takes_the_messages_of_a_drill_may_fail(client: FloeClient, o
 
 
 async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    Throw(monkeypatch, Bell, "_on_connection")
+    Throw(monkeypatch, LeaseWatcher, "_on_connection")
     bucket = await KeyValue.open(client, unique("L"), ttl=5.0)
-    bell = Bell(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
-    await bell.run(asyncio.Event())
+    bell = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
+    await bell.run(Stop())
 
 
 async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = await Replies.open(client)
-    reply = replies.make()
+    reply = Reply(replies.subject())
     Throw(monkeypatch, type(reply), "lost")
     replies.listen(reply)
     await replies.judged(reply, Expected("S", 1), 10)

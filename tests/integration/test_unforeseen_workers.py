@@ -15,14 +15,13 @@ import pytest
 from common.clock import SystemClock
 from common.errors import Unforeseen
 from common.service.monitor import Health
-from common.tasks import to_its_end
+from common.tasks import Stop, to_its_end
 from egress.service import _stop
-from egress.workers import parent
-from egress.workers.crew import Crew
-from egress.workers.place import Place
-from egress.workers.process import WorkerProcess
-from tests.support import PATIENCE, soon
-from tests.throwing import Throw, count, is_no_room
+from egress.workers import supervisor
+from egress.workers.process import WorkerPlace, WorkerProcess
+from egress.workers.supervisor import Crew
+from tests.support.basics import PATIENCE, soon
+from tests.support.stores import Throw, count, is_no_room
 
 SLEEPS = "import time; time.sleep(60)"
 #: Its own end of the line is the last of `INDEX/COUNT/DESCRIPTOR`.
@@ -64,7 +63,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_go_on() -> None:
-    crew, stop, before = crew_of(SPOILS, SLEEPS), asyncio.Event(), count("worker")
+    crew, stop, before = crew_of(SPOILS, SLEEPS), Stop(), count("worker")
     running = asyncio.create_task(crew.run(stop))
     spoiled, other = crew.workers
     await soon(lambda: spoiled.restarts >= 1, 20)
@@ -76,15 +75,15 @@ async def test_a_worker_whose_line_nobody_can_read_is_started_again_and_others_g
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Health, "beat"), (Crew, "_pass_on"), (Crew, "_keep")],
-    ids=["beat", "stop", "worker"],
+    [(Health, "beat"), (WorkerProcess, "run_once"), (Crew, "_keep")],
+    ids=["beat", "process", "worker"],
 )
 async def test_what_fails_in_the_parent_ends_it_and_its_workers(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
     crew, clock = crew_of(SLEEPS, SLEEPS), SystemClock()
     throw = Throw(monkeypatch, owner, name, times=0 if owner is Health else 1)
-    running = asyncio.create_task(to_its_end(parent._run(crew, Health(clock), clock)))
+    running = asyncio.create_task(to_its_end(supervisor._run(crew, Health(clock), clock)))
     if owner is Health:
         await soon(lambda: all(worker.pid for worker in crew.workers))
         throw.left = 1
@@ -99,10 +98,10 @@ async def test_what_fails_in_the_parent_ends_it_and_its_workers(
 async def test_a_worker_that_cannot_look_after_its_parent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would live on without one."""
     mine, other = socket.socketpair()
-    Throw(monkeypatch, Place, "watch")
+    Throw(monkeypatch, WorkerPlace, "watch")
 
     async def worker() -> None:
-        async with _stop(Place(0, 1, other.fileno()), 1) as stop:
+        async with _stop(WorkerPlace(0, 1, other.fileno()), 1) as stop:
             await stop.wait()
 
     with mine, other, pytest.raises(Unforeseen, match="no room"):

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.jetstream.frames import frame
-from common.settings.advisory_subject import MAX_VALUE
+from common.jetstream.protocol import frame
 from common.settings.egress import AdvisorySettings
-from common.settings.types import is_subject
-from egress.advisories.event import Advisory, Event
-from egress.advisories.subject import filter_of, safe, subject_of
+from common.settings.types import MAX_VALUE, is_subject
+from egress.advisories.advisory import Advisory, Event, filter_of, safe, subject_of
 
 AWKWARD = st.text(st.sampled_from("a.%* >\t\r\n\x00\x7f\x85\u2028\u00a0ü\ud800sv"), max_size=40)
 VALUES = st.one_of(

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import cover, holes
-from compaction.plan import Output, plan
+from compaction.plan import Output
 from compaction.supersede import contained, made_by, may_supersede
-from compaction.tombstones import Standing, Tombstone, TombstoneIndex
-from tests.compaction_refs import NOW, TestPolicy, ref, refs
+from compaction.tombstones import StoredTombstone, Tombstone
+from tests.support.compaction import NOW, TestPolicy, index_of, plan, ref, refs
 
 SEGMENTS = refs(60, level=2, size=500, count=25)
 POLICIES = st.builds(
@@ -97,11 +97,11 @@ def test_what_is_contained_is_below_and_within_what_replaces_it(segments):
 def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
     """Whatever part of it is done, in whatever order, and whoever else deletes meanwhile."""
     standing = [
-        Standing(Tombstone.of(s), f"t{n}", NOW - 10)
+        StoredTombstone(Tombstone.of(s), f"t{n}", NOW - 10)
         for n, s in enumerate(contained(segments))
         if n not in kept
     ]
-    index = TombstoneIndex(SegmentTable.listing(segments), standing)
+    index = index_of(SegmentTable.listing(segments), standing)
     going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
@@ -118,7 +118,7 @@ class World:
 
     def __init__(self, segments: list[SegmentRef], rows: dict[str, frozenset[int]]) -> None:
         self.segments, self.rows = {s.key: s for s in segments}, dict(rows)
-        self.standing: list[Standing] = []
+        self.standing: list[StoredTombstone] = []
 
     def listed(self) -> list[SegmentRef]:
         return list(self.segments.values())
@@ -148,9 +148,9 @@ class World:
 
     def sweep(self, now: float) -> None:
         table = SegmentTable.listing(self.listed())
-        buried = TombstoneIndex(table, self.standing).buried()
+        buried = index_of(table, self.standing).buried()
         self.bury(contained([s for place, s in enumerate(table) if not buried[place]]), now)
-        for each in list(TombstoneIndex(table, self.standing).deletable(now, 100)):
+        for each in list(index_of(table, self.standing).deletable(now, 100)):
             for segment in each.superseded:
                 self.segments.pop(segment.key, None)
 
@@ -158,7 +158,7 @@ class World:
         for supersession in supersessions:
             stone = Tombstone.of(supersession)
             if self.is_proved(supersession):
-                self.standing.append(Standing(stone, stone.name, now))
+                self.standing.append(StoredTombstone(stone, stone.name, now))
 
     def is_proved(self, supersession) -> bool:
         found = {n for s in supersession.stretches for n in self.rows[s.segment.key] if n in s.rows}

@@ -10,18 +10,15 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.table import SegmentTable
 from common.sequences import SequenceRange
-from compaction.plan import Planner, plan
-from compaction.run import Compaction, Report, Selection
+from compaction.plan import Planner
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.supersede import contained
 from compaction.verify import ChainReport, verify_chain
-from compaction.work import LocalRunner, ReadingProver
-from tests.compaction_archive import CHAIN, Archive, rows
-from tests.compaction_refs import NOW, TestPolicy
 from tests.property.test_compaction_plan import POLICIES, SEGMENTS
+from tests.support.compaction import CHAIN, NOW, Archive, TestPolicy, plan, rows
 
 WHOLE = 10**9
 LOW = TestPolicy(min_age=0, max_wait=-1, min_count=2, max_count=4, min_size=10**9, max_size=10**9)

@@ -12,13 +12,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.service.config import parse_documents
-from common.service.yaml_tree import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 from common.settings.base import Section
-from common.settings.describe import fields_of, sections_of, type_name
+from common.settings.docs import fields_of, sections_of, type_name
+from common.settings.loader import parse_documents
 from common.settings.root import Settings
-from common.settings.types import Kind, Range
-from common.settings.units import parse_size
+from common.settings.types import Range, TypeName, parse_size
+from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 Where = tuple[str | int, ...]
@@ -52,7 +51,7 @@ def _plain(node: Node) -> Any:
 
 
 def _reference() -> dict[str, Any]:
-    [root] = parse_yaml((ROOT / "floe.reference.yaml").read_text(), Problems(""))
+    [root] = parse_yaml((ROOT / "floe.reference.yaml").read_bytes(), Problems(""))
     document = _plain(root)
     document["egress"]["feeds"].append({"stream": "OTHER", "segment": {"max_age": "1m"}})
     document["ingress"]["targets"].append({"stream": "FLEET", "sources": [{"site": ["a", "b"], "feed": "f"}]})
@@ -98,7 +97,9 @@ def _wrong(model: Any) -> list[Any]:
     if " | " in name.replace("\\", ""):
         return ["zzz", 5, True, None, []]
     kind = "list" if name.startswith("list of") else name
-    wrong = list(WRONG[kind if any(isinstance(m, Kind) for m in model.metadata) or kind in WRONG else "text"])
+    wrong = list(
+        WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"]
+    )
     for limits in (m for m in model.metadata if isinstance(m, Range)):
         wrong += _outside(kind, limits)
     return wrong

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.invariants import accounts_once
 from common.sequences import SequenceRange, cover, holes, until_hole
+from tests.support.invariants import accounts_once
 
 LAST = 40
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.subjects import matches
-from common.settings.overlap import first_overlap, overlaps
-from egress.partitions.closing import Closing, Decision, End, NextStream
-from egress.partitions.recut import Reach, common_end
+from common.subjects import first_overlap, matches, overlaps
+from egress.incarnations import CLOSING, Closing, End, EndDecision, NextStream
+from egress.repartition import PartitionReach, common_end
 
 LETTERS = ("a", "b")
 # Every filter over two letters of up to four tokens, and every subject of up to five: a subject that two
@@ -71,7 +70,7 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
             closing = closing.withdrawn(partition)
             said = {p: each for p, each in said.items() if p != partition}
         else:
-            closing = closing.decided(Decision(created, {partition: number}))
+            closing = closing.decided(EndDecision(created, {partition: number}))
         if closed is not None:
             assert closing == former, "nothing changes behind the end"
             continue
@@ -82,7 +81,7 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
             assert {p: (e.created, e.end) for p, e in closing.ends.items()} == closed
             assert closing.next is not None
             assert {closing.next.created} == {each[0] for each in closed.values()}
-        assert Closing.from_json(closing.to_json()) == closing
+        assert CLOSING.decode(CLOSING.encode(closing)) == closing
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_an_incarnation_closes_once_with_the_ends_that_all_partitions_stand_by(
 )
 def test_what_is_no_closing_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError):
-        Closing.from_json(raw)
+        CLOSING.decode(raw)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 50)), min_size=1))
@@ -110,7 +109,7 @@ def test_the_cut_lies_behind_everything_that_is_archived_and_before_no_beginning
     reaches: list[tuple[int, int]],
 ) -> None:
     """A chain that begins later than the others end must not be read again from there."""
-    end = common_end([Reach(first, end) for first, end in reaches])
+    end = common_end([PartitionReach(first, end) for first, end in reaches])
 
     assert end >= max(each[1] for each in reaches)
     assert end + 1 >= max(each[0] for each in reaches)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.segments.segment import Tip
-from egress.identity import Evidence, Held, Kind, Source, Witness, judge
+from egress.identity import Evidence, HeldMessage, SourceStream, VerdictKind, Witness, judge
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Stream:
     def held(self, sequence: int) -> str | None:
         return self.log[sequence - 1] if 1 <= sequence <= self.last and sequence not in self.gone else None
 
-    def source(self) -> Source:
+    def source(self) -> SourceStream:
         held = [s for s in range(1, self.last + 1) if s not in self.gone]
         first = held[0] if held else self.last + 1
-        return Source(self.created, first, self.last, timestamp(self.log[first - 1]) if held else None)
+        return SourceStream(self.created, first, self.last, timestamp(self.log[first - 1]) if held else None)
 
 
 def timestamp(content: str) -> int:
@@ -93,13 +93,13 @@ class World:
         for archived in self.tips:
             content = self.stream.held(archived.sequence)
             if content is None:
-                witnesses.append(Witness(archived, Held.ABSENT))
+                witnesses.append(Witness(archived, HeldMessage.ABSENT))
                 continue
             equal = tip(self.stream, archived.sequence) == archived
-            witnesses.append(Witness(archived, Held.EQUAL if equal else Held.DIFFERENT))
+            witnesses.append(Witness(archived, HeldMessage.EQUAL if equal else HeldMessage.DIFFERENT))
         newest = self.tips[0].sequence if self.tips else 0
         behind = (s for s in range(newest + 1, len(self.archived) + 1) if self.stream.held(s) is not None)
-        witnesses[:0] = [Witness(tip(self.stream, s), Held.DIFFERENT) for s in list(behind)[:1]]
+        witnesses[:0] = [Witness(tip(self.stream, s), HeldMessage.DIFFERENT) for s in list(behind)[:1]]
         return Evidence(self.stream.source(), self.created, len(self.archived), tuple(witnesses))
 
     @property
@@ -135,7 +135,7 @@ def play(steps: list[tuple[str, int]], *, drifting: bool = True) -> World:
 @settings(max_examples=600)
 def test_never_same_for_another_history_that_holds_the_archive_s_end(steps: list[tuple[str, int]]) -> None:
     world = play([("publish", 3), ("archive", 1), *steps])
-    if world.newest_place_is_held and judge(world.evidence()).kind is Kind.SAME:
+    if world.newest_place_is_held and judge(world.evidence()).kind is VerdictKind.SAME:
         assert world.continues
 
 
@@ -143,8 +143,8 @@ def test_never_same_for_another_history_that_holds_the_archive_s_end(steps: list
 @settings(max_examples=600)
 def test_never_recreated_for_a_stream_that_holds_what_was_archived(steps: list[tuple[str, int]]) -> None:
     world = play(steps)
-    shares = any(w.held is Held.EQUAL for w in world.evidence().tips)
-    if judge(world.evidence()).kind is Kind.RECREATED:
+    shares = any(w.held is HeldMessage.EQUAL for w in world.evidence().tips)
+    if judge(world.evidence()).kind is VerdictKind.RECREATED:
         assert not shares
 
 
@@ -152,7 +152,7 @@ def test_never_recreated_for_a_stream_that_holds_what_was_archived(steps: list[t
 @settings(max_examples=600)
 def test_recreated_is_true_where_created_does_not_drift(steps: list[tuple[str, int]]) -> None:
     world = play(steps, drifting=False)
-    if judge(world.evidence()).kind is Kind.RECREATED:
+    if judge(world.evidence()).kind is VerdictKind.RECREATED:
         assert not (world.archived and world.continues)
         assert world.stream.created != world.created
 
@@ -174,6 +174,6 @@ def test_a_fresh_recreation_after_archiving_is_recreated_never_same(
     world.publish(more)
     end = len(world.archived)
     if not end or world.stream.held(end) or world.stream.last < end:
-        assert judge(world.evidence()).kind is Kind.RECREATED
+        assert judge(world.evidence()).kind is VerdictKind.RECREATED
     else:
         assert not judge(world.evidence()).is_same

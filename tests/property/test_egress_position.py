@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.sequences import Covered, SequenceRange
-from egress.position import Position
-from egress.position import position as position_of_gaps
+from egress.partition import Position
+from egress.partition import position as position_of_gaps
 
 RANGES = st.lists(
     st.tuples(st.integers(1, 60), st.integers(0, 15)).map(lambda r: SequenceRange(r[0], r[0] + r[1])),

@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.migration import shape
-from common.migration.importing import Imported, import_stream_replicator
-from common.migration.plan import within
-from common.service.config import parse_documents
-from common.service.yaml_tree import ConfigFileError, Problem
+from common.migration import read
+from common.migration.write import Imported, import_stream_replicator
+from common.settings.loader import parse_documents
+from common.settings.yaml import ConfigFileError, Problem
+from common.subjects import covers, matches
 
 WORDS = st.sampled_from(["a", "B_1", "é", "${X}", "x y", "*", "a.b", "#", "true", "012", "%s", '"', "\u2028"])
 NAMES = st.sampled_from(["NODES", "N2", "REG-1"])
@@ -24,8 +24,8 @@ HOSTS = ["nats://one:4222", "tls://two", "nats://[::1]:4222", "nats://u:hidden@o
 URLS = st.sampled_from(
     [*HOSTS, "nats://t?credentials=/c", "nats://one:4222,nats://two", "nats://j?jwt=/j&nkey=/n"]
 )
-TLS = st.fixed_dictionaries({}, optional=dict.fromkeys(shape.TLS, FILES))
-CHORIA = st.fixed_dictionaries({}, optional=dict.fromkeys(shape.CHORIA, FILES))
+TLS = st.fixed_dictionaries({}, optional=dict.fromkeys(read.TLS, FILES))
+CHORIA = st.fixed_dictionaries({}, optional=dict.fromkeys(read.CHORIA, FILES))
 HEADERS = st.dictionaries(st.sampled_from(["a", "X-Auth", "b.c"]), st.sampled_from(["1", "${Y}"]), max_size=2)
 
 SAMPLING = st.one_of(
@@ -165,7 +165,7 @@ def test_every_key_of_a_stream_is_carried_over_or_named(document: dict[str, Any]
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),
         lambda below: (
             st.lists(below, max_size=3)
-            | st.dictionaries(st.sampled_from([*shape.STREAM, *shape.FILE, "x"]), below, max_size=4)
+            | st.dictionaries(st.sampled_from([*read.STREAM, *read.FILE, "x"]), below, max_size=4)
         ),
         max_leaves=12,
     )
@@ -188,7 +188,5 @@ def test_a_filter_within_another_takes_no_other_subject(tokens: list[str], rest:
         if rest
     ] or [[t.replace("*", star) for t in tokens] for star in "abz"]
 
-    if within(inner, outer):
-        from common.jetstream.subjects import matches
-
+    if covers(outer, inner):
         assert all(matches(outer, ".".join(subject)) for subject in some)

@@ -18,22 +18,22 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo
-from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.gaps import AcceptedGap
-from common.segments.layout import Layout, SegmentName
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
-from ingress.chains.looking import look
-from ingress.chains.roster import Roster
-from ingress.chains.supply import Supply
-from ingress.checkpoints.intent import Gap, Piece, advanced
-from ingress.decisions.pauses import Pause, Pauses
-from ingress.rows.blocks import Block
-from ingress.rows.prepare import Shape
+from common.tasks import Stop
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.pauses import Pause, Pauses
+from ingress.chains.prefetch import Prefetcher
+from ingress.chains.search import look
+from ingress.checkpoint import Gap, IntentPiece, advanced
+from ingress.rows.prepare import TargetLimits
+from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting
-from tests.support import seeded
+from tests.support.basics import seeded
 
 CHAIN = Chain("us-east", "NODES")
 LATER = CHAIN.next_incarnation()
@@ -107,13 +107,11 @@ class World:
         source = {"site": "us-east", "feed": "NODES", "lost_segment_timeout": f"{TIMEOUT:g}s"}
         source |= {"on_lost": "skip"} if self.skip else {}
         settings = TargetSettings.model_validate({"stream": "FLEET", "sources": [source]})
-        roster = Roster(settings, Shape(Accepting([">"]), 1 << 20))
-        supply = Supply(
-            "FLEET", roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self
-        )  # type: ignore[arg-type]
-        supply._decoder = self  # type: ignore[assignment]
-        giving_up = supply._lookout.giving_up
-        self._give_up, giving_up.give_up = giving_up.give_up, self.give_up  # type: ignore[method-assign]
+        roster = ChainRegistry(settings, TargetLimits(Accepting([">"]), 1 << 20))
+        supply = Prefetcher(roster, self.store, self.documents, Inline(), self.clock, 1 << 30, decisions=self)  # type: ignore[arg-type]
+        supply.decoder = self  # type: ignore[assignment]
+        gaps = supply.locator.gaps
+        self._give_up, gaps.give_up = gaps.give_up, self.give_up  # type: ignore[method-assign]
         self.supply = supply
         supply.reset({})
 
@@ -132,9 +130,11 @@ class World:
             if ref.key in self.broken and self.rng.random() < 0.7:
                 raise SegmentCorrupt(ref.key)
             end = self.rng.randint(begin, rows.last)
-            piece = Piece(ref.segment, SequenceRange(begin, end), end - begin + 1)
+            piece = IntentPiece(ref.segment, SequenceRange(begin, end), end - begin + 1)
             emit(Block(piece, None, 100))
-            self.supply._budget.force(100)  # the real one does before, and gives back where nobody wants it
+            self.supply.ahead.budget.force(
+                100
+            )  # the real one does before, and gives back where nobody wants it
             begin = end + 1
         return None
 
@@ -215,22 +215,22 @@ class World:
             for chain in (CHAIN, LATER):
                 self.supply.found(chain, self.rng.choice([None, 0, LAST]))
             await self.supply.tick()
-            await self.supply._attendant.attend()
+            await self.supply.attend()
             for _ in range(QUIET):
                 await asyncio.sleep(0)
             await self.carry()
 
     async def carry(self) -> None:
-        while self.supply.ready():
-            rows = await self.supply.take(asyncio.Event())
+        while list(self.supply.ahead):
+            rows = await self.supply.take(Stop(), 1.0)
             assert rows is not None
             pieces = rows.pieces()
             if self.rng.random() < 0.1:
                 # A pause and its end while the intent is open: what is taken already is not read again.
                 self.pauses = self.pauses.pause(CHAIN, Pause("now"))
-                await self.supply._attendant.attend()
+                await self.supply.attend()
                 self.pauses = self.pauses.resume(CHAIN, str(self.clock.now()))
-                await self.supply._attendant.attend()
+                await self.supply.attend()
                 for _ in range(QUIET):
                     await asyncio.sleep(0)
             self.positions = advanced(self.positions, pieces)
@@ -241,7 +241,7 @@ class World:
             for _ in range(QUIET):
                 await asyncio.sleep(0)
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: IntentPiece) -> None:
         if piece.chain == LATER:
             assert self.positions[CHAIN] == LAST + 1, "the next incarnation began too early"
         if isinstance(piece.segment, Gap):
@@ -257,7 +257,7 @@ class World:
         assert carried == sorted(set(carried))
         assert not passed & set(carried)
         assert passed | set(carried) == set(range(1, last + 1))
-        assert self.supply._budget.used == 0
+        assert self.supply.ahead.budget.used == 0
 
 
 def archive_of(rng: random.Random, chain: Chain, last: int) -> list[tuple[Chain, int, int]]:
@@ -276,7 +276,7 @@ async def live(seed: int, skip: bool) -> None:
     rng = random.Random(seed)
     world = World(rng, skip)
     waiting = archive_of(rng, CHAIN, LAST) + archive_of(rng, LATER, LATER_LAST)
-    tasks = [asyncio.create_task(world.supply._take_turns()) for _ in range(3)]
+    tasks = [asyncio.create_task(world.supply.take_turns()) for _ in range(3)]
     try:
         for _ in range(60):
             world.happens(waiting)
@@ -312,12 +312,12 @@ async def live(seed: int, skip: bool) -> None:
 async def test_every_row_once_in_order_and_no_hole_without_a_decision(
     skip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ingress.chains.looking.SURVEYED", 3)
+    monkeypatch.setattr("ingress.chains.search.SURVEYED", 3)
     rng = seeded()
     for _ in range(25):
         seed = rng.randrange(1 << 32)
         # Pages so short that much is behind them.
-        monkeypatch.setattr("ingress.chains.lookout.look", partial(look, limit=rng.choice([2, 5, 100])))
+        monkeypatch.setattr("ingress.chains.locate.look", partial(look, limit=rng.choice([2, 5, 100])))
         try:
             await live(seed, skip)
         except BaseException:

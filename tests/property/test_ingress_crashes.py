@@ -16,20 +16,18 @@ import pytest
 
 from common.chain import Chain
 from common.errors import AnotherWriter, LeaseLost, OutcomeUnknown, Stopped, Unavailable
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.carrier import Carrier
-from ingress.checkpoints.corrections import count_stored
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Gap, Intent, Piece, TargetState
-from ingress.checkpoints.state import StateStore, Stored
-from ingress.publishing.publisher import Outcome
-from ingress.publishing.replies import Unclear
-from ingress.rows.blocks import Block, Material, Rows
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
-from ingress.verdicts.verdict import Finding, Origin, Reading, Unread
-from tests.support import seeded
+from common.tasks import Stop
+from ingress.checkpoint import Checkpoint, Gap, Intent, IntentPiece, TargetState
+from ingress.checkpoint_store import StateStore, Stored, from_json, to_json
+from ingress.delivery import Delivery
+from ingress.operator.corrections import count_stored
+from ingress.publishers.publisher import Outcome, UnknownOutcome
+from ingress.rows.rows import Block, PreparedBatch, Rows
+from ingress.verdict.settle import Reconciler
+from ingress.verdict.verdict import Finding, Origin, TargetErrors, TargetReading, Unread
+from tests.support.basics import seeded
 
 CHAINS = [Chain("us", "A"), Chain("us", "B"), Chain("eu", "A")]
 FOREIGN = b"foreign"
@@ -142,7 +140,7 @@ class Host:
 
     # Looker
 
-    async def read(self) -> Reading:
+    async def read(self) -> TargetReading:
         await self.world.gates.step(self.name)
         server, rng = self.world.server, self.world.rng
         last = len(server.log)
@@ -150,7 +148,7 @@ class Host:
             last = rng.choice(server.seen[-4:])  # a deposed leader
         return self.reading(last)
 
-    async def read_fresh(self) -> Reading:
+    async def read_fresh(self) -> TargetReading:
         await self.world.gates.step(self.name)
         return self.reading(len(self.world.server.log))
 
@@ -158,8 +156,8 @@ class Host:
         await self.world.gates.step(self.name)
         return {place: self.origin(place) for place in places}
 
-    def reading(self, last: int) -> Reading:
-        return Reading(last, "t0", self.origin(last), self.world.forgets)
+    def reading(self, last: int) -> TargetReading:
+        return TargetReading(last, "t0", self.origin(last), self.world.forgets)
 
     async def described(self, place: int) -> str:
         return ""
@@ -185,11 +183,11 @@ class Host:
             if fate == "late":
                 server.on_the_way.append(batch)
             if fate in ("lost", "late"):
-                return Outcome(stored, Unclear("no answer"), stop)
+                return Outcome(stored, UnknownOutcome("no answer"), stop)
             server.deliver(batch)
             await self.world.gates.step(self.name)
             if fate == "unanswered" or not batch.accepted:
-                return Outcome(stored, Unclear("no answer, or refused"), stop)
+                return Outcome(stored, UnknownOutcome("no answer, or refused"), stop)
             stored = stop
         return Outcome(stored)
 
@@ -232,7 +230,7 @@ class Archive:
 
     def block(self, chain: Chain, rows: SequenceRange) -> Block:
         if rows.first in self.given_up[chain]:
-            return Block(Piece(Gap(chain), rows, 0))
+            return Block(IntentPiece(Gap(chain), rows, 0))
         held = [s for s in self.carried[chain] if s in rows]
         left_out = tuple(s for s in sorted(self.parked[chain]) if s in rows)
         return self._block(chain, held, rows, left_out, out_of_turn=False)
@@ -241,7 +239,7 @@ class Archive:
         """A parked message that is tried again."""
         return self._block(chain, [sequence], SequenceRange(sequence, sequence), (), out_of_turn=True)
 
-    def remade(self, piece: Piece) -> Block:
+    def remade(self, piece: IntentPiece) -> Block:
         return (
             self.again(piece.chain, piece.rows.first)
             if piece.out_of_turn
@@ -260,8 +258,10 @@ class Archive:
         name = SegmentName(chain, 0, SequenceRange(1, self.last[chain]), "0" * 16)
         subjects = [f"{chain}|{s}".encode() for s in held]
         sizes = list(range(1, len(held) + 1))
-        material = Material(held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes)
-        piece = Piece(name, rows, len(held), left_out, out_of_turn)
+        material = PreparedBatch(
+            held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes
+        )
+        piece = IntentPiece(name, rows, len(held), left_out, out_of_turn)
         return Block(piece, material if held else None)
 
     def messages(self) -> int:
@@ -271,13 +271,13 @@ class Archive:
 class FakeSupply:
     """Gives out random stretches in random turns, as the real one gives out what is decoded."""
 
-    def __init__(self, host: Host, stop: asyncio.Event) -> None:
+    def __init__(self, host: Host, stop: Stop) -> None:
         self.stop = stop
         self.host, self.archive, self.rng = host, host.world.archive, host.world.rng
         self.at: dict[Chain, int] = {}
         self.recall = self
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
         await self.host.world.gates.step(self.host.name)
         blocks = []
         for _ in range(self.rng.randint(1, 4)):
@@ -311,7 +311,7 @@ class FakeSupply:
 class World:
     forgets = True
 
-    def __init__(self, rng: random.Random, kind: type[Carrier] = Carrier, rows: int = 60) -> None:
+    def __init__(self, rng: random.Random, kind: type[Delivery] = Delivery, rows: int = 60) -> None:
         self.rng, self.kind, self.trouble = rng, kind, 0.15
         self.gates, self.server, self.archive = Gates(rng), Server(rng), Archive(rng, rows)
         self.server.parked = {(c, s) for c in CHAINS for s in self.archive.parked[c]}
@@ -332,8 +332,8 @@ class World:
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            stop = asyncio.Event()
-            settler = Settler(Choices("T"), state, host, host, host, 1.0)
+            stop = Stop()
+            settler = Reconciler(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:
                 await carrier.run(stop)
@@ -485,7 +485,7 @@ async def test_a_purge_beyond_the_end_loses_and_repeats_nothing(number: int) -> 
 async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ingress.verdicts.verdict._unread", lambda *_: None)
+    monkeypatch.setattr("ingress.verdict.verdict._unread", lambda *_: None)
     rng = seeded()
     for _ in range(30):
         world = PurgedWorld(random.Random(rng.random()))
@@ -495,7 +495,7 @@ async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(
     pytest.fail("30 runs without a message lost: the simulation is too tame")
 
 
-class ReplacingCarrier(Carrier):
+class ReplacingCarrier(Delivery):
     """The mistake that the protocol exists to avoid: an open intent is thrown away."""
 
     def _adopt(self, stored: Stored) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.intent import Intent, Piece
-from ingress.rows.blocks import Block, Material, Rows
+from ingress.checkpoint import Intent, IntentPiece
+from ingress.rows.rows import Block, PreparedBatch, Rows
 
 NAME = SegmentName(Chain("us", "A"), 0, SequenceRange(1, 10_000), "0" * 16)
 
@@ -26,9 +26,11 @@ def rows_of(counts: list[int], sizes: list[int]) -> Rows:
             total += sizes[each % len(sizes)]
             ends.append(total)
         subjects = [b"%d" % each for each in taken]
-        material = Material(taken, taken, subjects, b"O: ", None, pa.array([b"p"] * count, pa.binary()), ends)
+        material = PreparedBatch(
+            taken, taken, subjects, b"O: ", None, pa.array([b"p"] * count, pa.binary()), ends
+        )
         # One sequence without a row behind each block, so that empty blocks have a range too.
-        piece = Piece(NAME, SequenceRange(sequence + 1, sequence + count + 1), count)
+        piece = IntentPiece(NAME, SequenceRange(sequence + 1, sequence + count + 1), count)
         blocks.append(Block(piece, material if count else None))
         sequence += count + 1
     return Rows(blocks)

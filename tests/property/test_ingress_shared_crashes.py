@@ -8,26 +8,26 @@ import asyncio
 
 import pytest
 
-from ingress.checkpoints.state import StateStore
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
-from ingress.verdicts.shared import SharedSettler
+from common.tasks import Stop
+from ingress.checkpoint_store import StateStore
+from ingress.verdict.settle import Reconciler, SharedSettler
+from ingress.verdict.verdict import TargetErrors
 from tests.property.test_ingress_crashes import CHAINS, EXPECTED_ENDS, FOREIGN, FakeSupply, Host, World
-from tests.support import seeded
+from tests.support.basics import seeded
 
 
 class SharedWorld(World):
     """`forgets`: messages expire or are consumed; `foreign`: how likely somebody else publishes in a turn."""
 
     forgets, foreign = True, 0.2
-    settler: type[Settler] = SharedSettler
+    settler: type[Reconciler] = SharedSettler
 
     async def instance(self, name: str) -> None:
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            stop = asyncio.Event()
-            settler = self.settler(Choices("T"), state, host, host, host, 1.0)
+            stop = Stop()
+            settler = self.settler(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:
                 await carrier.run(stop)

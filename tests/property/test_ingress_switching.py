@@ -4,19 +4,18 @@ open and others publish: nothing is lost, and first deliveries keep their order.
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import suppress
 
 import pytest
 
 from common.errors import Stopped
-from ingress.checkpoints.state import StateStore
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
-from ingress.verdicts.shared import SharedSettler
+from common.tasks import Stop
+from ingress.checkpoint_store import StateStore
+from ingress.verdict.settle import Reconciler, SharedSettler
+from ingress.verdict.verdict import TargetErrors
 from tests.property.test_ingress_crashes import EXPECTED_ENDS, FakeSupply, Host
 from tests.property.test_ingress_shared_crashes import SharedWorld
-from tests.support import seeded
+from tests.support.basics import seeded
 
 
 class SwitchingWorld(SharedWorld):
@@ -32,9 +31,9 @@ class SwitchingWorld(SharedWorld):
         host = Host(name, self)
         while True:
             state = StateStore(host, "key", "T")
-            stop = asyncio.Event()
-            kind = SharedSettler if not self.trouble else self.rng.choice([Settler, SharedSettler])
-            settler = kind(Choices("T"), state, host, host, host, 1.0)
+            stop = Stop()
+            kind = SharedSettler if not self.trouble else self.rng.choice([Reconciler, SharedSettler])
+            settler = kind(TargetErrors("T"), state, host, host, host, 1.0)
             carrier = self.kind("T", state, settler, host, FakeSupply(host, stop), host, host.mark)
             try:
                 await carrier.run(stop)
@@ -53,7 +52,7 @@ async def test_switching_exclusive_loses_nothing(number: int) -> None:
 async def test_the_simulation_finds_what_counting_foreign_messages_loses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ingress.verdicts.verdict.counts", lambda state: True)
+    monkeypatch.setattr("ingress.verdict.verdict.counts", lambda state: True)
     for _ in range(40):
         world = SwitchingWorld(seeded())
         with suppress(IndexError):  # counted beyond the intent

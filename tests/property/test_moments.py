@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from common.objects.local import LocalObjects
-from common.segments import moments
-from common.segments.moments import MARGIN_NS, Timeline, first_at
-from common.segments.parquet import record_batch
+from common.segments import archive as moments
+from common.segments.archive import MARGIN_NS, Timeline, first_at
+from common.segments.reader import record_batch
 from common.segments.segment import Tip
-from tests.compaction_archive import CHAIN, Archive
+from tests.support.compaction import CHAIN, Archive
 
 SECOND = 1_000_000_000
 START_NS = 1_700_000_000 * SECOND

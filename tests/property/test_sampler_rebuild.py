@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from egress.sampling.rebuild import Rebuilding
-from tests.sampling_archive import CHAIN, SECOND, SampledArchive, sent
+from tests.support.sampling import CHAIN, SECOND, SampledArchive, sent
 
 DURATION = 100  # seconds
 LAST = 60

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from egress.sampling.json_keys import JsonReader
+from egress.sampling.key_reader import JsonReader
 
 NAMES = st.sampled_from(["a", "b", "0", "1", "é", "", 'q"', "a.b"])
 SCALARS = st.one_of(

@@ -10,13 +10,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from egress.advisories.event import Advisory, Event
-from egress.sampling.fold import Sampler
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import KnownKey, period_ns
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot, decode, encode
-from egress.sampling.spread import period_ns
-from egress.sampling.state import Known
-from tests.sampling_values import SECOND, START, sampling
+from tests.support.sampling import SECOND, START, sampling
 
 DURATION = 100 * SECOND
 WARN = 30 * SECOND
@@ -231,7 +230,7 @@ def test_what_was_archived_is_learned(archived: list[Sent], world: list[Sent], c
     sampler = Sampler(how(0))
     for some in batches(archived, cuts):
         sampler.learn([s.key for s in some], [s.time for s in some], [s.size for s in some])
-    found: dict[str, Known] = {k.value: k for k in sampler.freeze().known()}
+    found: dict[str, KnownKey] = {k.value: k for k in sampler.freeze().known()}
     for entry in found.values():
         last = [s for s in archived if s.key == entry.value][-1]
         assert entry.size == last.size

@@ -9,11 +9,11 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.invariants import first_difference, in_order
-from common.segments.parquet import SCHEMA, columns, messages, open_file, raw_size, record_batch
+from common.segments.reader import SCHEMA, columns, messages, open_file, raw_size, record_batch
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE, SequenceRange
-from tests.segment_files import batch_of, read_all, write_segment
+from tests.support.invariants import first_difference, in_order
+from tests.support.segments import batch_of, read_all, write_segment
 
 subjects = st.binary(min_size=1, max_size=30) | st.text(min_size=1, max_size=20).map(
     lambda text: text.encode("utf-8", "surrogatepass")

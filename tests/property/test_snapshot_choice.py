@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.segments.layout import Layout, StateName
-from common.segments.snapshots import SnapshotRef, newest_first
-from compaction.snapshots import KEPT, outdated
-from egress.sampling.choose import may_be_of, reason, to_build_upon, to_follow
+from common.segments.documents import SnapshotRef, newest_first
+from common.segments.keys import Layout, StateName
+from compaction.tombstones import KEPT, outdated
+from egress.sampling.snapshot_store import may_be_of, reason, to_build_upon, to_follow
 
 CHAIN = Chain("us-east", "NODES")
 DIGESTS = st.sampled_from(["0" * 16, "1" * 16, "a" * 16])

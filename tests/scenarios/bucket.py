@@ -11,10 +11,9 @@ from typing import Any
 
 from common.chain import Chain
 from common.objects.port import ObjectStore
+from common.open import load_settings, open_store
 from common.segments.store import SegmentGone, SegmentStore
-from common.service.wiring import load_settings, open_store
-from infra.oracle import Trace, compare
-from infra.oracle_reading import archived
+from infra.oracle import Trace, archived, compare
 from tests.scenarios.faults import Outcome, prepare
 from tests.scenarios.judge import judge, sources_of
 from tests.scenarios.load import Load
@@ -150,7 +149,7 @@ async def shuffled(s3: Any, rng: random.Random, seconds: float, rate: int = 400)
 
 def _objects(world: World, bucket: str) -> ObjectStore:
     from common.objects.open import open_objects
-    from common.settings.store import StoreSettings
+    from common.settings.root import StoreSettings
 
     return open_objects(StoreSettings.model_validate(world.store(bucket)))
 

@@ -16,17 +16,16 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import FloeError
-from common.jetstream.streams import stream_info
-from common.service.wiring import load_settings, open_chains, open_store
-from infra.oracle import Trace, prefixed
-from infra.oracle_streams import target_traces
-from infra.oracle_targets import classes, compare_target
+from common.jetstream.api import stream_info
+from common.open import load_settings, open_chains, open_store
+from infra.oracle import Trace, prefixed, target_traces
 from tests.scenarios.delivery_beside import FEEDS, FROZEN, SITES, WRITTEN, Compactor, Egress
 from tests.scenarios.delivery_centre import CREATE, PREFIX, TARGET, Centre, centre
 from tests.scenarios.delivery_faults import KINDS, Faults
 from tests.scenarios.delivery_meter import Meter
 from tests.scenarios.delivery_writer import Author, Writer
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.oracle import classes, compare_target
 
 SETTLE = 90.0  # seconds without progress once all is healed
 # Messages a second, and seconds that lines hold each chunk back: a `single` waits for each message.

@@ -14,9 +14,9 @@ import yaml
 
 from common.chain import Chain
 from common.segments.store import SegmentStore
+from common.tasks import Stop
 from infra.local.nats import NatsServer
-from infra.oracle import Trace, prefixed
-from infra.oracle_streams import source_trace
+from infra.oracle import Trace, prefixed, source_trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.load import Load, client_of, make_stream
 from tests.scenarios.processes import Service, run_floe
@@ -77,7 +77,7 @@ class Compactor:
     def __init__(self, config: Path, store: SegmentStore) -> None:
         self.counts: Counter[str] = Counter()
         self._config, self._store = config, store
-        self._stop = asyncio.Event()
+        self._stop = Stop()
 
     async def __aenter__(self) -> Compactor:
         self._task = asyncio.create_task(self._run())
@@ -88,7 +88,7 @@ class Compactor:
         await self._task
 
     async def _run(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.is_set:
             await asyncio.to_thread(self._once)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 2.0)

@@ -16,13 +16,13 @@ from typing import Any
 import yaml
 
 from common.jetstream.client import FloeClient, connect
-from common.settings.nats import NatsSettings
-from common.settings.units import parse_duration
+from common.settings.service import NatsSettings
+from common.settings.types import parse_duration
 from infra.local.nats import NatsCluster
-from infra.local.ports import free_port
+from infra.local.process import free_port
 from tests.scenarios.bucket import POLICY
 from tests.scenarios.processes import Service
-from tests.tcp_proxy import TcpProxy
+from tests.support.proxies import TcpProxy
 
 TARGET, PREFIX = "FLEET", "fleet"
 LEASE_TTL = "3s"

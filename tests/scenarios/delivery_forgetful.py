@@ -15,14 +15,14 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from common.errors import FloeError
+from common.jetstream.api import create_stream, stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream, stream_info
 from infra.oracle import Comparison, allow
-from infra.oracle_targets import classes, compare_target
 from tests.scenarios.delivery import arrived, disturbed, require_faults
 from tests.scenarios.delivery_centre import PREFIX, REPLICAS, TARGET, Centre
 from tests.scenarios.delivery_journal import Consumer, Journal
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.oracle import classes, compare_target
 
 # Kept of each kind of target, beside what all have.
 WORK_QUEUE = {"retention": "workqueue"}

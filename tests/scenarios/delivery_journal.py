@@ -9,10 +9,11 @@ from contextlib import suppress
 
 from common.chain import Chain
 from common.errors import FloeError
+from common.jetstream.api import create_consumer
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore
+from common.jetstream.protocol import parse_ack
 from common.jetstream.requests import ApiError
-from common.jetstream.streams import create_consumer, parse_ack
 from infra.oracle import Trace, fingerprint
 
 BATCH = 500

@@ -16,7 +16,7 @@ from common.segments.store import SegmentStore
 from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
 from infra.oracle import SubjectMap, Trace
-from tests.segment_files import write_segment
+from tests.support.segments import write_segment
 
 OVERLAP = 40  # messages that a segment may repeat of those before it
 SPOOLED = 12  # segments of a chain that are kept to be put again

@@ -16,20 +16,20 @@ import pyarrow as pa
 
 from common.chain import Chain
 from common.objects.port import ObjectStore
+from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.layout import DIGEST_LENGTH, SegmentName
+from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from common.service.wiring import load_settings, open_chains, open_store
 from infra.oracle import Trace, prefixed
-from infra.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.delivery_meter import peak_memory, scrape, until, value
 from tests.scenarios.delivery_writer import Author, Writer
 from tests.scenarios.single_centre import SingleCentre, single_centre
-from tests.segment_files import footer_of, forge, message, table_of, write_segment
+from tests.support.oracle import classes
+from tests.support.segments import footer_of, forge, message, table_of, write_segment
 
 FEED, EVIL = "NODES", "evil"  # the site `evil` may not flow into the target
 GOOD = [Chain("alpha", FEED), Chain("gamma", FEED)]

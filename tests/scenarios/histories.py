@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from common.chain import Chain
-from common.service.wiring import load_settings, open_chains
+from common.open import load_settings, open_chains
 from infra.awkward import publish_awkward
 from tests.scenarios.faults import Outcome
 from tests.scenarios.judge import Sources, judge, source_of
@@ -79,7 +79,7 @@ async def _history(world: World, rng: random.Random, count: int) -> Any:
 
 
 async def _exists(client: Any) -> bool:
-    from common.jetstream.streams import stream_info
+    from common.jetstream.api import stream_info
 
     return await stream_info(client, "NODES") is not None
 

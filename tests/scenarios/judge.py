@@ -8,15 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.chain import Chain
-from common.invariants import rows_balance
-from common.jetstream.streams import stream_info
+from common.jetstream.api import stream_info
+from common.open import load_settings, open_store
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
-from infra.oracle import Comparison, Trace, compare, prefixed, total
-from infra.oracle_reading import archive_holes, archived, source_trace, target_traces
+from infra.oracle import (
+    Comparison,
+    Trace,
+    archive_holes,
+    archived,
+    compare,
+    prefixed,
+    source_trace,
+    target_traces,
+    total,
+)
 from tests.scenarios.load import client_of
 from tests.scenarios.world import TARGET, World
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
+from tests.support.invariants import rows_balance
 
 PREFIX = "fleet"
 

@@ -7,9 +7,10 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient, connect
-from common.jetstream.streams import create_stream
-from common.settings.nats import NatsSettings
+from common.settings.service import NatsSettings
+from common.tasks import Stop
 from infra.acked import AckedPublisher
 from infra.awkward import publish_awkward
 
@@ -65,7 +66,7 @@ class Load:
 
     def __init__(self, url: str, root: str, rng: random.Random, rate: int) -> None:
         self._url, self._root, self._rng, self._rate = url, root, rng, rate
-        self._stop = asyncio.Event()
+        self._stop = Stop()
         self.published = 0
 
     async def __aenter__(self) -> Load:
@@ -78,7 +79,7 @@ class Load:
 
     async def _run(self) -> None:
         async with client_of(self._url, "load") as client:
-            while not self._stop.is_set():
+            while not self._stop.is_set:
                 batch = max(1, self._rate // 10)
                 self.published += await publish(client, self._root, self._rng, batch, self.published)
                 await asyncio.sleep(0.1)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from infra.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_meter import peak_memory
 from tests.scenarios.many_sites_archive import FEEDS, ROWS, SITES, Archive
 from tests.scenarios.single_centre import SingleCentre, single_centre
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
+from tests.support.oracle import classes
 
 RATE = 20.0  # segments a second that arrive
 LAG = 15.0  # seconds of arriving segments that may wait at the most, once what was there before is carried

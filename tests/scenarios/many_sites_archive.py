@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.chain import Chain
+from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
-from common.service.wiring import load_settings, open_chains, open_store
-from infra.local.signed import SignedClient
-from infra.local.tether import spawn
+from infra.local.process import spawn
+from infra.local.seaweedfs import SignedClient
 from infra.oracle import Trace
 from tests.scenarios.delivery_centre import PREFIX
 from tests.scenarios.processes import ROOT
-from tests.segment_files import write_segment
+from tests.support.segments import write_segment
 
 SITES, FEEDS = [f"site-{number:02d}" for number in range(20)], ["METRICS", "EVENTS", "AUDIT"]
 CHAINS = [Chain(site, feed) for site in SITES for feed in FEEDS]

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infra.local.tether import spawn
-from tests.support import PATIENCE
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.jetstream.streams import create_stream
+from common.jetstream.api import create_stream
+from common.open import load_settings, open_chains, open_store
 from common.segments.documents import ChainDocument, StreamDocument
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_chains, open_store
-from infra.oracle import Trace, compare, prefixed
-from infra.oracle_reading import target_traces
+from infra.oracle import Trace, compare, prefixed, target_traces
 from tests.scenarios.load import HEADERS, client_of
 from tests.scenarios.processes import Service
 from tests.scenarios.world import World
-from tests.segment_files import message, write_segment
+from tests.support.segments import message, write_segment
 
 CHAINS = (Chain("alpha", "NODES", 0, 0), Chain("alpha", "NODES", 0, 1))
 FAILPOINTS = (

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.jetstream.streams import consumer_info, consumer_names, stream_info
+from common.jetstream.api import consumer_info, consumer_names, stream_info
+from common.open import load_settings, open_chains, open_store
 from common.segments.segment import Message, Reason
-from common.service.wiring import load_settings, open_chains, open_store
+from common.tasks import Stop
 from infra.acked import AckedPublisher
-from infra.oracle import Comparison, Trace, compare, total
-from infra.oracle_archive import archive_holes, archived
+from infra.oracle import Comparison, Trace, archive_holes, archived, compare, total
 from tests.scenarios.faults import Outcome
 from tests.scenarios.judge import Verdict
 from tests.scenarios.load import client_of, make_stream
 from tests.scenarios.processes import Service, run_floe
 from tests.scenarios.world import World
-from tests.tcp_proxy import TcpProxy
+from tests.support.proxies import TcpProxy
 
 SITE = "alpha"
 STREAMS = {"JOBS": "workqueue", "NEWS": "interest"}
@@ -72,7 +72,7 @@ async def retention(s3: Any, rng: random.Random, seconds: float, rate: int = 400
             configs = [_config(world, proxy.url, number) for number, proxy in enumerate(proxies)]
             await _initialised(configs[0])
             services = [world.egress(config, f"egress-{n}") for n, config in enumerate(configs)]
-            stop = asyncio.Event()
+            stop = Stop()
             load = asyncio.create_task(_publish(url, ledger, rng, rate, stop))
             while time.monotonic() < started + seconds:
                 await asyncio.sleep(rng.uniform(0.2, 1.2))
@@ -138,9 +138,9 @@ async def _listens(service: Service, seconds: float = 30) -> None:
         await asyncio.sleep(0.1)
 
 
-async def _publish(url: str, ledger: Ledger, rng: random.Random, rate: int, stop: asyncio.Event) -> None:
+async def _publish(url: str, ledger: Ledger, rng: random.Random, rate: int, stop: Stop) -> None:
     async with client_of(url, "load") as client:
-        while not stop.is_set():
+        while not stop.is_set:
             for stream in STREAMS:
                 await _publish_some(client, stream, ledger, rng, max(1, rate // 20))
             await asyncio.sleep(0.1)

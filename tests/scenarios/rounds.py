@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from infra.local.tether import tether
+from infra.local.process import tether
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,23 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
+from common.jetstream.api import create_stream
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import create_stream
-from common.segments.rows import Columns, columns
+from common.segments.columns import Columns, columns
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover
 from common.settings.egress import FeedSettings
-from egress.advisories.document import event_id, parse
-from egress.advisories.event import Advisory
-from egress.columns import chosen
-from egress.sampling.fold import Sampler
+from egress.advisories.advisory import Advisory, event_id, parse
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from infra.local.nats import NatsServer
-from infra.oracle_streams import read_stream
-from tests.egress_bench import SITE, Bench, connected
-from tests.egress_process import Process, processes
-from tests.support import soon, unique
+from infra.oracle import read_stream
+from tests.support.basics import soon, unique
+from tests.support.egress import SITE, Bench, connected
+from tests.support.egress_process import Process, processes
 
 LAP = 12  # crash points over one log, so that none of its advisories is too late to be told
 
@@ -217,7 +215,7 @@ def fold_of(feed: dict[str, Any], log: Columns) -> tuple[Columns, list[Advisory]
     assert sampling is not None
     sampler = Sampler(sampling)
     choices = sampler.fold(log)
-    kept = chosen(log, choices.kept, choices.keys)
+    kept = log.chosen(choices.kept, choices.keys)
     return kept, [*choices.advisories, *sampler.advance(log.timestamps_ns[-1] + 10**12)]
 
 

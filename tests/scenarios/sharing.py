@@ -15,22 +15,21 @@ from typing import Any
 
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
+from common.leasing.balancer import fair_share
+from common.open import load_settings, open_store
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
-from common.settings.units import parse_duration
-from common.sharing.shares import fair_share
-from egress.controller import lease_key
+from common.settings.types import parse_duration
+from egress.feed import lease_key
 from infra.acked import AckedPublisher
-from infra.oracle import Trace, total
-from infra.oracle_streams import read_stream
+from infra.oracle import Trace, read_stream, total
 from tests.scenarios.faults import Outcome
 from tests.scenarios.judge import Verdict, archive_of
 from tests.scenarios.load import client_of, make_stream, publish
 from tests.scenarios.processes import Service
 from tests.scenarios.world import LEASE_TTL, World
-from tests.support import PATIENCE
-from tests.tcp_proxy import TcpProxy
+from tests.support.basics import PATIENCE
+from tests.support.proxies import TcpProxy
 
 SITE, STREAM, PARTITIONS, MEMBERS = "alpha", "NODES", 4, 3
 SUBJECT = "alpha.p{partition}.>"

@@ -12,14 +12,13 @@ from collections import Counter
 from typing import Any
 
 from common.chain import Chain
-from common.invariants import rows_balance
-from common.jetstream.streams import create_stream
+from common.jetstream.api import create_stream
+from common.open import load_settings, open_store
 from common.segments.segment import Message, Reason
 from common.segments.store import SegmentStore
-from common.service.wiring import load_settings, open_store
-from egress.advisories.document import event_id
+from egress.advisories.advisory import event_id
 from infra.acked import AckedPublisher
-from infra.oracle_archive import archive_holes
+from infra.oracle import archive_holes
 from tests.scenarios.load import client_of
 from tests.scenarios.sampling import (
     SAMPLED,
@@ -34,6 +33,7 @@ from tests.scenarios.sampling import (
 )
 from tests.scenarios.sharing import PARTITIONS, SITE, archived_to, disturbed, feed_of, logs_of
 from tests.scenarios.world import World
+from tests.support.invariants import rows_balance
 
 ADVISORIES = "ADV"
 FEED = {**SAMPLED, "advisory": {"subject": f"{ADVISORIES}.%s.%v", "reliable": True}}

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
+from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
-from common.jetstream.streams import stream_info
 from infra.local.nats import NatsServer
-from infra.local.ports import free_port
-from infra.oracle import Comparison, Trace
-from infra.oracle_streams import target_traces
-from infra.oracle_targets import compare_target
+from infra.local.process import free_port
+from infra.oracle import Comparison, Trace, target_traces
 from tests.scenarios.delivery_centre import PREFIX, TARGET, Instance, write_config
 from tests.scenarios.load import client_of
 from tests.scenarios.processes import Service
+from tests.support.oracle import compare_target
 
 CREATE = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
 

@@ -9,15 +9,15 @@ import time
 from typing import Any
 
 from common.chain import Chain
-from common.service.wiring import load_settings, open_chains, open_store
+from common.open import load_settings, open_chains, open_store
 from infra.oracle import prefixed
-from infra.oracle_targets import classes
 from tests.scenarios.delivery import store_of
 from tests.scenarios.delivery_centre import LEASE_SECONDS, PREFIX, Instance
 from tests.scenarios.delivery_meter import Meter, until
 from tests.scenarios.delivery_writer import Author, Writer
 from tests.scenarios.single_centre import SingleCentre, single_centre
-from tests.support import PATIENCE
+from tests.support.basics import PATIENCE
+from tests.support.oracle import classes
 
 CHAINS = [Chain("alpha", "NODES"), Chain("beta", "NODES")]
 PROMISED = 2.0  # lease times within which the other instance carries

@@ -31,7 +31,7 @@ from tests.scenarios.rounds import crash_rounds
 from tests.scenarios.sharing import shared
 from tests.scenarios.sharing_sampled import sampled_shared
 from tests.scenarios.takeover import take_overs
-from tests.support import SharedS3
+from tests.support.basics import SharedS3
 
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "soak.json"
@@ -40,9 +40,7 @@ Ran = Outcome | dict[str, Any]  # what says itself whether it is well, or what h
 
 EGRESS, INGRESS, COMPACTION = "egress", "ingress", "compaction"
 BESIDE = (  # what every run stands on
-    *("common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak"),
-    *("tests/egress_bench.py", "tests/egress_process.py", "tests/segment_files.py"),
-    *("tests/support.py", "tests/tcp_proxy.py"),
+    *("common", "floe.py", "infra", "requirements.lock", "tests/scenarios", "tests/soak", "tests/support"),
 )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.jetstream.streams import AckReply, ack_numbers, parse_ack, parse_time
+from common.clock import parse_time
+from common.jetstream.protocol import AckReply, parse_ack, parse_acks
 
 EXPECTED = AckReply("ORDERS", "floe_1", 100, 97, 1_700_000_000_123_456_789, 5)
 TAIL = b"ORDERS.floe_1.1.100.97.1700000000123456789.5"
@@ -22,7 +23,8 @@ TAIL = b"ORDERS.floe_1.1.100.97.1700000000123456789.5"
 )
 def test_reads_both_layouts(reply: bytes):
     assert parse_ack(reply) == EXPECTED
-    assert ack_numbers(reply) == (100, 97, EXPECTED.timestamp_ns)
+    acks = parse_acks([reply], b"floe_1", 97)
+    assert (acks.sequences, acks.timestamps_ns, acks.contiguous) == ([100], [EXPECTED.timestamp_ns], 1)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_refuses_other_replies(reply: bytes):
     with pytest.raises(ValueError, match=r"expected \$JS\.ACK|invalid literal"):
         parse_ack(reply)
     with pytest.raises(ValueError, match=r"expected \$JS\.ACK|invalid literal"):
-        ack_numbers(reply)
+        parse_acks([reply], b"C", 3)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
+from common.clock import NS_PER_S
 from common.settings.egress import FeedSettings
-from egress.advisories.document import SECOND, Document, Writer, event_id, inspect_field, ksuid, parse
-from egress.advisories.event import Advisory, Event
+from egress.advisories.advisory import (
+    Advisory,
+    AdvisoryDocument,
+    Event,
+    document_of,
+    event_id,
+    inspect_field,
+    ksuid,
+    parse,
+)
 
 CHAIN = Chain("US_EAST", "NODE_DATA")
-SEEN = 1_647_351_430 * SECOND
+SEEN = 1_647_351_430 * NS_PER_S
 # The example of stream-replicator's documentation.
 SR = b"""{
   "protocol": "io.choria.sr.v2.age_advisory",
@@ -32,13 +41,13 @@ def advisory(
     event: Event = Event.TIMEOUT,
     value: str = "node1",
     seen_ns: int = SEEN,
-    moment_ns: int = SEEN + 662 * SECOND,
+    moment_ns: int = SEEN + 662 * NS_PER_S,
 ) -> Advisory:
     return Advisory(event, value, seen_ns, moment_ns)
 
 
 def written(each: Advisory) -> dict[str, Any]:
-    return json.loads(Writer(CHAIN, "sender").document(each).to_json())  # type: ignore[no-any-return]
+    return json.loads(document_of(CHAIN, "sender", each).to_json())  # type: ignore[no-any-return]
 
 
 # The published layout of KSUIDs: README of segmentio/ksuid, and its least and greatest values.
@@ -83,11 +92,11 @@ def test_a_document_has_the_keys_and_types_of_stream_replicator() -> None:
     ("gap_ns", "age"),
     [
         (0, 0),
-        (SECOND // 2 - 1, 0),
-        (SECOND // 2, 1),
-        (3 * SECOND // 2, 2),
-        (5 * SECOND // 2, 3),
-        (-SECOND, 0),
+        (NS_PER_S // 2 - 1, 0),
+        (NS_PER_S // 2, 1),
+        (3 * NS_PER_S // 2, 2),
+        (5 * NS_PER_S // 2, 3),
+        (-NS_PER_S, 0),
     ],
 )
 def test_the_age_is_rounded_as_go_does_and_never_negative(gap_ns: int, age: int) -> None:
@@ -95,13 +104,13 @@ def test_the_age_is_rounded_as_go_does_and_never_negative(gap_ns: int, age: int)
 
 
 def test_times_are_cut_to_seconds() -> None:
-    document = written(advisory(Event.NEW, seen_ns=SEEN + SECOND - 1, moment_ns=SEEN + SECOND - 1))
+    document = written(advisory(Event.NEW, seen_ns=SEEN + NS_PER_S - 1, moment_ns=SEEN + NS_PER_S - 1))
 
     assert (document["seen"], document["timestamp"], document["age"]) == (1_647_351_430, 1_647_351_430, 0)
 
 
 def test_ids_sort_by_moment() -> None:
-    moments = [SEEN + n * SECOND for n in (0, 1, 59, 3600, 86_400, 10**8)]
+    moments = [SEEN + n * NS_PER_S for n in (0, 1, 59, 3600, 86_400, 10**8)]
     ids = [event_id(CHAIN, advisory(moment_ns=moment)) for moment in moments]
 
     assert ids == sorted(ids)
@@ -115,7 +124,7 @@ def test_an_id_says_everything_about_its_advisory_and_nothing_else() -> None:
         advisory(event=Event.EXPIRE),
         advisory(value="node11"),
         advisory(seen_ns=SEEN + 1),
-        advisory(moment_ns=SEEN + 662 * SECOND + 1),
+        advisory(moment_ns=SEEN + 662 * NS_PER_S + 1),
     ]
     ids = [event_id(chain, each) for chain in chains for each in variants]
 
@@ -129,7 +138,7 @@ CHAIN_PARTS = ("US_EAST", "NODE_DATA")
 
 @pytest.mark.parametrize("value", ["ü☃", 'a"b\\c', "a\nb\x00", "\ud800", "x" * 1024])
 def test_any_value_is_json_and_comes_back(value: str) -> None:
-    raw = Writer(CHAIN, "sender").document(advisory(value=value)).to_json()
+    raw = document_of(CHAIN, "sender", advisory(value=value)).to_json()
     document = parse(raw)
 
     assert b"\n" not in raw
@@ -142,11 +151,11 @@ def test_documents_of_stream_replicator_are_read() -> None:
     never_seen = parse(SR.replace(b"3600", b"-1").replace(b"1647351430", b"-62135596800"))
     fractional = parse(SR.replace(b"3600", b"3600.5"))
 
-    assert isinstance(found, Document)
+    assert isinstance(found, AdvisoryDocument)
     assert (found.event, found.age, found.replicator) == ("timeout", 3600, "US-EAST")
-    assert isinstance(never_seen, Document)
+    assert isinstance(never_seen, AdvisoryDocument)
     assert never_seen.seen == -62_135_596_800
-    assert isinstance(fractional, Document)
+    assert isinstance(fractional, AdvisoryDocument)
     assert fractional.age == 3600.5
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.jetstream.streams import StreamInfo
+from common.jetstream.api import StreamInfo
 from common.settings.egress import FeedSettings
-from egress.advisories.loop import fed_back, loop_of
-from egress.slices import slices
+from egress.advisories.advisory import fed_back, loop_of
+from egress.partition import partitions_of
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def feed(**keys: object) -> FeedSettings:
 
 
 def test_the_error_names_the_subjects_and_the_ways_out() -> None:
-    [part] = slices("site", feed(advisory={"subject": "loop.adv.%s.%v"}))
+    [part] = partitions_of("site", feed(advisory={"subject": "loop.adv.%s.%v"}))
     error = loop_of(part, part.chain, stream("loop.>"))
     assert error is not None
     assert error.code == "E-ADVISORY-LOOP"
@@ -66,7 +66,9 @@ def test_the_error_names_the_subjects_and_the_ways_out() -> None:
 
 
 def test_only_the_partition_that_reads_them_stops() -> None:
-    parts = slices("site", feed(advisory={"subject": "loop.adv.%s"}, partitions=["loop.a.>", "loop.adv.>"]))
+    parts = partitions_of(
+        "site", feed(advisory={"subject": "loop.adv.%s"}, partitions=["loop.a.>", "loop.adv.>"])
+    )
     found = [loop_of(part, part.chain, stream("loop.>")) for part in parts]
     assert found[0] is None
     assert found[1] is not None
@@ -74,5 +76,5 @@ def test_only_the_partition_that_reads_them_stops() -> None:
 
 
 def test_a_feed_without_advisories_has_no_loop() -> None:
-    [part] = slices("site", feed())
+    [part] = partitions_of("site", feed())
     assert loop_of(part, part.chain, stream(">")) is None

@@ -9,12 +9,9 @@ import pytest
 from common.clock import ManualClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
-from egress.advisories.acks import judge_ack
-from egress.advisories.event import Advisory, Event
-from egress.advisories.lateness import is_late
-from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox
-from egress.advisories.tally import Result
-from tests.support import seeded
+from egress.advisories.advisory import Advisory, Event
+from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox, SendResult, is_late, judge_ack
+from tests.support.basics import seeded
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND
@@ -129,9 +126,9 @@ def ack(**fields: object) -> bytes:
 
 
 def test_only_an_acknowledgement_of_a_stream_counts() -> None:
-    assert judge_ack("s", ack(stream="A", seq=7)) is Result.STORED
-    assert judge_ack("s", ack(stream="A", seq=7, duplicate=True)) is Result.DUPLICATE
-    assert judge_ack("s", ack(stream="A", domain="hub", seq=7)) is Result.STORED
+    assert judge_ack("s", ack(stream="A", seq=7)) is SendResult.STORED
+    assert judge_ack("s", ack(stream="A", seq=7, duplicate=True)) is SendResult.DUPLICATE
+    assert judge_ack("s", ack(stream="A", domain="hub", seq=7)) is SendResult.STORED
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from common.segments.alive import (
     process_name,
     to_read,
 )
-from ingress.standing import Standing, by_newest_incarnation
+from ingress.operator.status import ChainStatus, by_newest_incarnation
 
 CHAIN = Chain("us-east", "NODES", 2)
 PARTITION = Chain("us-east", "NODES")
@@ -32,9 +32,9 @@ def sighting(made: ChainSign, modified: float = 1000.0, age: float = 10.0, time:
     return Sighting(made, modified, age, time)
 
 
-def standing(made: ChainSign | None = None, **fields: Any) -> Standing:
+def standing(made: ChainSign | None = None, **fields: Any) -> ChainStatus:
     egress = made and sighting(made, age=fields.pop("age", 10.0), time=fields.pop("time", 1000.0))
-    return Standing("T", "fast", CHAIN, 50, 51, egress=egress, silent_after=300.0, **fields)
+    return ChainStatus("T", "fast", CHAIN, 50, 51, egress=egress, silent_after=300.0, **fields)
 
 
 def test_it_comes_back_as_it_was_and_later_versions_may_add_fields() -> None:

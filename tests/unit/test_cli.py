@@ -22,7 +22,7 @@ import floe
 from common.errors import AnotherWriter, ConfigError, LeaseLost, Refused, SegmentCorrupt, Stopped, UsageError
 from common.service.cli import (
     Duration,
-    Sequence,
+    SequenceType,
     Size,
     config_option,
     json_option,
@@ -31,8 +31,8 @@ from common.service.cli import (
     run_command,
     table,
 )
-from infra.local.tether import spawn
-from tests.support import PATIENCE
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"
@@ -363,7 +363,7 @@ def test_the_configuration_comes_from_the_option_or_the_environment():
 
 
 @click.command()
-@click.option("--sequence", type=Sequence())
+@click.option("--sequence", type=SequenceType())
 @click.option("--age", type=Duration(), default="5m")
 @click.option("--size", type=Size(), default="1M")
 def typed(sequence: int | None, age: float, size: int) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from compaction.ahead import ahead
-from tests.support import PATIENCE
+from compaction.merge import ahead
+from tests.support.basics import PATIENCE
 
 
 def counting(count: int, closed: list[int] | None = None, fail_at: int = -1) -> Iterator[int]:
@@ -22,7 +22,7 @@ def counting(count: int, closed: list[int] | None = None, fail_at: int = -1) -> 
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "floe-ahead"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("floe-ahead")]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100])

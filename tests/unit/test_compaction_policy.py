@@ -6,9 +6,9 @@ from common.chain import Chain
 from common.segments.segment import SegmentRef
 from common.sequences import Stretch
 from common.service.logs import RESERVED
-from compaction.plan import Output, plan, unite
-from compaction.supersede import Supersession
-from tests.compaction_refs import CHAIN, NOW, TestPolicy, ref
+from compaction.plan import Output, unite
+from compaction.supersede import Supersession, made_by
+from tests.support.compaction import CHAIN, NOW, TestPolicy, plan, ref
 
 
 def ranges(outputs: list[Output]) -> list[str]:
@@ -78,7 +78,7 @@ def test_overlapping_segments_stay_together_past_max_size():
     segments = [ref(1, 60, size=600), ref(50, 100, size=600), ref(101, 200, size=600)]
     [output] = plan(segments, TestPolicy(max_size=1000), NOW)
     assert str(output.coverage) == "1..100"
-    assert not output.is_disjoint
+    assert not made_by(output.inputs[0], output.inputs).is_disjoint
 
 
 def test_an_old_segment_waits_for_a_young_one_that_overlaps_it():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.chain import Chain
 from compaction.supersede import contained, made_by, may_supersede, outstanding
-from tests.compaction_refs import ref
+from tests.support.compaction import ref
 
 
 def test_a_higher_level_stands_above_a_lower_one_and_never_the_reverse():

@@ -10,8 +10,8 @@ import pytest
 from common.chain import Chain
 from common.segments.table import SegmentTable
 from compaction.supersede import Supersession, made_by
-from compaction.tombstones import Standing, Tombstone, TombstoneIndex
-from tests.compaction_refs import CHAIN, LAYOUT, NOW, ref
+from compaction.tombstones import StoredTombstone, Tombstone, TombstoneIndex
+from tests.support.compaction import CHAIN, LAYOUT, NOW, index_of, ref
 
 INPUTS = (ref(1, 50), ref(51, 100))
 OUTPUT = ref(1, 100, 1)
@@ -19,9 +19,9 @@ BEYOND = ref(101, 150)
 LISTING = [*INPUTS, OUTPUT, BEYOND]
 
 
-def standing(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> Standing:
+def standing(output=OUTPUT, inputs=INPUTS, *, age: float = 1000) -> StoredTombstone:
     stone = Tombstone.of(made_by(output, inputs))
-    return Standing(stone, stone.name, NOW - age)
+    return StoredTombstone(stone, stone.name, NOW - age)
 
 
 def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
@@ -29,8 +29,8 @@ def going(listing=LISTING, stones=None, *, grace: float = 100) -> list[str]:
     return [str(s.coverage) for each in found for s in each.superseded]
 
 
-def index(listing, *stones: Standing) -> TombstoneIndex:
-    return TombstoneIndex(SegmentTable.listing(listing), stones)
+def index(listing, *stones: StoredTombstone) -> TombstoneIndex:
+    return index_of(SegmentTable.listing(listing), stones)
 
 
 def changed(**fields: object) -> bytes:

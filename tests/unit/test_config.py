@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.service.config import load, load_document, parse, parse_documents
+from common.settings.loader import load, load_document, parse, parse_documents
 from common.settings.root import Settings
 
 HEAD = "site: us-east\nstore: {url: s3://floe}\n"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from common.service.config import parse
-from common.service.yaml_tree import Items, Keys, Node, Problems, parse_yaml, refuse
-from common.settings import describe
+from common.settings import docs
 from common.settings.base import Section
-from common.settings.describe import default_of, fields_of, sections_of
+from common.settings.docs import default_of, fields_of, sections_of
 from common.settings.ingress import CreateSettings
+from common.settings.loader import parse
 from common.settings.root import Settings
+from common.settings.yaml import Items, Keys, Node, Problems, parse_yaml, refuse
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "floe.reference.yaml").read_text()
@@ -37,7 +37,7 @@ LEVELS = ("compaction", "levels")  # both entries together are the default, judg
 
 def tree(text: str) -> Keys:
     problems = Problems("floe.reference.yaml")
-    [root] = parse_yaml(text, problems)
+    [root] = parse_yaml(text.encode(), problems)
     refuse(problems)
     return root
 
@@ -107,8 +107,8 @@ def test_the_comparison_sees_another_default_and_another_key(change: str):
 
 def test_the_page_on_configuration_is_up_to_date():
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert describe.with_tables(page) == page, "python -m common.settings.describe docs/configuration.md"
+    assert docs.with_tables(page) == page, "python -m common.settings.docs docs/configuration.md"
 
 
 def test_every_key_has_a_meaning():
-    assert [key.path for key in describe.every_key() if not key.meaning] == []
+    assert [key.path for key in docs.every_key() if not key.meaning] == []

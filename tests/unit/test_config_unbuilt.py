@@ -7,21 +7,25 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.service.config import load, parse_documents
-from common.service.config_document import Document
-from common.service.config_unbuilt import refuse_unbuilt, refuse_unrunnable
-from common.settings.describe import fields_of, sections_of
-from common.settings.root import Settings
-from common.settings.unbuilt import UNBUILT
+from common.settings.docs import fields_of, sections_of
+from common.settings.loader import ConfigDocument, load, note_unbuilt, parse_documents, refuse_unrunnable
+from common.settings.root import UNBUILT, Settings
+from common.settings.yaml import Problems, refuse
 
 EXAMPLE = Path(__file__).parents[2] / "floe.example.yaml"
 HEAD = "site: s\nstore: {url: s3://floe}\n"
 NOT_BUILT = "not built yet in this version; remove it or leave it at its default"
 
 
-def document(text: str) -> Document:
+def document(text: str) -> ConfigDocument:
     [found] = parse_documents(text.encode(), "f.yaml", {})
     return found
+
+
+def refuse_unbuilt(found: ConfigDocument) -> None:
+    problems = Problems(found.name)
+    note_unbuilt(found, problems)
+    refuse(problems)
 
 
 def refused(text: str) -> list[str]:
@@ -30,7 +34,7 @@ def refused(text: str) -> list[str]:
     return list(caught.value.problems)
 
 
-def example() -> list[Document]:
+def example() -> list[ConfigDocument]:
     environment = {"FLOE_S3_KEY": "key", "FLOE_S3_SECRET": "secret"}
     return parse_documents(EXAMPLE.read_bytes(), "floe.example.yaml", environment)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from common.service.metrics import COUNTED, REGISTRY, begin, counter
-from egress.advisories.tally import Result
-from egress.doubt import REASONS
+from egress.acks import REASONS
+from egress.advisories.outbox import SendResult
 from egress.metrics import ADVISORY_RESULTS
 from ingress import metrics as ingress_metrics
-from tests.support import unique
+from tests.support.basics import unique
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,9 +50,9 @@ def test_a_set_of_a_label_that_there_is_not_is_an_error() -> None:
 
 
 def test_fixed_sets_are_what_is_counted() -> None:
-    assert set(ADVISORY_RESULTS) == {each.value for each in Result}
+    assert set(ADVISORY_RESULTS) == {each.value for each in SendResult}
     text = "".join(path.read_text() for path in (ROOT / "egress").rglob("*.py"))
-    assert set(re.findall(r'(?:DoubtError|_doubt)\(\s*"(\w+)"', text)) == set(REASONS)
+    assert set(re.findall(r'(?:ReaderResetError|_doubt)\(\s*"(\w+)"', text)) == set(REASONS)
     sets = {(each.name, label): values for each in COUNTED for label, values in each.sets.items()}
     assert ingress_metrics.__name__, "its counters are declared"
     text += "".join(path.read_text() for path in (ROOT / "ingress").rglob("*.py"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import at_length
+from tests.support.basics import at_length
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = """
 import os, sys, threading
 from common.chain import Chain
-from common.segments.document_values import ChainDocument, StreamDocument, tail_from_json, tail_to_json
-from common.segments.gaps import AcceptedGap
+from common.segments.documents import ChainDocument, StreamDocument, tail_from_json, tail_to_json
+from common.segments.documents import AcceptedGap
 from common.sequences import SequenceRange
-from egress.partitions.closing import Closing, Decision, End, NextStream
-from egress.resolve.acceptance import Acceptance
+from egress.incarnations import CLOSING, Closing, EndDecision, End, NextStream
+from egress.identity import ACCEPTANCE, Acceptance
 from ingress.chains.starts import Start
 
 def begin(start, works):
@@ -36,8 +36,9 @@ made = [
     (ChainDocument.from_json, ChainDocument(("a",), 1, 1).to_json()),
     (StreamDocument.from_json, StreamDocument({}, at, {0: 1}, (ChainDocument(("a",), 1, 1),)).to_json()),
     (AcceptedGap.from_json, AcceptedGap(SequenceRange(1, 2), "why", "me", at).to_json()),
-    (Closing.from_json, Closing({0: End(1, 1, at)}, Decision(at, {0: 1}), NextStream(at, {})).to_json()),
-    (Acceptance.from_json, Acceptance(at, 1).to_json()),
+    (CLOSING.decode, CLOSING.encode(Closing({0: End(1, 1, at)}, EndDecision(at, {0: 1})))),
+    (CLOSING.decode, CLOSING.encode(Closing(next=NextStream(at, {})))),
+    (ACCEPTANCE.decode, ACCEPTANCE.encode(Acceptance(at, 1))),
     (Start.from_json, Start(1, 1, {"a": 1}).to_json()),
 ]
 crashed = 0

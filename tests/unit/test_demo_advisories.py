@@ -7,7 +7,7 @@ import json
 import pytest
 
 from common.segments.segment import Message
-from infra.demo_advisories import Stories
+from infra.demo.compare import Stories
 
 
 def told(*events: tuple[str, str]) -> Stories:

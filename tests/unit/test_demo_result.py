@@ -10,10 +10,10 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import ConfigError
 from common.segments.segment import Message
-from infra.demo import Options, run_demo
-from infra.demo_publish import Load
-from infra.demo_result import COLUMNS, Readings, Result, worst
-from infra.demo_view import QuietView
+from infra.demo.compare import COLUMNS, DemoResult, Readings, worst
+from infra.demo.demo import DemoOptions, run_demo
+from infra.demo.publish import Load
+from infra.demo.view import QuietView
 from infra.oracle import Comparison, Trace
 
 CHAIN = Chain("us-east", "NODES")
@@ -23,8 +23,8 @@ def trace(*sequences: int) -> Trace:
     return Trace.of(Message(sequence, sequence, b"s", None, b"%d" % sequence) for sequence in sequences)
 
 
-def result(readings: Readings, *problems: str) -> Result:
-    return Result((readings,), published=3, publishing_seconds=1.0, seconds=2.0, problems=problems)
+def result(readings: Readings, *problems: str) -> DemoResult:
+    return DemoResult((readings,), published=3, publishing_seconds=1.0, seconds=2.0, problems=problems)
 
 
 def whole(**changes: Trace) -> Readings:
@@ -64,7 +64,7 @@ def test_takes_no_offence_at_what_the_source_deleted_later() -> None:
 
 def test_fails_for_other_problems_and_for_nothing_at_all() -> None:
     assert not result(whole(), "us-east/NODES/0000/0: a hole in the archive: 5..6").ok
-    assert not Result((), 0, 0.0, 0.0).ok
+    assert not DemoResult((), 0, 0.0, 0.0).ok
 
 
 def test_says_how_far_behind_half_and_all_of_the_messages_were() -> None:
@@ -108,7 +108,7 @@ async def test_without_pyspark_the_demo_says_so_at_once(monkeypatch: pytest.Monk
     """Before a server starts; it took 20 s, and the line was that of a compaction that had failed."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pyspark" else found(name))
-    options = Options(Load(seconds=1, seed=1, rate=1))
+    options = DemoOptions(Load(seconds=1, seed=1, rate=1))
     with pytest.raises(
         ConfigError, match=r"expected pyspark, found none; pip install 'floe-jetstream\[spark"
     ):

@@ -16,8 +16,8 @@ import yaml
 from click.testing import CliRunner
 
 import floe
-from common.service import config
 from common.service.metrics import REGISTRY
+from common.settings import loader
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -33,7 +33,11 @@ def metric_names() -> set[str]:
     for role in ROLES:
         package = importlib.import_module(role)
         for module in pkgutil.walk_packages(package.__path__, f"{role}."):
-            if module.name.endswith("metrics") or module.name in ("common.segments.store", "common.tasks"):
+            if module.name.endswith("metrics") or module.name in (
+                "common.segments.store",
+                "common.tasks",
+                "egress.workers.supervisor",
+            ):
                 importlib.import_module(module.name)
     return {
         family.name + ("_total" if family.type == "counter" else "")
@@ -90,7 +94,7 @@ def test_the_configurations_of_the_readme_parse(monkeypatch: pytest.MonkeyPatch)
     for block in blocks:
         text = "\n".join(line[3:] if line.startswith("   ") else line for line in block.splitlines())
         assert isinstance(yaml.safe_load(text), dict)
-        config.parse(text, "README.md")
+        loader.parse(text, "README.md")
 
 
 def test_every_command_stands_in_the_table_of_operations() -> None:

@@ -13,9 +13,9 @@ from common.chain import Chain
 from common.errors import DataError, OutcomeUnknown, Unavailable
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
-from common.segments.layout import Layout
+from common.segments.keys import Layout
 from common.sequences import MAX_SEQUENCE
-from tests.faulty_store import FaultyStore, answering, raising
+from tests.support.stores import FaultyStore, answering, raising
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 LAYOUT = Layout("data")

@@ -9,13 +9,12 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused
-from common.jetstream.streams import ConsumerInfo
+from common.jetstream.api import ConsumerInfo
 from common.sequences import SequenceRange
-from egress import acknowledging
-from egress.acknowledging import Acknowledging, archived, is_settled
-from egress.budget import Budget
-from egress.doubt import DoubtError
-from egress.position import Position
+from egress import acks as acknowledging
+from egress.acks import Acknowledging, ReaderResetError, archived, is_settled
+from egress.memory import MemoryBudget
+from egress.partition import Position
 
 SHORT = b"$JS.ACK.S.C.1.%d.%d.1700000000000000000.9"
 LONG = b"$JS.ACK.hub.ACCHASH.S.C.1.%d.%d.1700000000000000000.9.x7"
@@ -53,7 +52,7 @@ class Server:
 
 
 def acks(server: Any, **settings: Any) -> Acknowledging:
-    account = Budget(10**9).account(lambda: None)
+    account = MemoryBudget(10**9).account(lambda: None)
     settings = {"whole": False, "first": 1, **settings}
     return Acknowledging(server, "S", info(), ManualClock(), account, **settings)
 
@@ -90,7 +89,7 @@ async def test_all_up_to_a_message_are_acknowledged_by_one(monkeypatch: pytest.M
 
 
 async def test_what_is_kept_is_charged_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, budget = Server(monkeypatch), Budget(10**9)
+    server, budget = Server(monkeypatch), MemoryBudget(10**9)
     account = budget.account(lambda: None)
     made = Acknowledging(server, "S", info(), ManualClock(), account, whole=False, first=1)  # type: ignore[arg-type]
     deliver(server, made, *range(1, 1001))
@@ -141,7 +140,7 @@ async def test_another_consumer_of_that_name_is_a_doubt(monkeypatch: pytest.Monk
     made = acks(server)
     deliver(server, made, 1)
     server.found = "later"
-    with pytest.raises(DoubtError):
+    with pytest.raises(ReaderResetError):
         await made.upto(1)
 
 
@@ -150,7 +149,7 @@ async def test_a_new_connection_is_a_doubt_at_once(monkeypatch: pytest.MonkeyPat
     made = acks(server)
     deliver(server, made, 1)
     server.generation += 1
-    with pytest.raises(DoubtError):
+    with pytest.raises(ReaderResetError):
         await made.upto(1)
 
 

@@ -10,15 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.clock import ManualClock
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
-from egress import builder as builder_module
-from egress.budget import Account, Budget
-from egress.builder import GAP_AGE, PIECE_MESSAGES, Builder, Close, Closing, Emitted, Piece
-from egress.columns import chosen
-from egress.ledger import attribute, before_first_gap, gone_before_read, unread
-from egress.sifted import SAMPLED_OUT, TOO_OLD, Sifted
+from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch
+from egress.builder import (
+    GAP_AGE,
+    PIECE_MESSAGES,
+    Builder,
+    Close,
+    Emitted,
+    Piece,
+    SegmentLimits,
+    attribute,
+    before_first_gap,
+    gone_before_read,
+    unread,
+)
+from egress.memory import MemoryAccount, MemoryBudget
 
 SECOND = 1_000_000_000
 
@@ -30,11 +39,11 @@ def columns(sequences: Iterable[int], *, payload: bytes = b"x" * 10, at: int | N
     return Columns(chosen, times, [b"s"] * count, [None] * count, [payload] * count)
 
 
-def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> Sifted:
+def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT) -> MessageBatch:
     examined = columns(sequences)
     selected = [s in kept for s in examined.sequences]
     codes = bytes(0 if each else code for each in selected)
-    return Sifted(examined, codes, chosen(examined, selected, [f"k{s}" for s in examined.sequences]))
+    return MessageBatch(examined, codes, examined.chosen(selected, [f"k{s}" for s in examined.sequences]))
 
 
 class Bench:
@@ -45,10 +54,10 @@ class Bench:
     ) -> None:
         self.clock = ManualClock()
         self.emitted: list[Emitted] = []
-        self.account: Account = Budget(1 << 30).account(lambda: None)
+        self.account: MemoryAccount = MemoryBudget(1 << 30).account(lambda: None)
         limits = {"max_messages": 1_000_000, "max_size": 1 << 30, "max_age": 60.0, **closing}
         self.builder = Builder(
-            Closing(**limits),  # type: ignore[arg-type]
+            SegmentLimits(**limits),  # type: ignore[arg-type]
             self.clock,
             self.account,
             self.emitted.append,
@@ -333,7 +342,7 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(
         rows.sequences.extend(more.sequences)
         raise MemoryError
 
-    monkeypatch.setattr(builder_module, "extend", fails_halfway)
+    monkeypatch.setattr(Columns, "extend", fails_halfway)
     with pytest.raises(MemoryError):
         bench.builder.messages(columns([3, 4]))
     monkeypatch.undo()
@@ -349,14 +358,14 @@ def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(
 
 def test_what_closed_before_a_batch_failed_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(max_messages=3)
-    real = builder_module.extend
+    real = Columns.extend
 
     def fails_at_four(rows: Columns, more: Columns) -> None:
         if 4 in more.sequences:
             raise MemoryError
         real(rows, more)
 
-    monkeypatch.setattr(builder_module, "extend", fails_at_four)
+    monkeypatch.setattr(Columns, "extend", fails_at_four)
     with pytest.raises(MemoryError):
         bench.builder.messages(columns([1, 2, 3, 4, 5]))
     bench.builder.close(Close.DOUBT)

@@ -6,22 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from common.jetstream.streams import ConsumerInfo
+from common.clock import NS_PER_S
+from common.jetstream.api import ConsumerInfo
 from common.settings.base import Section
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
-from common.settings.types import Range
-from common.settings.units import parse_duration
-from egress.consumers import ACK_WAIT, SECOND, Wanted, durable, ephemeral, filters, first, unfit
-from egress.slices import Slice, is_of_site, slices
+from common.settings.types import Range, parse_duration
+from egress.consumers import ACK_WAIT, WantedMessages, durable, ephemeral, filters, first, unfit
+from egress.partition import Partition, is_of_site, partitions_of
 
 
-def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **settings: object) -> Slice:
-    return Slice(site, FeedSettings.model_validate({"stream": "S", "name": feed, **settings}), partition)
+def part(site: str = "alpha", feed: str = "NODES", partition: int = 0, **settings: object) -> Partition:
+    return Partition(site, FeedSettings.model_validate({"stream": "S", "name": feed, **settings}), partition)
 
 
-def name(each: Slice) -> str:
-    return str(durable(Wanted(each, "workqueue"), (2, 15, 1))["durable_name"])
+def name(each: Partition) -> str:
+    return str(durable(WantedMessages(each, "workqueue"), (2, 15, 1))["durable_name"])
 
 
 ALIKE = [
@@ -42,14 +42,14 @@ ALIKE = [
 
 def test_a_durable_belongs_to_one_slice_however_alike_names_look() -> None:
     for one in ALIKE:
-        owners = [other for other in ALIKE if Wanted(other, "interest").is_ours(name(one))]
+        owners = [other for other in ALIKE if WantedMessages(other, "interest").is_ours(name(one))]
         assert owners == [one]
         assert [other.site for other in ALIKE if is_of_site(name(one), other.site)].count(one.site)
         assert not any(is_of_site(name(one), other.site) for other in ALIKE if other.site != one.site)
 
 
 @pytest.mark.parametrize("each", ALIKE)
-def test_a_durable_has_a_legal_name_of_its_own_each_time(each: Slice) -> None:
+def test_a_durable_has_a_legal_name_of_its_own_each_time(each: Partition) -> None:
     assert name(each) != name(each)
     assert len(name(each)) <= 255
     assert set(name(each)).isdisjoint(" .*>/\\\t\r\n")
@@ -58,12 +58,13 @@ def test_a_durable_has_a_legal_name_of_its_own_each_time(each: Slice) -> None:
 
 def test_a_former_partition_is_recognised_by_its_number() -> None:
     settings = {"partitions": {"count": 2, "subject": "s.{partition}.>"}}
-    wanted = Wanted(part(partition=0, **settings), "workqueue")
+    wanted = WantedMessages(part(partition=0, **settings), "workqueue")
     assert wanted.is_former(name(part(partition=5, **settings)))
     assert not wanted.is_former(name(part(partition=1, **settings)))
     assert not wanted.is_former(name(part(feed="OTHER", partition=5)))
     assert not wanted.is_former("worker")
-    assert [each.partition_of(name(each)) for each in slices("alpha", wanted.part.settings)] == [0, 1]
+    cut = partitions_of("alpha", wanted.partition.settings)
+    assert [each.partition_of(name(each)) for each in cut] == [0, 1]
 
 
 def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -> None:
@@ -77,11 +78,11 @@ def test_a_durable_waits_for_its_acknowledgements_longer_than_anything_takes() -
 
 
 def test_durables_are_configured_by_the_retention() -> None:
-    queue = durable(Wanted(part(), "workqueue", 7), (2, 15, 1))
-    interest = durable(Wanted(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
+    queue = durable(WantedMessages(part(), "workqueue", 7), (2, 15, 1))
+    interest = durable(WantedMessages(replace(part(), filter_subject="s.a"), "interest", 7), (2, 15, 1))
     for each in (queue, interest):
         assert each["max_ack_pending"] == each["max_deliver"] == -1
-        assert each["ack_wait"] == int(ACK_WAIT * SECOND)
+        assert each["ack_wait"] == int(ACK_WAIT * NS_PER_S)
         assert not {"inactive_threshold", "mem_storage", "num_replicas"} & set(each)
     assert (queue["deliver_policy"], queue["ack_policy"]) == ("all", "explicit")
     assert "opt_start_seq" not in queue
@@ -91,7 +92,7 @@ def test_durables_are_configured_by_the_retention() -> None:
 
 
 def test_an_older_server_is_told_of_each_message() -> None:
-    wanted = Wanted(part(), "interest", 7)
+    wanted = WantedMessages(part(), "interest", 7)
     assert durable(wanted, (2, 12, 8))["ack_policy"] == "explicit"
     assert durable(wanted, (2, 15, 0))["ack_policy"] == "all"
 
@@ -112,13 +113,13 @@ def test_a_durable_begins_behind_what_a_former_one_acknowledged(
     position: int, begin: int, acknowledged: list[int], expected: int
 ) -> None:
     former = [ConsumerInfo("c", "", {}, 0, 0, 0, "", acknowledged=each) for each in acknowledged]
-    assert first(Wanted(part(), "interest", position, begin), former) == expected
+    assert first(WantedMessages(part(), "interest", position, begin), former) == expected
 
 
 def test_an_ephemeral_takes_no_acknowledgements_and_ends_with_its_reader() -> None:
-    config = ephemeral(Wanted(part(), "limits", 7, inactive=60))
+    config = ephemeral(WantedMessages(part(), "limits", 7, inactive=60))
     assert (config["ack_policy"], config["opt_start_seq"]) == ("none", 7)
-    assert config["inactive_threshold"] == 60 * SECOND
+    assert config["inactive_threshold"] == 60 * NS_PER_S
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_an_ephemeral_takes_no_acknowledgements_and_ends_with_its_reader() -> No
 def test_what_a_stream_imposes_on_durables_is_refused(
     retention: str, config: dict[str, int], told: str | None
 ) -> None:
-    found = unfit(Wanted(part(), retention), config)
+    found = unfit(WantedMessages(part(), retention), config)
     assert (found is None) == (told is None)
     if found is not None and told is not None:
         assert told in found.message

@@ -11,21 +11,20 @@ import pytest
 from common.chain import Chain
 from common.clock import SystemClock
 from common.errors import Unavailable
-from common.segments.parquet import open_file
-from common.segments.rows import Columns
-from common.segments.spool import Spool
+from common.segments.columns import Columns
+from common.segments.reader import open_file
+from common.segments.writer import Spool
 from common.sequences import SequenceRange
 from common.service.monitor import Health
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.egress import FeedSettings
-from egress.budget import Budget
+from egress.acks import ReaderResetError
+from egress.batch import SAMPLED_OUT
 from egress.builder import Close, Piece
-from egress.draft import BATCH_ROWS, Draft
-from egress.encoding import AskGone, Encoder
-from egress.reader import DoubtError
+from egress.encoder import BATCH_ROWS, Encoder, SegmentFile
+from egress.memory import MemoryBudget
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
-from egress.sifted import SAMPLED_OUT
 
 CHAIN = Chain("site", "UNIT_ENCODER")
 FEED = FeedSettings(stream="S", inspect_field="id", inspect_duration="1m")  # type: ignore[arg-type]
@@ -40,15 +39,21 @@ def piece(coverage: SequenceRange, sequences: list[int]) -> Piece:
 
 
 class Source:
-    """A source's first sequence that a test moves."""
+    """A source whose first sequence a test moves; it holds nothing of what was not received."""
 
-    first = 1
-    gone = False
+    moved_to = 1
+    is_away = False
 
-    async def ask(self) -> int:
-        if self.gone:
-            raise DoubtError("stream_changed", "gone")
-        return self.first
+    async def first(self) -> int:
+        if self.is_away:
+            raise ReaderResetError("stream_changed", "gone")
+        return self.moved_to
+
+    async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        return missing
+
+    async def without_looped(self, piece: Piece) -> Piece:
+        return piece
 
 
 @pytest.fixture
@@ -58,24 +63,16 @@ def thread() -> Iterator[Threads]:
     threads.close()
 
 
-async def all_of(missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
-    """A source that holds nothing of what was not received."""
-    return missing
-
-
-def encoder(
-    thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False, gone: AskGone = all_of
-) -> Encoder:
-    account = Budget(1 << 30).account(lambda: None)
+def encoder(thread: Threads, folder: Path, source: Source, *, fills_hole: bool = False) -> Encoder:
+    account = MemoryBudget(1 << 30).account(lambda: None)
     report = FeedReport(CHAIN, "S", Health(SystemClock()))
     spool = Spool(folder)
     return Encoder(
         thread,
         account,
         report,
-        lambda: Draft(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
-        source.ask,
-        gone,
+        lambda: SegmentFile(CHAIN, spool.new_file, writer="test", compression_level=1, filtered=False),
+        source,  # type: ignore[arg-type]
         fills_hole=fills_hole,
     )
 
@@ -86,7 +83,7 @@ def coverages(encoder: Encoder) -> list[str]:
 
 async def test_pieces_of_one_segment_become_one_balanced_file(thread: Threads, tmp_path: Path) -> None:
     source = Source()
-    source.first = 5
+    source.moved_to = 5
     made = encoder(thread, tmp_path, source)
     for item in (piece(SequenceRange(1, 6), [6]), piece(SequenceRange(7, 10), [8, 10]), Close.SIZE):
         made.emit(item)
@@ -102,7 +99,7 @@ async def test_pieces_of_one_segment_become_one_balanced_file(thread: Threads, t
 async def test_in_a_hole_nothing_is_covered_as_gone(thread: Threads, tmp_path: Path) -> None:
     """The source moved on to 20 while 5..30 was read: what was received in front of the gap is kept."""
     source = Source()
-    source.first = 20
+    source.moved_to = 20
     made = encoder(thread, tmp_path, source, fills_hole=True)
     made.emit(piece(SequenceRange(5, 8), [5, 6, 7, 8]))
     made.emit(piece(SequenceRange(9, 25), [9, 10, 21, 25]))
@@ -117,7 +114,7 @@ async def test_in_a_hole_nothing_is_covered_as_gone(thread: Threads, tmp_path: P
 
 async def test_in_a_hole_that_begins_with_a_gap_nothing_is_written(thread: Threads, tmp_path: Path) -> None:
     source = Source()
-    source.first = 20
+    source.moved_to = 20
     made = encoder(thread, tmp_path, source, fills_hole=True)
     made.emit(piece(SequenceRange(5, 25), [20, 25]))
     assert not await made.next()
@@ -139,11 +136,12 @@ async def test_what_is_missing_in_a_hole_may_have_been_archived_once(thread: Thr
 async def test_what_a_filter_passed_in_a_hole_is_gone_only_where_the_source_lacks_it(
     thread: Threads, tmp_path: Path
 ) -> None:
-    async def one_of(missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
-        assert list(missing) == [SequenceRange(6, 8), SequenceRange(10, 10)]
-        return [SequenceRange(7, 7)]
+    class Holding(Source):
+        async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+            assert list(missing) == [SequenceRange(6, 8), SequenceRange(10, 10)]
+            return [SequenceRange(7, 7)]
 
-    made = encoder(thread, tmp_path, Source(), fills_hole=True, gone=one_of)
+    made = encoder(thread, tmp_path, Holding(), fills_hole=True)
     made.emit(piece(SequenceRange(5, 10), [5, 9]))
     made.emit(Close.HOLE)
     await made.all()
@@ -157,10 +155,10 @@ async def test_a_doubt_while_the_source_is_asked_loses_no_piece(thread: Threads,
     made = encoder(thread, tmp_path, source)
     made.emit(piece(SequenceRange(1, 10), [1, 2]))
     made.emit(Close.DOUBT)
-    source.gone = True
-    with pytest.raises(DoubtError):
+    source.is_away = True
+    with pytest.raises(ReaderResetError):
         await made.next()
-    source.gone = False
+    source.is_away = False
     await made.all()
     assert coverages(made) == ["1..10"]
 
@@ -170,14 +168,14 @@ async def test_nothing_is_sealed_behind_a_piece_that_was_lost_to_an_error(
 ) -> None:
     """The segment would cover its sequences without its rows."""
     made = encoder(thread, tmp_path, Source())
-    real = Draft.add
+    real = SegmentFile.add
 
-    def add(self: Draft, each: Piece, *rest: Any) -> None:
+    def add(self: SegmentFile, each: Piece, *rest: Any) -> None:
         if each.coverage.first == 4:
             raise Unavailable("the disk is full")
         real(self, each, *rest)
 
-    monkeypatch.setattr(Draft, "add", add)
+    monkeypatch.setattr(SegmentFile, "add", add)
     for first in (1, 4, 7):
         made.emit(piece(SequenceRange(first, first + 2), [first, first + 1, first + 2]))
         if first == 1:
@@ -202,7 +200,7 @@ def sampled_piece(number: int, rows: int) -> Piece:
 @pytest.mark.parametrize("rows", [0, 1, 10])
 def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path, rows: int) -> None:
     """99.9 % sampled out: neither a batch nor a row group nor a page for each piece."""
-    draft = Draft(
+    draft = SegmentFile(
         CHAIN,
         Spool(tmp_path).new_file,
         writer="test",

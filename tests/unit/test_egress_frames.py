@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from egress.frames import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 
 
 def reply(sequence: int, number: int, *, consumer: str = "c1", domain: bool = False) -> bytes:

@@ -13,17 +13,24 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
-from egress.expiry import Limits, Rise, left_by_age, left_by_size
-from egress.liveness import Liveness, Progress, Standing
 from egress.report import FeedReport, log
-from tests.support import unique
+from egress.watchdog import (
+    Liveness,
+    ProgressCheck,
+    Rise,
+    SessionStanding,
+    StreamLimits,
+    left_by_age,
+    left_by_size,
+)
+from tests.support.basics import unique
 
 SECOND = 10**9
-HALF = Standing(count=50, received=50, archived=50, source=100)
+HALF = SessionStanding(count=50, received=50, archived=50, source=100)
 
 
-def progress() -> Progress:
-    return Progress(patience=60, segment_age=300, now=0.0)
+def progress() -> ProgressCheck:
+    return ProgressCheck(patience=60, segment_age=300, now=0.0)
 
 
 def test_messages_that_wait_for_a_minute_are_a_stall_that_a_fresh_reader_may_heal() -> None:
@@ -47,7 +54,7 @@ def test_whatever_moves_begins_the_minute_anew() -> None:
 @pytest.mark.parametrize(
     "standing", [replace(HALF, source=50), replace(HALF, source=7), replace(HALF, is_done=True)]
 )
-def test_where_nothing_waits_nothing_stalls(standing: Standing) -> None:
+def test_where_nothing_waits_nothing_stalls(standing: SessionStanding) -> None:
     judge = progress().judge
 
     assert [judge(standing, now) for now in (0.0, 1e3, 1e6)] == [None] * 3
@@ -75,7 +82,7 @@ def test_without_room_a_fresh_reader_would_not_help() -> None:
 
 def test_what_is_received_and_not_archived_stalls_after_its_segment_had_to_close() -> None:
     judge = progress().judge
-    received = Standing(count=50, received=50, archived=10, source=50)
+    received = SessionStanding(count=50, received=50, archived=10, source=50)
 
     assert [judge(received, now) for now in (0.0, 300.0, 359.0)] == [None] * 3
     stall = judge(replace(received, count=60, received=60, source=60), 360.0)
@@ -90,7 +97,7 @@ def test_a_chain_that_archives_at_each_check_never_stalls(steps: list[tuple[int,
     archived = 0
     for number, (more, behind, asks) in enumerate(steps):
         archived += 1 + more
-        standing = Standing(archived, archived + behind, archived, archived + behind + more, asks)
+        standing = SessionStanding(archived, archived + behind, archived, archived + behind + more, asks)
         assert judge(standing, number * 59.0) is None
 
 
@@ -171,35 +178,35 @@ def test_time_goes_on_while_nobody_can_be_asked() -> None:
 @pytest.mark.parametrize(
     ("config", "limits"),
     [
-        ({}, Limits()),
-        ({"max_age": 5, "max_msgs": -1, "max_bytes": -1}, Limits(5)),
-        ({"max_msgs": 10}, Limits(0, True)),
-        ({"max_bytes": 10, "discard": "old"}, Limits(0, True)),
-        ({"max_msgs": 10, "discard": "new"}, Limits()),
-        ({"max_msgs": 10, "retention": "workqueue"}, Limits()),
-        ({"max_msgs_per_subject": 1}, Limits()),
+        ({}, StreamLimits()),
+        ({"max_age": 5, "max_msgs": -1, "max_bytes": -1}, StreamLimits(5)),
+        ({"max_msgs": 10}, StreamLimits(0, True)),
+        ({"max_bytes": 10, "discard": "old"}, StreamLimits(0, True)),
+        ({"max_msgs": 10, "discard": "new"}, StreamLimits()),
+        ({"max_msgs": 10, "retention": "workqueue"}, StreamLimits()),
+        ({"max_msgs_per_subject": 1}, StreamLimits()),
     ],
 )
-def test_limits_of_a_stream(config: dict[str, object], limits: Limits) -> None:
-    assert Limits.of(config) == limits
+def test_limits_of_a_stream(config: dict[str, object], limits: StreamLimits) -> None:
+    assert StreamLimits.of(config) == limits
 
 
 def test_by_age_it_is_what_the_oldest_waiting_message_has_left() -> None:
-    day = Limits(86_400 * SECOND)
+    day = StreamLimits(86_400 * SECOND)
 
     assert left_by_age(day, 100 * SECOND, 100 * SECOND) == 86_400
     assert left_by_age(day, 100 * SECOND, 86_400 * SECOND) == 100
     assert left_by_age(day, 0, 10 * 86_400 * SECOND) == 0
-    assert left_by_age(Limits(), 0, 10 * 86_400 * SECOND) == math.inf
+    assert left_by_age(StreamLimits(), 0, 10 * 86_400 * SECOND) == math.inf
 
 
 def test_by_size_it_is_the_distance_over_the_pace() -> None:
-    limits = Limits(by_size=True)
+    limits = StreamLimits(by_size=True)
 
     assert left_by_size(limits, waiting=1000, first=400, pace=6) == 100
     assert left_by_size(limits, waiting=1000, first=1000, pace=6) == 0
     assert left_by_size(limits, waiting=1000, first=400, pace=0) == math.inf
-    assert left_by_size(Limits(max_age_ns=1), waiting=1000, first=400, pace=6) == math.inf
+    assert left_by_size(StreamLimits(max_age_ns=1), waiting=1000, first=400, pace=6) == math.inf
 
 
 def test_the_pace_is_that_of_the_last_looks() -> None:

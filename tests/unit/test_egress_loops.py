@@ -6,7 +6,7 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.headers import Provenance, build_block, escape
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from egress.loops import MOST_CLAIMS, Claims
 
 OURS = Provenance("here", "FEED", 2, 1, 7, 1_700_000_000_000_000_001)

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from common.segments.documents import ChainDocument
 from common.settings.egress import FeedSettings
-from egress.history import configured, outline
-from egress.partitions.left import Unmatched, unmatched
-from egress.partitions.recut import settings_of
-from egress.slices import slices
+from egress.incarnations import configured, outline
+from egress.partition import partitions_of
+from egress.repartition import settings_of
+from egress.report import Unmatched, unmatched
 
 
 def feed(**keys: Any) -> FeedSettings:
@@ -68,12 +68,12 @@ def test_filter_subject_and_partitions_exclude_each_other() -> None:
 )
 def test_a_cut_can_be_read_back_into_settings(keys: dict[str, Any]) -> None:
     """An old incarnation is closed under the filters that it was begun with."""
-    [*parts] = slices("site", feed(**keys))
+    [*parts] = partitions_of("site", feed(**keys))
     cut = configured(parts[0], 5)
 
     back = settings_of(cut, feed(partitions=["x", "y"]))
 
-    assert outline(configured(slices("site", back)[0])) == outline(cut)
+    assert outline(configured(partitions_of("site", back)[0])) == outline(cut)
     assert cut[0] == ChainDocument(parts[0].filters, len(parts), 5, back.relay)
 
 

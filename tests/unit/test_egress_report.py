@@ -7,12 +7,12 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.parquet import SpooledSegment
+from common.segments.reader import SpooledSegment
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from egress.report import FeedReport
-from tests.support import unique
+from tests.support.basics import unique
 
 
 def spooled(chain: Chain, first: int, last: int) -> SpooledSegment:

@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.clock import ManualClock
+from common.clock import DELAYS, Backoff, ManualClock
 from common.errors import Unavailable
-from common.tasks import end, unless
-from egress.backoff import DELAYS, Backoff
-from egress.budget import LARGEST_WINDOW, Budget
+from common.tasks import Stop, end, unless
+from egress.deps import Confirming
 from egress.evidence import confirm
-from egress.parts import Confirming
+from egress.memory import LARGEST_WINDOW, MemoryBudget
 
 
 def answers(*values: str) -> Callable[[], Awaitable[str]]:
@@ -72,7 +71,7 @@ async def test_a_task_that_survives_its_first_cancellation_is_ended() -> None:
 
 
 async def test_work_is_dropped_when_the_stop_comes_first() -> None:
-    stop = asyncio.Event()
+    stop = Stop()
 
     async def quick() -> int:
         return 7
@@ -101,7 +100,7 @@ def test_delays_grow_with_jitter_and_begin_again() -> None:
 
 def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
     told: list[str] = []
-    budget = Budget(100, chains=2)
+    budget = MemoryBudget(100, chains=2)
     one, other = budget.account(lambda: told.append("one")), budget.account(lambda: told.append("other"))
     one.charge(70)
     assert budget.has_room(30)
@@ -115,9 +114,9 @@ def test_a_budget_is_shared_and_tells_when_there_is_room_again() -> None:
 
 
 def test_an_empty_budget_has_room_for_one_message_of_any_size() -> None:
-    assert Budget(10).has_room(1_000)
+    assert MemoryBudget(10).has_room(1_000)
 
 
 def test_pull_requests_of_many_chains_fit_together() -> None:
-    assert Budget(128 << 20).window == LARGEST_WINDOW
-    assert Budget(128 << 20, chains=100).window * 100 <= 128 << 20
+    assert MemoryBudget(128 << 20).window == LARGEST_WINDOW
+    assert MemoryBudget(128 << 20, chains=100).window * 100 <= 128 << 20

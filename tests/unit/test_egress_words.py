@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.jetstream.lease import new_owner, owner_text
-from common.service import pasting
-from egress.history import filters_text
-from egress.partitions.left import LeftOut, Unmatched
-from egress.resolve.hints import repartition, resolve
+from common.service import exits
+from egress.hints import repartition, resolve
+from egress.incarnations import filters_text
+from egress.report import LeftOut, Unmatched
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_what_is_left_out_is_one_sentence() -> None:
 
 
 def test_commands_name_the_file_that_was_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pasting, "_source", "")
-    monkeypatch.setattr(pasting, "_path", "")
+    monkeypatch.setattr(exits, "_source", "")
+    monkeypatch.setattr(exits, "_path", "")
     monkeypatch.chdir(tmp_path)
-    pasting.remember("my site's.yaml")
+    exits.remember("my site's.yaml")
     path = str(tmp_path / "my site's.yaml")
     assert shlex.split(resolve("F", "--same", 2)) == [
         *("floe", "egress", "resolve", "-c", path, "F", "--partition", "2", "--same")
     ]
     assert shlex.split(repartition("$F")) == ["floe", "egress", "repartition", "-c", path, "--feed", "$F"]
-    assert pasting.source() == "my site's.yaml"
+    assert exits.source() == "my site's.yaml"

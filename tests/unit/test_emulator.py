@@ -10,9 +10,8 @@ from click.testing import CliRunner
 
 from common.errors import UsageError
 from infra.cli import emulate
-from infra.emulator import Pace, subject_filter
-from infra.facts import Facts, read_facts
-from infra.fleet import Fleet, Sizes, describe
+from infra.emulator import PublishSchedule, subject_filter
+from infra.fleet import Facts, Fleet, Sizes, describe, read_facts
 
 NOW = 1_700_000_000.0
 FACTS = read_facts()
@@ -100,30 +99,30 @@ def test_refuses_impossible_sizes(least: int, most: int) -> None:
 
 
 def test_each_node_publishes_once_in_an_interval() -> None:
-    pace = Pace(nodes=300, interval=60)
+    pace = PublishSchedule(nodes=300, interval=60)
 
     assert pace.per_second() == 5
     assert [pace.due(elapsed) for elapsed in (0, 0.5, 1, 60)] == [1, 3, 6, 301]
 
 
 def test_a_rate_counts_for_the_whole_fleet_and_zero_means_as_fast_as_possible() -> None:
-    assert Pace(nodes=10, rate=200).due(0.5) == 101
-    assert Pace(nodes=10, rate=0, count=77).due(0.001) == 77
+    assert PublishSchedule(nodes=10, rate=200).due(0.5) == 101
+    assert PublishSchedule(nodes=10, rate=0, count=77).due(0.001) == 77
 
 
 def test_stops_at_the_count_or_after_the_duration() -> None:
-    pace = Pace(nodes=10, rate=100, count=50, duration=2)
+    pace = PublishSchedule(nodes=10, rate=100, count=50, duration=2)
 
     assert not pace.is_over(49, 1.9)
     assert pace.is_over(50, 0.1)
     assert pace.is_over(0, 2)
-    assert not Pace(nodes=1).is_over(10**9, 10**9)
+    assert not PublishSchedule(nodes=1).is_over(10**9, 10**9)
 
 
 @pytest.mark.parametrize("wrong", [{"interval": 0}, {"rate": -1}])
 def test_refuses_a_pace_that_never_comes(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="expected more than 0 seconds"):
-        Pace(nodes=1, **wrong)
+        PublishSchedule(nodes=1, **wrong)
 
 
 @pytest.mark.parametrize(

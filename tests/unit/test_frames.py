@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.frames import FrameParser, WireError, frame
+from common.jetstream.protocol import FrameParser, WireError, frame
 
 BLOCK = b"NATS/1.0\r\nA: 1\r\n\r\n"
 

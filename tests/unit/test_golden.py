@@ -11,17 +11,22 @@ import pytest
 
 from common.errors import SegmentCorrupt
 from common.objects.local import LocalObjects
-from common.segments.document_values import ChainDocument, StreamDocument, floor_from_json, tail_from_json
-from common.segments.documents import ChainStore
-from common.segments.gaps import AcceptedGap
-from common.segments.parquet import messages, open_file
+from common.segments.documents import (
+    AcceptedGap,
+    ChainDocument,
+    ChainStore,
+    StreamDocument,
+    floor_from_json,
+    tail_from_json,
+)
+from common.segments.reader import messages, open_file
 from common.segments.segment import Ledger, Reason, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from compaction.tombstones import Tombstone, Tombstones
-from tests import golden_archive as golden
-from tests.golden_archive import CHAIN, LAYOUT
-from tests.segment_files import footer_of, forge, message, name_of, table_of
+from tests.support import golden as golden
+from tests.support.golden import CHAIN, LAYOUT
+from tests.support.segments import footer_of, forge, message, name_of, table_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -11,20 +11,19 @@ from typing import Any, cast
 import pytest
 
 from common.chain import Chain
-from common.segments import behind, gaps, quarantine
+from common.segments import archive, documents, quarantine
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
-from common.service import pasting
+from common.service import exits
 from common.settings.egress import FeedSettings
-from egress.identity import Evidence, Held, Kind, Source, Verdict, Witness
-from egress.resolve import choices, hints
-from egress.slices import Slice, slices
-from ingress.chains import advice as chain_advice
-from ingress.checkpoints import commands as checkpoint_commands
-from ingress.replay import advice as replay_advice
-from ingress.replay.options import Options
-from ingress.replay.request import Request
-from tests.hints import commands_of, problems_of
+from egress import hints, identity
+from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
+from egress.partition import Partition, partitions_of
+from ingress import hints as chain_advice
+from ingress import hints as checkpoint_commands
+from ingress.replay import request as replay_advice
+from ingress.replay.request import ReplayOptions, Request
+from tests.support.basics import commands_of, problems_of
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("common", "egress", "ingress", "compaction")
@@ -45,8 +44,8 @@ REQUEST = Request(
 )
 
 
-def part_of(**settings: Any) -> Slice:
-    return slices("us-east", FeedSettings(stream="NODES", **settings))[-1]
+def part_of(**settings: Any) -> Partition:
+    return partitions_of("us-east", FeedSettings(stream="NODES", **settings))[-1]
 
 
 PARTS = [
@@ -59,63 +58,69 @@ PARTS = [
 
 def verdicts() -> Iterator[str]:
     """The hints of all verdicts that stop, for feeds of all kinds."""
-    source = Source("2026", 81, 300, 1_000)
+    source = SourceStream("2026", 81, 300, 1_000)
     for part in PARTS:
-        for kind in choices.CODES:
-            for held in Held:
+        for kind in identity.CODES:
+            for held in HeldMessage:
                 tips = (Witness(Tip(100, 1, "0" * 32), held),)
-                found = None if kind is Kind.GONE else source
+                found = None if kind is VerdictKind.GONE else source
                 for end in (100, 400):
                     evidence = Evidence(found, "2025", end, tips)
-                    yield choices.stopped_error(part, part.chain, evidence, Verdict(kind, "why"), 90).hint
+                    yield identity.stopped_error(
+                        part, part.chain, evidence, SourceVerdict(kind, "why"), 90
+                    ).hint
 
 
 # By the function that builds a command: texts in which such commands stand.
 SAMPLES: dict[str, Callable[[], object]] = {
-    "common/segments/behind.py:carry": lambda: behind.ways_on(CHAIN, HOLE),
-    "common/segments/behind.py:give_up": lambda: behind.ways_on(PLAIN, HOLE),
-    "common/segments/gaps.py:accept_command": lambda: [gaps.way_out(each, HOLE) for each in (CHAIN, PLAIN)],
-    "common/segments/gaps.py:carry_late": lambda: [gaps.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
+    "common/segments/archive.py:carry": lambda: archive.ways_on(CHAIN, HOLE),
+    "common/segments/archive.py:give_up": lambda: archive.ways_on(PLAIN, HOLE),
+    "common/segments/documents.py:accept_command": lambda: [
+        documents.way_out(each, HOLE) for each in (CHAIN, PLAIN)
+    ],
+    "common/segments/documents.py:carry_late": lambda: [
+        documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)
+    ],
     "common/segments/quarantine.py:quarantine_command": lambda: quarantine.quarantine_command("a b.parquet"),
-    "egress/resolve/choices.py:_hint": verdicts,
-    "egress/resolve/hints.py:resolve": lambda: [
+    "egress/identity.py:_hint": verdicts,
+    "egress/hints.py:resolve": lambda: [
         hints.resolve("IT'S", "--new-incarnation --from 3", 0),
         hints.believe_listing(CHAIN),
     ],
-    "egress/resolve/hints.py:repartition": lambda: hints.repartition("IT'S"),
-    "egress/resolve/hints.py:bring_back": lambda: [
+    "egress/hints.py:repartition": lambda: hints.repartition("IT'S"),
+    "egress/hints.py:bring_back": lambda: [
         hints.bring_back(part, chain, continues=False) for part in PARTS for chain in (CHAIN, PLAIN)
     ],
-    "ingress/checkpoints/commands.py:set_command": lambda: [
+    "ingress/hints.py:set_command": lambda: [
         checkpoint_commands.set_command("A TARGET", "--forget"),
         chain_advice.set_position("A TARGET", CHAIN, 5),
     ],
-    "ingress/chains/advice.py:resume": lambda: [
+    "ingress/hints.py:resume": lambda: [
         chain_advice.resume("A TARGET", CHAIN),
         chain_advice.resume("A TARGET", PLAIN),
     ],
-    "ingress/replay/advice.py:Advice.same": lambda: replay_advice.Advice(
-        REQUEST, Options(create=True, append=True, allow_lossy=True, skip_holes=True)
+    "ingress/replay/request.py:Advice.same": lambda: replay_advice.Advice(
+        REQUEST, ReplayOptions(create=True, append=True, allow_lossy=True, skip_holes=True)
     ).same("--again"),
 }
 # Made in the middle of what needs servers; the text after `command(` is a literal, or held by other tests.
 ELSEWHERE = {
     "egress/report.py",
-    "ingress/carrier.py",
-    "ingress/decisions/pauses.py",
-    "ingress/parked/cli.py",
+    "ingress/delivery.py",
+    "ingress/chains/pauses.py",
+    "ingress/operator/parked_cli.py",
     "ingress/replay/drill.py",
     "ingress/replay/survey.py",
 }
 
 
 def builders() -> set[str]:
-    """The functions of the product that call `pasting.command`."""
+    """The functions of the product that call `exits.command`."""
     found = set()
     for path in joined.from_iterable((ROOT / each).rglob("*.py") for each in PRODUCT):
         tree = ast.parse(path.read_text())
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-        if any(n.module == pasting.__name__ and "command" in [a.name for a in n.names] for n in imports):
+        if any(n.module == exits.__name__ and "command" in [a.name for a in n.names] for n in imports):
             name = str(path.relative_to(ROOT))
             found |= {f"{name}:{function}" for function in _calling(tree, "")}
     return found

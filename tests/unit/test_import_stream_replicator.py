@@ -12,14 +12,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 import floe
-from common.migration import commented, connection, shape
-from common.migration.durations import convert
-from common.migration.importing import Imported, import_stream_replicator
-from common.service.config import parse_documents
-from common.service.yaml_tree import ConfigFileError
-from common.settings import unbuilt
+from common.migration import entries, read
+from common.migration import read as shape
+from common.migration.read import convert
+from common.migration.write import Imported, import_stream_replicator
+from common.settings import root
+from common.settings.loader import parse_documents
 from common.settings.root import Settings
-from tests.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED
+from common.settings.yaml import ConfigFileError
+from tests.support.replicator_configs import DOCUMENTED, HEAD, KEYS, LOGINS, PARAMETERS, PARTITIONED
 
 WAY = "    source_url: nats://s:4222\n    target_url: nats://t:4222\n"
 
@@ -68,8 +69,8 @@ def notes(text: str) -> dict[str, str]:
 @pytest.fixture
 def all_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """What egress gets in the same issue is not refused."""
-    left = tuple(each for each in unbuilt.UNBUILT if not each.startswith("egress"))
-    monkeypatch.setattr("common.service.config_unbuilt.UNBUILT", left)
+    left = tuple(each for each in root.UNBUILT if not each.startswith("egress"))
+    monkeypatch.setattr("common.settings.loader.UNBUILT", left)
 
 
 def run(*arguments: str) -> Result:
@@ -562,7 +563,7 @@ def test_the_keys_are_those_of_the_program() -> None:
     repeated = re.compile(r"^(streams|heartbeats)\.((source_|target_)?(tls|choria))\.")
 
     assert {key for key in shape.every_key() if not repeated.match(key)} == set(KEYS)
-    assert set(connection.PARAMETERS) == set(PARAMETERS)
+    assert set(read.PARAMETERS) == set(PARAMETERS)
 
 
 def test_the_page_on_migration_tells_of_every_key() -> None:
@@ -590,15 +591,15 @@ def test_the_example_of_the_page_is_what_the_command_prints(tmp_path: Path) -> N
     "text", ["a", "true", "012", "1e5", "5", "no", "\x7f", "\u2028", "\ud800", "#", ": ", "~", ""]
 )
 def test_text_comes_back_from_yaml_as_it_was(text: str) -> None:
-    from common.service.yaml_tree import Keys, Problems, parse_yaml
+    from common.settings.yaml import Keys, Problems, parse_yaml
 
-    [root] = parse_yaml(f"k: {commented.scalar(text)}\n", Problems("x"))
+    [root] = parse_yaml(f"k: {entries.scalar(text)}\n".encode(), Problems("x"))
 
     assert isinstance(root, Keys)
     assert root.entries["k"].value() == text  # type: ignore[union-attr]
 
 
 def test_a_comment_cannot_be_broken_out_of() -> None:
-    assert all(line.startswith("#") for line in commented.comment(["a\nb: c\r\x85d\u2028e"]))
-    assert len(list(commented.comment(["a\nb: c"]))) == 1
-    assert os.linesep not in "".join(commented.comment(["a\nb"]))
+    assert all(line.startswith("#") for line in entries.comment(["a\nb: c\r\x85d\u2028e"]))
+    assert len(list(entries.comment(["a\nb: c"]))) == 1
+    assert os.linesep not in "".join(entries.comment(["a\nb"]))

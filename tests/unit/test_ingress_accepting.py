@@ -8,31 +8,33 @@ import pytest
 
 from common.chain import Chain
 from common.jetstream.headers import Provenance, build_block
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.census import Census
-from ingress.checkpoints.corrections import (
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState, open_intent
+from ingress.checkpoint_store import from_json, to_json
+from ingress.operator.corrections import (
     CorrectionRefused,
+    ParkedMarks,
     accept,
-    awaited,
     counted,
     forget,
     forget_unlisted,
     move,
     rebuild,
+    scan_behind,
 )
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs, Piece, TargetState, open_intent
-from ingress.checkpoints.marks import Marks, Sightings
-from ingress.parked.names import Entry, ParkedName
-from ingress.verdicts.verdict import Origin, Reading, Unread
+from ingress.operator.target_scan import TargetScan
+from ingress.parked import ParkedEntry, ParkedName
+from ingress.verdict.verdict import Origin, TargetReading, Unread
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
 
 
-def piece(first: int, last: int, count: int, chain: Chain = A) -> Piece:
-    return Piece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
+def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
+    return IntentPiece(
+        SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count
+    )
 
 
 OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
@@ -40,9 +42,9 @@ OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 def census(
     after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None
-) -> Census:
+) -> TargetScan:
     """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
-    found = Census(after, last, awaited(state.intent) if state else None)
+    found = scan_behind(state.intent, after, last) if state else TargetScan(after, last)
     for at, chain, sequence in held:
         if chain is None:
             found.add(at, None)
@@ -54,8 +56,8 @@ def census(
 
 def reading(
     last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
-) -> Reading:
-    return Reading(last, created, tail, forgets)
+) -> TargetReading:
+    return TargetReading(last, created, tail, forgets)
 
 
 def positions(state: TargetState | None) -> dict[Chain, int]:
@@ -186,7 +188,7 @@ def test_another_stream_of_the_name_is_taken_with_what_it_holds() -> None:
 
 
 def test_a_parked_message_that_is_tried_again_moves_nothing() -> None:
-    again = Piece(SegmentName(A, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(3, 3), 1, (), True)
+    again = IntentPiece(SegmentName(A, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(3, 3), 1, (), True)
     intent = Intent(100, (again, piece(11, 20, 4)))
 
     assert counted({A: 11}, intent, 1, Unread.GONE) == ({A: 11}, set())
@@ -244,9 +246,9 @@ def test_chains_that_are_not_listed_any_more_are_forgotten_unless_an_intent_hold
 # Parked messages
 
 
-def tried_again(sequence: int, chain: Chain = A) -> Piece:
+def tried_again(sequence: int, chain: Chain = A) -> IntentPiece:
     name = SegmentName(chain, 0, SequenceRange(sequence, sequence), "0" * 16)
-    return Piece(name, SequenceRange(sequence, sequence), 1, out_of_turn=True)
+    return IntentPiece(name, SequenceRange(sequence, sequence), 1, out_of_turn=True)
 
 
 def test_what_the_dropped_intent_passed_or_stored_of_parked_messages_is_marked() -> None:
@@ -256,9 +258,9 @@ def test_what_the_dropped_intent_passed_or_stored_of_parked_messages_is_marked()
     part = accept(state, reading(102, Origin(A, 13)), census(100, 102, (101, A, 3), state=state), {})
     none = accept(state, reading(100, Origin(A, 10)), census(100, 100, state=state), {})
 
-    assert whole.marks == Marks(((A, 12), (A, 19)), ((A, 3),))
-    assert (positions(part.after)[A], part.marks) == (14, Marks(((A, 12),), ((A, 3),)))
-    assert (positions(none.after)[A], none.marks) == (11, Marks())
+    assert whole.marks == ParkedMarks(((A, 12), (A, 19)), ((A, 3),))
+    assert (positions(part.after)[A], part.marks) == (14, ParkedMarks(((A, 12),), ((A, 3),)))
+    assert (positions(none.after)[A], none.marks) == (11, ParkedMarks())
     assert f"{A} 12, {A} 19: parked; floe parked retry delivers it" in whole.told
     assert not [line for line in whole.told if "not awaited" in line]
 
@@ -268,30 +270,30 @@ def test_a_parked_message_behind_a_foreign_one_is_marked_by_what_stands_there_or
     held = [(101, A, 3), (102, None, 0), (103, A, 11)]
 
     seen = accept(state, reading(103, Origin(A, 11)), census(100, 103, *held, state=state), {})
-    assert seen.marks == Marks((), ((A, 3),))
+    assert seen.marks == ParkedMarks((), ((A, 3),))
     gone = census(100, 103, *held[:2], state=state)
     with pytest.raises(CorrectionRefused, match=f"whether these parked ones are stored, .*: {A} 4"):
         accept(state, reading(103), gone, {A: 12})
     repeated = accept(state, reading(103), gone, {}, repeats=True)
-    assert repeated.marks == Marks((), ((A, 3),))
+    assert repeated.marks == ParkedMarks((), ((A, 3),))
 
 
-def parked_entry(sequence: int, created: str = "t0", **marks: bool) -> Entry:
-    return Entry(ParkedName(A, sequence, created), is_kept=True, **marks)
+def parked_entry(sequence: int, created: str = "t0", **marks: bool) -> ParkedEntry:
+    return ParkedEntry(ParkedName(A, sequence, created), is_kept=True, **marks)
 
 
 def test_the_marks_of_a_lost_state_are_found_in_the_target() -> None:
     """4 was passed without; 5 went in its turn; 6 was tried again and stands there; 9 is not passed."""
     entries = [parked_entry(4), parked_entry(5), parked_entry(6, is_left_out=True), parked_entry(9)]
     entries += [parked_entry(3, "other")]
-    seen = Census(0, 3, Sightings({(A, each) for each in (3, 4, 5, 6, 9)}))
+    seen = TargetScan(0, 3, parked={(A, each) for each in (3, 4, 5, 6, 9)})
     for at, sequence in enumerate((5, 7, 6), 1):
         words = (A.site, A.feed, A.incarnation, A.partition)
         seen.add(at, build_block([Provenance(*words, sequence, 1).line()]))
 
     correction = rebuild(None, reading(3, Origin(A, 6)), seen, entries=entries)
 
-    assert correction.marks == Marks(((A, 4),), ((A, 6),))
+    assert correction.marks == ParkedMarks(((A, 4),), ((A, 6),))
 
 
 def names_of(state: TargetState | None, *sequences: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ingress.rows.budget import Budget
+from ingress.rows.ahead import ByteBudget
 
 
 async def turn() -> None:
@@ -13,7 +13,7 @@ async def turn() -> None:
 
 
 async def test_whoever_asked_first_is_served_first() -> None:
-    budget, served = Budget(100), []
+    budget, served = ByteBudget(100), []
 
     async def take(name: str, size: int) -> None:
         await budget.take(size)
@@ -31,7 +31,7 @@ async def test_whoever_asked_first_is_served_first() -> None:
 
 
 async def test_what_is_larger_than_the_budget_is_served_alone() -> None:
-    budget = Budget(100)
+    budget = ByteBudget(100)
     await budget.take(10)
     waiting = asyncio.create_task(budget.take(1000))
     await turn()
@@ -43,7 +43,7 @@ async def test_what_is_larger_than_the_budget_is_served_alone() -> None:
 
 
 async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
-    budget = Budget(100)
+    budget = ByteBudget(100)
     await budget.take(90)
     first = asyncio.create_task(budget.take(50))
     second = asyncio.create_task(budget.take(10))
@@ -55,7 +55,7 @@ async def test_a_cancelled_wait_takes_nothing_and_holds_nobody_up() -> None:
 
 
 async def test_a_wait_cancelled_when_it_was_just_served_gives_its_bytes_back() -> None:
-    budget = Budget(100)
+    budget = ByteBudget(100)
     await budget.take(90)
     waiting = asyncio.create_task(budget.take(50))
     await turn()
@@ -67,7 +67,7 @@ async def test_a_wait_cancelled_when_it_was_just_served_gives_its_bytes_back() -
 
 
 async def test_forced_bytes_count_and_wait_for_nothing() -> None:
-    budget = Budget(100)
+    budget = ByteBudget(100)
     await budget.take(100)
     budget.force(50)
     budget.give(150)

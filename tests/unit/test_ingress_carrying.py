@@ -13,26 +13,27 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock, SystemClock
 from common.errors import AnotherWriter, Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.settings.ingress import TargetSettings
-from ingress.carrier import Carrier
-from ingress.checkpoints.intent import Checkpoint, CheckpointConflict, Piece, TargetState, open_intent
-from ingress.checkpoints.state import StateMoved, Stored
-from ingress.parts import Pace
-from ingress.publishing.publisher import Outcome
-from ingress.rows.blocks import Block, Material, Rows
-from ingress.runner import Runner
-from ingress.verdicts.verdict import Sending, Settled
-from tests.support import PATIENCE
+from common.tasks import Stop
+from ingress.checkpoint import Checkpoint, CheckpointConflict, IntentPiece, TargetState, open_intent
+from ingress.checkpoint_store import StateMoved, Stored
+from ingress.delivery import Delivery
+from ingress.deps import IngressTuning
+from ingress.publishers.publisher import Outcome
+from ingress.rows.rows import Block, PreparedBatch, Rows
+from ingress.target import TargetSupervisor
+from ingress.verdict.verdict import Sending, Settled
+from tests.support.basics import PATIENCE
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
 
-def piece(first: int, last: int) -> Piece:
+def piece(first: int, last: int) -> IntentPiece:
     rows = SequenceRange(first, last)
-    return Piece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, len(rows))
+    return IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, len(rows))
 
 
 def state(sequence: int = 0, **positions: int) -> TargetState:
@@ -51,12 +52,12 @@ class World:
     def __init__(self, moves: list[TargetState] | None = None, first: int = 1) -> None:
         self.stored, self.moves = Stored(state(us=1), 1), moves or []
         self.next, self.published, self.stop_at = first, 0, 5
-        self.stop = asyncio.Event()
+        self.stop = Stop()
         self.recall, self.sending = self, Sending()
 
-    def carrier(self, limits: Any = None) -> Carrier:
+    def carrier(self, limits: Any = None) -> Delivery:
         world: Any = self
-        return Carrier("T", world, world, world, world, ManualClock(), limits=limits)
+        return Delivery("T", world, world, world, world, ManualClock(), limits=limits)
 
     # State and target
 
@@ -85,7 +86,7 @@ class World:
 
     # Rows
 
-    async def take(self, stop: asyncio.Event) -> Rows | None:
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
         """As the real ones: nothing is waited for where rows are ready."""
         assert self.published < 50, "it never stops"
         self.next += 1
@@ -151,7 +152,7 @@ def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
     limit: int, stored: int, found: tuple[Chain, int, int] | None
 ) -> None:
     payloads = pa.array([b"", b"", b""], pa.binary())
-    material = Material([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
+    material = PreparedBatch([1, 2, 3], [1, 2, 3], [b"a"] * 3, b"", None, payloads, [10, 110, 120], most=100)
     rows = Rows([Block(piece(1, 3), material)])
 
     assert rows.most == 100
@@ -160,7 +161,7 @@ def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
 
 async def test_rows_that_do_not_continue_the_checkpoint_name_what_to_look_at() -> None:
     with pytest.raises(CheckpointConflict) as error:
-        await World(first=7).carrier().run(asyncio.Event())
+        await World(first=7).carrier().run(Stop())
     assert "floe status -c " in error.value.hint
 
 
@@ -212,10 +213,10 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
     health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
     discovery = SimpleNamespace(sites=None)
     parts: Any = SimpleNamespace(
-        health=health, clock=clock, sharing=sharing, pace=Pace(), discovery=discovery
+        health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery
     )
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
-    runner, stop, began = Runner(parts, settings), asyncio.Event(), []
+    runner, stop, began = TargetSupervisor(parts, settings), Stop(), []
     runner._pause = 0.05
 
     async def check() -> None:
@@ -224,7 +225,7 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
             stop.set()
         raise KeyError("nobody foresaw this")
 
-    async def occupy(_stop: asyncio.Event) -> None:
+    async def occupy(_stop: Stop) -> None:
         return None
 
     carriage: Any = SimpleNamespace(check=check)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.sequences import SequenceRange
-from ingress.chains.covering import FIRST_PAGE, NEXT_PAGE, covering
+from ingress.chains.search import FIRST_PAGE, NEXT_PAGE, covering
 from tests.unit.test_ingress_looking import CHAIN, key, small, store_of
 
 NONE: frozenset[str] = frozenset()

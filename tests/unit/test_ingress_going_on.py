@@ -17,20 +17,19 @@ from common.errors import (
     Unavailable,
 )
 from common.jetstream.requests import ApiError
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
-from ingress.chains.lane import Lane
+from ingress.chains.chain_state import ChainState
 from ingress.chains.plan import ChainPlan, Phase
-from ingress.checkpoints.intent import Intent, Piece
+from ingress.checkpoint import Intent, IntentPiece
 from ingress.errors import ends_target, leading, passes_by_itself
-from ingress.lags import Lags
-from ingress.rows.blocks import Block
-from ingress.rows.prepare import Preparer, Shape
+from ingress.report import Lags, TargetReport
+from ingress.rows.prepare import Preparer, TargetLimits
+from ingress.rows.rows import Block
 from ingress.rows.subjects import Accepting, SubjectRule
-from ingress.telling import TargetReport
-from tests.support import unique
+from tests.support.basics import unique
 
 CHAIN = Chain("us-east", "NODES")
 
@@ -73,9 +72,9 @@ def test_of_several_errors_the_one_for_an_operator_leads() -> None:
     assert leading(group) is stop
 
 
-def lane(position: int, archived: int, plan: ChainPlan | None = None) -> Lane:
-    preparer = Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1024, frozenset()))
-    found = Lane(CHAIN, preparer, position, archived=archived)
+def lane(position: int, archived: int, plan: ChainPlan | None = None) -> ChainState:
+    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1024, frozenset()))
+    found = ChainState(CHAIN, preparer, position, archived=archived)
     found.plan = plan or ChainPlan(Phase.IDLE)
     return found
 
@@ -85,8 +84,8 @@ def gauge(target: str, name: str) -> float | None:
     return REGISTRY.get_sample_value(f"floe_ingress_{name}", labels)
 
 
-def piece(first: int, last: int, count: int) -> Piece:
-    return Piece(
+def piece(first: int, last: int, count: int) -> IntentPiece:
+    return IntentPiece(
         SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16), SequenceRange(first, last), count
     )
 

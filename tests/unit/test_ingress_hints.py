@@ -10,30 +10,25 @@ import pytest
 
 from common.chain import Chain
 from common.errors import FloeError, Stopped
-from common.jetstream.streams import StreamInfo
+from common.jetstream.api import StreamInfo
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
-from ingress.chains import advice
-from ingress.chains.attendant import _with_way_out
+from ingress import checkpoint_store as state_module
+from ingress import hints as advice
+from ingress.chains.chain_state import ChainRegistry
+from ingress.chains.prefetch import with_way_out
 from ingress.chains.recall import Recall
-from ingress.chains.roster import Roster
-from ingress.checkpoints import state as state_module
-from ingress.checkpoints.documents import from_json
-from ingress.publishing.choice import choose
+from ingress.checkpoint_store import from_json
+from ingress.publishers.choose import choose
 from ingress.replay import survey, target
-from ingress.replay.advice import Advice
-from ingress.replay.carrying import ReplayChoices
-from ingress.replay.leasing import held_error
-from ingress.replay.options import Options
 from ingress.replay.receipt import Receipt, other, receipt_key, unreadable
-from ingress.replay.request import Request
+from ingress.replay.replay import ReplayChoices, held_error
+from ingress.replay.request import Advice, ReplayOptions, Request
 from ingress.replay.source import hole_error
-from ingress.rows.prepare import Shape
-from ingress.rows.refusals import oversize_hint, way_out
+from ingress.rows.prepare import TargetLimits, oversize_hint, way_out
 from ingress.rows.subjects import Accepting
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.verdict import Doubt, Finding, Origin, Reading, Unread, Verdict
-from tests.hints import problems_of
+from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, TargetErrors, TargetReading, Unread
+from tests.support.basics import problems_of
 
 # In the middle of a line nobody can paste it; words about a command name it without its options.
 INSIDE = re.compile(r"\S.*\bfloe [a-z]+ .*-c ")
@@ -44,7 +39,7 @@ SETTINGS = TargetSettings.model_validate(
     {"stream": "FLEET", "sources": [{"site": "us-east", "feed": "NODES"}], "on_new_incarnation": "halt"}
 )
 REQUEST = Request(site="us-east", feed="NODES'DATA", target="BACK", prefix="back", from_sequence=3)
-ADVICE = Advice(REQUEST, Options(create=True, append=True))
+ADVICE = Advice(REQUEST, ReplayOptions(create=True, append=True))
 INFO = StreamInfo("BACK", "t0", {}, 1, 9, 9, "", "", "")
 
 
@@ -68,33 +63,33 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def of_verdicts() -> Iterator[str]:
-    for choices in (Choices("FLEET"), ReplayChoices(ADVICE)):
+    for choices in (TargetErrors("FLEET"), ReplayChoices(ADVICE)):
         for finding in Finding:
             for last in (0, 7):
                 for tail in (Unread.GONE, Origin(CHAIN, 7)):
                     for doubt in (None, Doubt(3, 7, 9)):
-                        seen = [Reading(last, "t0", tail)] * 3
-                        yield choices.error(Verdict(finding, detail="x", doubt=doubt), seen).hint
-        for reading in (None, Reading(7, "t0", Unread.GONE)):
+                        seen = [TargetReading(last, "t0", tail)] * 3
+                        yield choices.error(IntentVerdict(finding, detail="x", doubt=doubt), seen).hint
+        for reading in (None, TargetReading(7, "t0", Unread.GONE)):
             yield choices.no_checkpoint(reading).hint
 
 
 def of_chains() -> Iterator[str]:
-    roster = Roster(SETTINGS, Shape(Accepting([">"]), 1000))
+    roster = ChainRegistry(SETTINGS, TargetLimits(Accepting([">"]), 1000))
     yield raised(lambda: roster.preparer(CHAIN))
     later = Chain("us-east", "NODES", 1)
     yield raised(lambda: roster.check_may_begin(later, 7))
-    roster.set_previous(later, {0: 7}, {})
+    roster.set_previous(later, {0: 7})
     yield raised(lambda: roster.check_may_begin(later, 7))
     for code in ("E-SUBJECT", "E-MSG-TOO-LARGE"):
         yield way_out(CHAIN, "FLEET", code, 7)
         refused: Any = Stopped("x", code=code)
         recall: Any = Recall.__new__(Recall)
-        recall._roster = roster
+        recall._chains = roster
         yield recall._refused(refused).hint
     yield advice.way_out(CHAIN, HOLE)
     for hint in ("", "mend it"):
-        error = _with_way_out(FloeError("x", hint=hint), advice.resume("FLEET", CHAIN))
+        error = with_way_out(FloeError("x", hint=hint), advice.resume("FLEET", CHAIN))
         yield error.hint
 
 
@@ -115,7 +110,7 @@ def of_replays() -> Iterator[str]:
     yield raised(lambda: target.recipe(REQUEST, None))
     for key in (receipt_key("BACK"), "ingress.BACK"):
         yield held_error(ADVICE, "BACK", key, "somebody").hint
-    yield from (survey._vanishing(CHAIN).hint, survey._damaged(CHAIN, ["a"]).hint)
+    yield from (survey.vanishing_error(CHAIN).hint, survey.damaged_error(CHAIN, ["a"]).hint)
 
 
 async def test_every_command_of_a_hint_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +127,7 @@ def test_a_prefix_of_its_own_is_proposed_where_another_stream_has_the_subjects(
 ) -> None:
     """`nats stream add` with these subjects would be refused as well."""
     request = Request("s", "F", "BACK", prefix=before)
-    hint = Advice(request, Options(create=True)).not_created(is_taken=True)
+    hint = Advice(request, ReplayOptions(create=True)).not_created(is_taken=True)
 
     assert "nats stream add" not in hint
     assert f"--subject-prefix {after} --create" in hint

@@ -10,29 +10,30 @@ import pytest
 
 from common.chain import Chain
 from common.errors import OutcomeUnknown, Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import (
+from ingress.checkpoint import (
     Checkpoint,
     CheckpointConflict,
     Ending,
     Intent,
-    Piece,
+    IntentPiece,
     TargetState,
     close_intent,
     merged,
     open_intent,
     share_intent,
 )
-from ingress.checkpoints.state import StateStore
+from ingress.checkpoint_store import StateStore, from_json, to_json
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
 
-def piece(first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0") -> Piece:
+def piece(
+    first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0"
+) -> IntentPiece:
     name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
-    return Piece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
+    return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
 
 
 def state(positions: dict[Chain, int] | None = None, sequence: int = 0) -> TargetState:

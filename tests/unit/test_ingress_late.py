@@ -10,14 +10,13 @@ import pytest
 from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ObjectInfo
-from common.segments.gaps import AcceptedGap, accepted_part
-from common.segments.layout import Layout
+from common.segments.documents import AcceptedGap, accepted_part
+from common.segments.keys import Layout
 from common.sequences import SequenceRange
-from ingress.chains.late import Fate, Patience, decide
-from ingress.chains.plan import ChainPlan, Phase
-from ingress.chains.store_clock import StoreClock
+from ingress.chains.plan import ChainPlan, GapAction, GapPolicy, Phase, decide
+from ingress.chains.search import StoreClock
 
-HALT, SKIP = Patience(100.0), Patience(100.0, skip=True)
+HALT, SKIP = GapPolicy(100.0), GapPolicy(100.0, skip=True)
 
 
 def gap(first: int, last: int, by: str = "ops") -> AcceptedGap:
@@ -52,16 +51,16 @@ def test_of_a_hole_the_leading_part_is_accepted_that_gaps_cover_without_a_break(
 
 
 def test_a_hole_is_late_until_the_time_out_and_lost_from_then_on() -> None:
-    assert decide(late(), [], 1099.9, SKIP).fate is Fate.WAIT
-    assert decide(late(), [], 1100.0, HALT).fate is Fate.HALT
+    assert decide(late(), [], 1099.9, SKIP).fate is GapAction.WAIT
+    assert decide(late(), [], 1100.0, HALT).fate is GapAction.HALT
     lost = decide(late(), [], 1100.0, SKIP)
-    assert (lost.fate, lost.part) == (Fate.GIVE_UP, SequenceRange(11, 20))
+    assert (lost.fate, lost.part) == (GapAction.GIVE_UP, SequenceRange(11, 20))
     assert lost.why == "no segment within 1m40s"
 
 
 def test_damage_and_what_nothing_stands_behind_never_become_lost_by_waiting() -> None:
-    assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP).fate is Fate.WAIT
-    assert decide(late(since=None), [], 10**9, SKIP).fate is Fate.WAIT
+    assert decide(late(phase=Phase.DAMAGED), [], 10**9, SKIP).fate is GapAction.WAIT
+    assert decide(late(since=None), [], 10**9, SKIP).fate is GapAction.WAIT
 
 
 @pytest.mark.parametrize("phase", [Phase.LATE, Phase.DAMAGED])
@@ -69,7 +68,7 @@ def test_what_is_accepted_is_given_up_at_once_and_no_more_than_that(phase: Phase
     decided = decide(late(phase=phase), [gap(9, 14)], 0.0, HALT)
 
     assert (decided.fate, decided.part, decided.why) == (
-        Fate.GIVE_UP,
+        GapAction.GIVE_UP,
         SequenceRange(11, 14),
         "accepted by ops: why",
     )

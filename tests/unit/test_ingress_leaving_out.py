@@ -10,28 +10,30 @@ import pytest
 from common.errors import Stopped
 from common.segments.segment import Ledger, Reason
 from common.sequences import SequenceRange
-from common.service.threads import Threads
+from common.service.process import Threads
 from common.settings.ingress import TargetSettings
+from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.recall import Recall
-from ingress.chains.relays import Relays
-from ingress.chains.roster import Roster
-from ingress.checkpoints.documents import from_json, to_json
-from ingress.checkpoints.intent import Checkpoint, Intent, Piece, TargetState
-from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Rows
-from ingress.rows.budget import Budget
-from ingress.rows.decoder import Decoder
-from ingress.rows.prepare import Shape
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
+from ingress.checkpoint_store import from_json, to_json
+from ingress.parked import ParkedStore
+from ingress.rows.ahead import ByteBudget
+from ingress.rows.decoder import Decoder, Relays
+from ingress.rows.prepare import TargetLimits
+from ingress.rows.rows import Block, Rows
 from ingress.rows.subjects import Accepting
-from tests.ingress_world import CHAIN, Archive
-from tests.segment_files import message
-from tests.support import seeded
+from tests.support.basics import seeded
+from tests.support.ingress import CHAIN, Archive
+from tests.support.segments import message
 
 SETTINGS = TargetSettings.model_validate(
     {"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]}
 )
-SMALL, LARGE = Shape(Accepting([">"]), 1000, parks=True), Shape(Accepting([">"]), 1 << 20, parks=True)
-NARROW = Shape(Accepting(["other.>"]), 1 << 20)
+SMALL, LARGE = (
+    TargetLimits(Accepting([">"]), 1000, parks=True),
+    TargetLimits(Accepting([">"]), 1 << 20, parks=True),
+)
+NARROW = TargetLimits(Accepting(["other.>"]), 1 << 20)
 
 
 @pytest.fixture
@@ -57,10 +59,10 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
             batch_rows=7,
         )
         parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
-        budget, blocks = Budget(1 << 30), list[Block]()
+        budget, blocks = ByteBudget(1 << 30), list[Block]()
         decoder = Decoder(archive.store, threads, budget, parked)
 
-        preparer = Roster(SETTINGS, SMALL).preparer(CHAIN)
+        preparer = ChainRegistry(SETTINGS, SMALL).preparer(CHAIN)
         assert await decoder.read(ref, SequenceRange(1, last), preparer, blocks.append) is None
 
         pieces = Rows(blocks).pieces()
@@ -75,7 +77,9 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
         state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(pieces)))))
         assert state.intent is not None
         relays = Relays(archive.documents, threads)
-        recall = Recall(archive.store, threads, Budget(1 << 30), Roster(SETTINGS, LARGE), relays, parked)
+        recall = Recall(
+            archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked
+        )
         rows = await recall.rows(state.intent, 0)
         assert [rows.sequence(index) for index in range(rows.count)] == carried
 
@@ -91,8 +95,8 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(
         [rows[0], *rows[50:]], SequenceRange(1, 120), ledger=gone, unread=SequenceRange(2, 50)
     )
     late = archive.put(rows[9:40], SequenceRange(5, 60), ledger=Ledger({Reason.DELETED: 25}))
-    decoder, blocks = Decoder(archive.store, threads, Budget(1 << 30)), list[Block]()
-    roster = Roster(SETTINGS, LARGE)
+    decoder, blocks = Decoder(archive.store, threads, ByteBudget(1 << 30)), list[Block]()
+    roster = ChainRegistry(SETTINGS, LARGE)
     await decoder.read(early, early.coverage, roster.preparer(CHAIN), blocks.append)
     pieces = Rows(blocks).pieces()
     assert [(piece.segment, str(piece.rows), piece.count) for piece in pieces] == [
@@ -104,7 +108,7 @@ async def test_an_open_intent_is_finished_from_the_segments_that_it_names(
     archive.put(rows[:100], SequenceRange(1, 100))
     state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(pieces)))))
     assert state.intent is not None
-    recall = Recall(archive.store, threads, Budget(1 << 30), roster, relays)
+    recall = Recall(archive.store, threads, ByteBudget(1 << 30), roster, relays)
     expected = [1, *range(10, 41), *range(51, 121)]
     found = await recall.rows(state.intent, 0)
     assert [found.sequence(index) for index in range(found.count)] == expected
@@ -124,13 +128,17 @@ async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_
         archive = Archive(tmp_path / gone)
         ref = archive.put([message(s, b"L" * 2000 if s == 3 else b"x") for s in range(1, 6)])
         parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
-        await Decoder(archive.store, threads, Budget(1 << 30), parked).read(
-            ref, SequenceRange(1, 5), Roster(SETTINGS, SMALL).preparer(CHAIN), lambda _: None
+        await Decoder(archive.store, threads, ByteBudget(1 << 30), parked).read(
+            ref, SequenceRange(1, 5), ChainRegistry(SETTINGS, SMALL).preparer(CHAIN), lambda _: None
         )
         relays = Relays(archive.documents, threads)
-        recall = Recall(archive.store, threads, Budget(1 << 30), Roster(SETTINGS, LARGE), relays, parked)
+        recall = Recall(
+            archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked
+        )
         block = await recall.again(parked.name(CHAIN, 3))
-        archive.objects.delete(ref.key if gone == "segment" else parked.keys.message(parked.name(CHAIN, 3)))
+        archive.objects.delete(
+            ref.key if gone == "segment" else parked.keys.key(parked.name(CHAIN, 3), "message")
+        )
 
         rows = await recall.rows(Intent(4, (block.piece,)), 0)
 
@@ -144,11 +152,11 @@ async def test_a_row_of_an_open_intent_that_the_target_takes_no_more_names_what_
 ) -> None:
     archive = Archive(tmp_path)
     ref = archive.put([message(s, b"L" * 2000 if s == 3 else b"x", subject=b"a.b") for s in range(1, 6)])
-    intent = Intent(0, (Piece(ref.segment, ref.coverage, 5),))
-    for shape, code in ((Shape(Accepting([">"]), 1000), "E-OVERSIZE-INTENT"), (NARROW, "E-SUBJECT")):
-        budget = Budget(1 << 30)
+    intent = Intent(0, (IntentPiece(ref.segment, ref.coverage, 5),))
+    for shape, code in ((TargetLimits(Accepting([">"]), 1000), "E-OVERSIZE-INTENT"), (NARROW, "E-SUBJECT")):
+        budget = ByteBudget(1 << 30)
         relays = Relays(archive.documents, threads)
-        recall = Recall(archive.store, threads, budget, Roster(SETTINGS, shape), relays)
+        recall = Recall(archive.store, threads, budget, ChainRegistry(SETTINGS, shape), relays)
 
         with pytest.raises(Stopped) as stop:
             await recall.rows(intent, 0)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from common.chain import Chain
 from common.objects.port import ObjectInfo
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
-from ingress.chains.looking import LISTED, Search, look, next_stretches, survey
 from ingress.chains.plan import Phase
+from ingress.chains.search import LISTED, SearchState, look, next_stretches, survey
 
 CHAIN, LAYOUT = Chain("us-east", "NODES"), Layout("data")
 
@@ -63,7 +63,7 @@ def test_on_a_miss_the_levels_above_are_asked_until_one_leads_on() -> None:
 def test_a_look_reads_one_page_of_each_level_however_much_there_is() -> None:
     store, objects = store_of(*small(11, 5000), *[key(n, n, 1) for n in range(11, 5000)])
 
-    plan = look(store, CHAIN, 10, None, frozenset(), search=(search := Search()))
+    plan = look(store, CHAIN, 10, None, frozenset(), search=(search := SearchState()))
 
     assert (plan.phase, plan.hole) == (Phase.LATE, SequenceRange(10, 10))
     assert objects.entries <= 3 * LISTED
@@ -73,7 +73,7 @@ def test_a_look_reads_one_page_of_each_level_however_much_there_is() -> None:
 def test_a_segment_that_reaches_over_a_whole_page_of_later_ones_is_found_by_looking_on() -> None:
     """Egress reads again above a hole: what it writes then overlaps everything that was there."""
     store, _ = store_of(*small(11, 1000), key(5, 990))
-    search, looks = Search(), 0
+    search, looks = SearchState(), 0
 
     while (plan := look(store, CHAIN, 10, None, frozenset(), search=search)).phase is Phase.LATE:
         looks += 1
@@ -84,7 +84,7 @@ def test_a_segment_that_reaches_over_a_whole_page_of_later_ones_is_found_by_look
 
 def test_a_search_begins_again_when_it_came_to_the_end_and_sees_what_arrived_meanwhile() -> None:
     store, objects = store_of(*small(11, 1000))
-    search = Search()
+    search = SearchState()
     for _ in range(15):
         assert look(store, CHAIN, 10, None, frozenset(), search=search).phase is Phase.LATE
     objects.keys = sorted([*objects.keys, key(1, 500)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.chain import Chain
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange
 from ingress.chains.plan import ChainPlan, Phase, first_position, plan_chain, unfinished

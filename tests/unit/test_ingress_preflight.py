@@ -9,7 +9,7 @@ import pytest
 from common.errors import ConfigError
 from common.settings.ingress import TargetSettings
 from ingress.preflight import add_command, problems, stream_config
-from ingress.publishing.choice import choose, offered
+from ingress.publishers.choose import choose, offered
 
 
 def target(**keys: Any) -> TargetSettings:

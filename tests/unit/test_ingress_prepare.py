@@ -5,21 +5,21 @@ from __future__ import annotations
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
-from ingress.rows.blocks import Material
-from ingress.rows.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, Shape
+from ingress.rows.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, TargetLimits
+from ingress.rows.rows import PreparedBatch
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.segment_files import batch_of, message
+from tests.support.segments import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 VERSION = b"NATS/1.0\r\n"
 
 
 def prepared(*rows: Message, most: int = 1 << 20, control: frozenset[bytes] = frozenset()) -> Prepared:
-    shape = Shape(Accepting(["fleet.>"]), most, control)
+    shape = TargetLimits(Accepting(["fleet.>"]), most, control)
     return Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of(rows))
 
 
-def ready(material: Material | None) -> list[tuple[bytes, bytes, bytes]]:
+def ready(material: PreparedBatch | None) -> list[tuple[bytes, bytes, bytes]]:
     return [] if material is None else list(material.messages(0, len(material.sequences)))
 
 
@@ -53,7 +53,7 @@ def test_rows_up_to_the_first_that_has_no_place_at_the_target_are_ready() -> Non
 
 
 def test_a_subject_that_the_target_does_not_take_is_named() -> None:
-    shape = Shape(Accepting(["other.>"]), 1 << 20)
+    shape = TargetLimits(Accepting(["other.>"]), 1 << 20)
     result = Preparer(CHAIN, SubjectRule(b"fleet"), shape).prepare(batch_of([message(1)]))
 
     assert result.material is None
@@ -118,7 +118,7 @@ def test_a_control_header_acts_only_with_a_value_that_the_server_takes() -> None
 
 def test_a_site_and_a_feed_with_a_percent_sign_are_only_text() -> None:
     chain = Chain("us", "a%d%b")
-    preparer = Preparer(chain, SubjectRule(), Shape(Accepting([">"]), 1 << 20))
+    preparer = Preparer(chain, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
 
     ((_, tail, _),) = ready(preparer.prepare(batch_of([message(5)])).material)
 
@@ -126,19 +126,21 @@ def test_a_site_and_a_feed_with_a_percent_sign_are_only_text() -> None:
 
 
 def test_a_subject_refused_once_is_refused_again() -> None:
-    preparer = Preparer(CHAIN, SubjectRule(b"fleet"), Shape(Accepting(["fleet.>"]), 1 << 20))
+    preparer = Preparer(CHAIN, SubjectRule(b"fleet"), TargetLimits(Accepting(["fleet.>"]), 1 << 20))
 
     for _ in range(2):
         assert preparer.prepare(batch_of([message(1, subject=b"a b")])).problem is not None
 
 
 def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
-    preparer = Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1 << 20), b"Floe-Replay: x")
+    preparer = Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20), b"Floe-Replay: x")
     rows = [message(7), message(8, headers=block(b"A: 1"))]
 
     found = ready(preparer.prepare(batch_of(rows)).material)
     bare = ready(
-        Preparer(CHAIN, SubjectRule(), Shape(Accepting([">"]), 1 << 20)).prepare(batch_of(rows)).material
+        Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
+        .prepare(batch_of(rows))
+        .material
     )
 
     for (_, tail, _), (_, without, _) in zip(found, bare, strict=True):
@@ -146,7 +148,7 @@ def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
         assert tail.split(b"\r\n")[1] == b"Floe-Replay: x"
 
 
-PARKING = Shape(Accepting(["fleet.>"]), 2000, parks=True)
+PARKING = TargetLimits(Accepting(["fleet.>"]), 2000, parks=True)
 
 
 def parking(*rows: Message, leaves_out: frozenset[int] | None = None) -> Prepared:

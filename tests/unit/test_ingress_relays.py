@@ -12,12 +12,12 @@ from common.errors import DataError, Unavailable
 from common.jetstream.headers import Provenance, escape, hops, restore
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore
-from common.segments.layout import Layout
-from common.service.threads import Threads
-from ingress.chains.relays import Relays
-from ingress.rows.prepare import Preparer, Shape
+from common.segments.keys import Layout
+from common.service.process import Threads
+from ingress.rows.decoder import Relays
+from ingress.rows.prepare import Preparer, TargetLimits
 from ingress.rows.subjects import Accepting, SubjectRule
-from tests.segment_files import batch_of, message
+from tests.support.segments import batch_of, message
 
 CITY, REGION = Chain("city", "NODES"), Chain("region", "FLEET", 0, 1)
 ORIGIN = Provenance("city", "NODES", 0, 0, 41, 1_700_000_000_000_000_001)
@@ -26,7 +26,7 @@ PUBLISHED = b"NATS/1.0\r\nA: 1\r\nNats-Rollup: all\r\n\r\n"
 
 def carried(block: bytes | None, *, relay: bool, control: frozenset[bytes] = frozenset()) -> bytes:
     """The header block at the target, of a message with the header block `block` at the source."""
-    preparer = Preparer(REGION, SubjectRule(), Shape(Accepting([">"]), 1 << 20, control))
+    preparer = Preparer(REGION, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20, control))
     preparer.relay = relay
     material = preparer.prepare(batch_of([message(7, headers=block)])).material
     assert material is not None

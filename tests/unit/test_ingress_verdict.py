@@ -11,26 +11,25 @@ import pytest
 
 from common.chain import Chain
 from common.errors import AnotherWriter, FloeError, Stopped
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
-from ingress.checkpoints.cli import checkpoint_set
-from ingress.checkpoints.corrections import count_stored
-from ingress.checkpoints.intent import Checkpoint, Ending, Piece, TargetState, close_intent, open_intent
-from ingress.checkpoints.marks import CorrectionRefused
-from ingress.checkpoints.state import Stored
-from ingress.verdicts.choices import Choices
-from ingress.verdicts.settler import Settler
-from ingress.verdicts.target import forgets
-from ingress.verdicts.verdict import (
+from ingress.checkpoint import Checkpoint, Ending, IntentPiece, TargetState, close_intent, open_intent
+from ingress.checkpoint_store import Stored
+from ingress.operator.checkpoint_cli import checkpoint_set
+from ingress.operator.corrections import CorrectionRefused, count_stored
+from ingress.verdict.settle import Reconciler
+from ingress.verdict.verdict import (
     Doubt,
     Finding,
+    IntentVerdict,
     Origin,
-    Reading,
     Sending,
     Sent,
+    TargetErrors,
+    TargetReading,
     Unread,
-    Verdict,
     contradiction,
+    forgets,
     judge,
     newest,
 )
@@ -38,8 +37,10 @@ from ingress.verdicts.verdict import (
 A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west", "OTHER")
 
 
-def piece(first: int, last: int, count: int, chain: Chain = A) -> Piece:
-    return Piece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
+def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
+    return IntentPiece(
+        SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count
+    )
 
 
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
@@ -48,13 +49,13 @@ OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 def reading(
     last: int, tail: Origin | Unread = Unread.GONE, created: str = "t0", *, forgets: bool = True
-) -> Reading:
-    return Reading(last, created, tail, forgets)
+) -> TargetReading:
+    return TargetReading(last, created, tail, forgets)
 
 
 @pytest.mark.parametrize("stored", [0, 1, 4, 5, 9])
 def test_the_arithmetic_holds_where_the_last_message_cannot_be_read(stored: int) -> None:
-    assert judge(OPEN, reading(100 + stored)) == Verdict(Finding.STORED, stored)
+    assert judge(OPEN, reading(100 + stored)) == IntentVerdict(Finding.STORED, stored)
 
 
 @pytest.mark.parametrize("stored", [1, 4, 9])
@@ -65,29 +66,29 @@ def test_a_row_that_nobody_can_read_counts_only_where_something_explains_it(stor
 
     assert (verdict.finding, verdict.doubt) == (Finding.UNREAD, Doubt(0, stored, 9))
     # What is empty alone says nothing, nor what was acknowledged, read, or accepted by an operator.
-    assert judge(OPEN, reading(100, forgets=False)) == Verdict(Finding.STORED, 0)
-    assert judge(CLOSED, reading(100, forgets=False)) == Verdict(Finding.STORED, 0)
-    assert judge(OPEN, gone, sent=Sent(stored)) == Verdict(Finding.STORED, stored)
+    assert judge(OPEN, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
+    assert judge(CLOSED, reading(100, forgets=False)) == IntentVerdict(Finding.STORED, 0)
+    assert judge(OPEN, gone, sent=Sent(stored)) == IntentVerdict(Finding.STORED, stored)
     assert judge(OPEN, gone, sent=Sent(stored - 1)).finding is Finding.UNREAD
     assert OPEN.intent is not None
     at = OPEN.intent.piece_at(stored - 1)[1]
-    assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == Verdict(
+    assert judge(OPEN, reading(100 + stored, Origin(at.chain, at.rows.last), forgets=False)) == IntentVerdict(
         Finding.STORED, stored
     )
     accepted = replace(OPEN, checkpoint=replace(CLOSED.checkpoint, begins=100 + stored))
-    assert judge(accepted, gone) == Verdict(Finding.STORED, stored)
+    assert judge(accepted, gone) == IntentVerdict(Finding.STORED, stored)
 
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_what_the_process_that_sends_never_sent_is_not_ours(forgets: bool) -> None:
     verdict = judge(OPEN, reading(106, forgets=forgets), sent=Sent(2, 5))
 
-    assert verdict == Verdict(Finding.AHEAD, detail="last sequence: expected at most 105, found 106")
+    assert verdict == IntentVerdict(Finding.AHEAD, detail="last sequence: expected at most 105, found 106")
     assert verdict.doubt == Doubt(2, 6, 9)
-    assert judge(OPEN, reading(105), sent=Sent(2, 5)) == Verdict(Finding.STORED, 5)
+    assert judge(OPEN, reading(105), sent=Sent(2, 5)) == IntentVerdict(Finding.STORED, 5)
     # Another instance sent it: then it can be read, or the lease was lost.
-    assert judge(OPEN, reading(106, Origin(B, 6)), sent=Sent(2, 5)) == Verdict(Finding.STORED, 6)
-    assert judge(OPEN, reading(106), sent=Sent(2, None)) == Verdict(Finding.STORED, 6)
+    assert judge(OPEN, reading(106, Origin(B, 6)), sent=Sent(2, 5)) == IntentVerdict(Finding.STORED, 6)
+    assert judge(OPEN, reading(106), sent=Sent(2, None)) == IntentVerdict(Finding.STORED, 6)
 
 
 def test_what_was_sent_is_remembered_of_one_intent_only() -> None:
@@ -140,7 +141,7 @@ def test_an_operator_says_how_many_rows_are_stored(rows: int, base: int) -> None
     after = correction.after
     assert after is not None
 
-    assert judge(after, reading(130, forgets=False)) == Verdict(Finding.STORED, rows)
+    assert judge(after, reading(130, forgets=False)) == IntentVerdict(Finding.STORED, rows)
     assert close_intent(after).checkpoint.target_sequence == base + 9
     assert correction.told[0] == f"rows 1 to {rows} of the 9 of the open intent count as stored"
 
@@ -149,7 +150,9 @@ def test_an_operator_says_how_many_rows_are_stored(rows: int, base: int) -> None
     ("state", "found", "rows"),
     [(CLOSED, reading(100), 0), (OPEN, reading(104), 5), (OPEN, reading(130), 10), (OPEN, reading(9), 0)],
 )
-def test_rows_that_cannot_be_stored_are_not_counted(state: TargetState, found: Reading, rows: int) -> None:
+def test_rows_that_cannot_be_stored_are_not_counted(
+    state: TargetState, found: TargetReading, rows: int
+) -> None:
     with pytest.raises(CorrectionRefused):
         count_stored(state, found, rows)
 
@@ -212,7 +215,7 @@ def test_a_target_beyond_the_intent_was_written_by_somebody_else() -> None:
 
 def test_a_target_before_the_checkpoint_has_lost_messages() -> None:
     verdict = judge(OPEN, reading(99))
-    assert verdict == Verdict(Finding.BEHIND, detail="last sequence: expected at least 100, found 99")
+    assert verdict == IntentVerdict(Finding.BEHIND, detail="last sequence: expected at least 100, found 99")
 
 
 def test_a_target_created_at_another_time_is_another_one() -> None:
@@ -222,7 +225,7 @@ def test_a_target_created_at_another_time_is_another_one() -> None:
 
 
 def test_a_message_of_ours_in_its_place_vouches_for_a_creation_time_that_drifted() -> None:
-    assert judge(OPEN, reading(105, Origin(B, 5), "t1")) == Verdict(Finding.STORED, 5)
+    assert judge(OPEN, reading(105, Origin(B, 5), "t1")) == IntentVerdict(Finding.STORED, 5)
     assert judge(CLOSED, reading(100, Origin(A, 10), "t1")).finding is Finding.STORED
     assert judge(CLOSED, reading(100, Origin(A, 11), "t1")).finding is Finding.RECREATED
 
@@ -261,7 +264,9 @@ def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too() -> No
 
 @pytest.mark.parametrize("finding", [f for f in Finding if f is not Finding.STORED])
 def test_every_stop_names_the_choices(finding: Finding) -> None:
-    error = Choices("FLEET").error(Verdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)])
+    error = TargetErrors("FLEET").error(
+        IntentVerdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)]
+    )
 
     assert isinstance(error, Stopped)
     assert error.message.startswith("target FLEET: ")
@@ -275,7 +280,9 @@ def test_every_stop_names_the_choices(finding: Finding) -> None:
 
 
 def test_a_target_that_still_moves_has_another_writer() -> None:
-    error = Choices("FLEET").error(Verdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)])
+    error = TargetErrors("FLEET").error(
+        IntentVerdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)]
+    )
 
     assert isinstance(error, AnotherWriter)
     assert error.exit_code == 4
@@ -287,7 +294,7 @@ class Looked:
     def __init__(self, *lasts: int) -> None:
         self.lasts, self.asked = lasts, 0
 
-    async def read(self) -> Reading:
+    async def read(self) -> TargetReading:
         self.asked += 1
         return reading(self.lasts[min(self.asked, len(self.lasts)) - 1], Unread.FOREIGN)
 
@@ -308,7 +315,7 @@ class Looked:
 
     async def error(self) -> FloeError:
         around: Any = self
-        settler = Settler(Choices("FLEET"), around, around, around, around)
+        settler = Reconciler(TargetErrors("FLEET"), around, around, around, around)
         with pytest.raises(FloeError) as raised:
             await settler.settle(await self.load(), None)
         return raised.value

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.clock import ManualClock
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.sequences import SequenceRange
-from egress.advisories.event import Advisory, Event
-from egress.budget import Budget
-from egress.builder import Builder, Close, Closing, Emitted, Piece
-from egress.sampling.fold import Choices
-from egress.sampling.intake import Intake, Stretch
-from egress.sampling.sieve import Sieve
-from egress.sampling.tracking import Again, Tracking
+from egress.advisories.advisory import Advisory, Event
+from egress.builder import Builder, Close, Emitted, Piece, SegmentLimits
+from egress.memory import MemoryBudget
+from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
+from egress.sampling.sampler import SampledBatch
 
 SECOND = 1_000_000_000
 
@@ -32,12 +30,12 @@ class Folding:
         self.advanced: list[int] = []
         self.watermark_ns = 0
 
-    def fold(self, columns: Columns) -> Choices:
+    def fold(self, columns: Columns) -> SampledBatch:
         self.folded += columns.sequences
         self.watermark_ns = columns.timestamps_ns[-1]
         found = [Advisory(Event.NEW, str(s), 0, 0) for s in columns.sequences]
         count = len(columns.sequences)
-        return Choices(bytearray(b"\1" * count), ["k"] * count, 0, 0, found)
+        return SampledBatch(bytearray(b"\1" * count), ["k"] * count, 0, 0, found)
 
     def advance(self, now_ns: int) -> list[Advisory]:
         self.advanced.append(now_ns // SECOND)
@@ -65,10 +63,12 @@ class Taken:
 class Bench:
     """An intake and everything that it touches."""
 
-    def __init__(self, stretch: Stretch, again: Again | None = None, *, keep: int = 0) -> None:
+    def __init__(
+        self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0
+    ) -> None:
         self.emitted: list[Emitted] = []
-        account = Budget(1 << 30).account(lambda: None)
-        closing = Closing(1_000, 1 << 30, 60.0)
+        account = MemoryBudget(1 << 30).account(lambda: None)
+        closing = SegmentLimits(1_000, 1 << 30, 60.0)
         self.builder = Builder(
             closing,
             ManualClock(),
@@ -84,10 +84,10 @@ class Bench:
         tracking = Tracking(
             self.sampler,  # type: ignore[arg-type]
             self.taken,  # type: ignore[arg-type]
-            again or Again(stretch.write_from - 1),
+            *(again or (stretch.write_from - 1, 0)),
         )
-        sieve = Sieve("here", keep_ns=keep * SECOND, sampler=self.sampler)  # type: ignore[arg-type]
-        self.intake = Intake(
+        sieve = PreFilter("here", keep_ns=keep * SECOND, sampler=self.sampler)  # type: ignore[arg-type]
+        self.intake = SamplingStage(
             self.builder,
             sieve,
             tracking,
@@ -104,7 +104,7 @@ class Bench:
 
 
 def test_what_is_archived_is_folded_and_not_written() -> None:
-    bench = Bench(Stretch(5, 8))
+    bench = Bench(SampledStretch(5, 8))
     assert bench.written_from == []
     bench.intake.messages(columns([5, 6]))
     bench.intake.messages(columns([7, 8, 9]))
@@ -115,14 +115,14 @@ def test_what_is_archived_is_folded_and_not_written() -> None:
 
 
 def test_with_nothing_to_read_again_writing_begins_at_once() -> None:
-    bench = Bench(Stretch(8, 8))
+    bench = Bench(SampledStretch(8, 8))
     assert (bench.written_from, bench.taken.settled) == ([(8, False)], 1)
     bench.intake.messages(columns([8]))
     assert (bench.taken.again[1:], bench.taken.new, len(bench.written_from)) == ([], ["8"], 1)
 
 
 def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> None:
-    by_heartbeat, by_message = Bench(Stretch(5, 8)), Bench(Stretch(5, 8))
+    by_heartbeat, by_message = Bench(SampledStretch(5, 8)), Bench(SampledStretch(5, 8))
     by_heartbeat.intake.passed(20)
     by_message.intake.messages(columns([12]))
     assert by_heartbeat.written_from == by_message.written_from == [(8, False)]
@@ -131,7 +131,7 @@ def test_what_is_archived_and_gone_from_the_source_ends_reading_again_too() -> N
 
 
 def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_and_time() -> None:
-    bench = Bench(Stretch(5, 8), Again(10, 30 * SECOND))
+    bench = Bench(SampledStretch(5, 8), (10, 30 * SECOND))
     bench.intake.messages(columns([6, 7, 8]))
     assert (bench.taken.settled, bench.rows()) == (0, [8])
     bench.intake.messages(columns([9, 10]))
@@ -141,14 +141,14 @@ def test_what_a_crashed_session_may_have_read_is_in_doubt_up_to_the_sources_end_
 
 
 def test_the_newest_message_of_the_source_counts_only_from_where_messages_are_written() -> None:
-    bench = Bench(Stretch(5, 8, None, 100 * SECOND), keep=91)
+    bench = Bench(SampledStretch(5, 8, None, 100 * SECOND), keep=91)
     bench.intake.messages(columns([5, 6, 7, 8, 9, 10]))
     assert (bench.sampler.folded, bench.rows()) == ([5, 6, 7, 9, 10], [9, 10])
     assert bench.written_from == [(8, True)]
 
 
 def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
-    bench = Bench(Stretch(5, 8, 10), Again(50))
+    bench = Bench(SampledStretch(5, 8, 10), (50, 0))
     bench.intake.messages(columns([6, 8, 9, 12, 13]))
     bench.intake.messages(columns([14]))
     bench.intake.passed(40)
@@ -159,7 +159,7 @@ def test_a_hole_is_filled_and_nothing_behind_it_is_folded() -> None:
 
 
 def test_before_each_written_batch_all_before_it_is_folded() -> None:
-    bench = Bench(Stretch(5, 5))
+    bench = Bench(SampledStretch(5, 5))
     bench.intake.messages(columns([5, 6]))
     bench.intake.passed(8)
     bench.intake.messages(columns([11]))

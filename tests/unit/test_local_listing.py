@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.objects.keys import in_key_order
 from common.objects.local import LocalObjects
-from common.objects.port import ObjectInfo
+from common.objects.port import ObjectInfo, in_key_order
 
 PARTS = st.sampled_from(["a", "a!", "a-b", "a0", "b", "é", "z"])
 KEYS = st.lists(PARTS, min_size=1, max_size=3).map("/".join)

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, Counter
 
 from common.clock import ManualClock
 from common.errors import ConfigError, Unavailable
-from common.service import monitor_http
+from common.service import monitor as monitor_http
 from common.service.monitor import Health, Monitor, Pages
 from common.tasks import unexpected
-from tests.support import PATIENCE, eventually
+from tests.support.basics import PATIENCE, counted, eventually
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_a_page_that_cannot_be_made_is_told_and_the_next_one_is_served(health: H
         def document(self) -> dict[str, Any]:
             raise KeyError("nobody foresaw this")
 
-    count = unexpected.labels("monitor")._value.get()
+    count = counted(unexpected.labels("monitor"))
     monitor = Monitor("127.0.0.1:0", health, pages=Broken(health, CollectorRegistry()))
     monitor.start()
     try:
@@ -239,4 +239,4 @@ def test_a_page_that_cannot_be_made_is_told_and_the_next_one_is_served(health: H
         assert urlopen(f"http://127.0.0.1:{monitor.port}/healthz", timeout=5).status == 200
     finally:
         monitor.close()
-    assert unexpected.labels("monitor")._value.get() == count + 1
+    assert counted(unexpected.labels("monitor")) == count + 1

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.sequences import SequenceRange
-from ingress.discovery.notices import MAX_BYTES, Written, chain_of, chains_in, written
+from ingress.discovery.notifications import MAX_BYTES, Written, chain_of, chains_in, written
 
 LAYOUT = Layout("data")
 CHAIN = Chain("us-east", "NODES")

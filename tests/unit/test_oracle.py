@@ -9,7 +9,7 @@ import pytest
 from common.chain import Chain
 from common.segments.segment import Message
 from infra.oracle import Comparison, Trace, compare, fingerprint, prefixed, total
-from infra.oracle_targets import CLASSES, classes, compare_target
+from tests.support.oracle import CLASSES, classes, compare_target
 
 
 def message(sequence: int, **changes: object) -> Message:

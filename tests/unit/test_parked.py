@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -16,24 +15,22 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.errors import DataError, Unavailable
+from common.jetstream.kv import KvEntry
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
-from common.segments.layout import Layout, SegmentName
+from common.segments.keys import Layout, SegmentName
 from common.segments.segment import Message
 from common.sequences import SequenceRange
-from common.service.threads import Threads
-from ingress.checkpoints.intent import Checkpoint, Intent, ParkedAs, Piece, TargetState
-from ingress.checkpoints.state import Stored
-from ingress.decisions.pauses import Pause, Pauses
-from ingress.parked.keeper import ParkedKeeper
-from ingress.parked.message import from_bytes, to_bytes
-from ingress.parked.names import ParkedKeys, ParkedName, State, waiting
-from ingress.parked.retries import EVERYTHING, Retries
-from ingress.parked.source import ParkedSource
-from ingress.parked.store import ParkedStore
-from ingress.rows.blocks import Block, Material, Rows
-from ingress.rows.refusals import Oversize
-from tests.segment_files import message
+from common.service.process import Threads
+from common.tasks import Stop
+from ingress.chains.pauses import Pause, Pauses
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState
+from ingress.checkpoint_store import StateStore, to_json
+from ingress.parked import ParkedKeys, ParkedName, ParkedStore, State, from_bytes, to_bytes, waiting
+from ingress.redelivery import EVERYTHING, ParkedSource, Retries
+from ingress.rows.prepare import Oversize
+from ingress.rows.rows import Block, PreparedBatch, Rows
+from tests.support.segments import message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)
 CREATED = "2026-01-02T03:04:05.123456789Z"
@@ -57,7 +54,7 @@ names = st.builds(
 @given(names, st.integers(1, 9999))
 def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -> None:
     keys = ParkedKeys(Layout("p"), "FLEET")
-    made = [keys.message(name), keys.left_out(name), keys.asked(name, number)]
+    made = [keys.key(name, "message"), keys.key(name, "left_out"), keys.key(name, "asked", number)]
     listing = [
         ObjectInfo(key, 7, 5.0, "") for key in [*made, f"{keys.folder(name)}other", f"{keys.prefix}x/y"]
     ]
@@ -168,7 +165,7 @@ class Supply:
     def offer(self, block: Block) -> None:
         self.ready.append(block)
 
-    async def take(self, _stop: asyncio.Event) -> Rows | None:
+    async def take(self, _stop: Stop, _seconds: float) -> Rows | None:
         rows, self.ready = self.ready, []
         return Rows(rows) if rows else None
 
@@ -183,8 +180,8 @@ def again(sequence: int) -> Block:
     """A parked message that is tried again."""
     rows = SequenceRange(sequence, sequence)
     payload = pa.array([b"x"], pa.binary())
-    material = Material([sequence], [1], [b"a"], b"O: ", None, payload, [10])
-    piece = Piece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
+    material = PreparedBatch([sequence], [1], [b"a"], b"O: ", None, payload, [10])
+    piece = IntentPiece(SegmentName(CHAIN, 0, rows, "0" * 16), rows, 1, out_of_turn=True)
     return Block(piece, material, 100)
 
 
@@ -208,7 +205,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     for sequence in (5, 6, 7, 5):
         source.offer(again(sequence))
 
-    rows = await source.take(asyncio.Event())
+    rows = await source.take(Stop(), 1.0)
 
     assert rows is not None
     assert [block.piece.rows.first for block in rows.blocks] == [5]
@@ -217,7 +214,7 @@ async def test_only_what_was_left_out_and_not_delivered_may_go_and_each_once(
     assert parked.entries()[parked.name(CHAIN, 5)].state is State.DELIVERED
     assert source.offered_bytes == 0
     source.offer(again(5))
-    assert await source.take(asyncio.Event()) is None
+    assert await source.take(Stop(), 1.0) is None
     assert supply.released == 400
 
 
@@ -229,7 +226,7 @@ async def test_what_a_reset_drops_may_be_offered_again(parked: ParkedStore, thre
     source.reset({})
 
     assert not source.is_offered(parked.name(CHAIN, 5))
-    assert await source.take(asyncio.Event()) is None
+    assert await source.take(Stop(), 1.0) is None
 
 
 async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
@@ -243,7 +240,7 @@ async def test_marks_are_put_side_by_side(parked: ParkedStore) -> None:
         under_way[0] -= 1
 
     parked.mark_left_out = mark  # type: ignore[method-assign]
-    piece = Piece(SegmentName(CHAIN, 0, SequenceRange(1, 100), "0" * 16), SequenceRange(1, 100), 0)
+    piece = IntentPiece(SegmentName(CHAIN, 0, SequenceRange(1, 100), "0" * 16), SequenceRange(1, 100), 0)
     source = ParkedSource(Supply(), parked, threads)  # type: ignore[arg-type]
     await source.before_close(Intent(0, (replace(piece, left_out=tuple(range(1, 65))),)))
     threads.close()
@@ -339,11 +336,12 @@ async def test_messages_are_kept_under_the_name_of_the_stored_state(parked: Park
     """A server may report another creation time after a restart; an operator may have a chain begin anew."""
     kept_as = ParkedAs("t9", ((CHAIN, 5),))
 
-    class Keeper:
-        async def load(self) -> Stored:
-            return Stored(TargetState(Checkpoint(9, "drifted", {}, parked=kept_as)), 3)
+    class Bucket:
+        async def get(self, key: str) -> KvEntry:
+            state = TargetState(Checkpoint(9, "drifted", {}, parked=kept_as))
+            return KvEntry(to_json("FLEET", state), 3)
 
-    await ParkedKeeper(Keeper(), parked).load()  # type: ignore[arg-type]
+    await StateStore(Bucket(), "key", "FLEET", parked.adopt).load()  # type: ignore[arg-type]
     left_out(parked, 4, 5)
 
     assert [name.created for name in parked.entries()] == ["t9", "t9+1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from egress.sampling.quiet import Quiet
+from egress.sampling.stage import Quiet
 
 
 def test_a_time_is_believed_once_all_is_folded_in_that_a_later_answer_knows_of() -> None:

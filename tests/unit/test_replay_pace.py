@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
@@ -11,9 +10,10 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.sequences import SequenceRange
+from common.tasks import Stop
+from ingress.replay.output import progress_line, standing
 from ingress.replay.pace import Both, ByteRate, MessageRate, Pace, Speed, pace_of
 from ingress.replay.plan import ChainRange, asked_range, stretches_of
-from ingress.replay.progress import progress_line, standing
 from ingress.replay.request import Request
 
 SECOND = 1_000_000_000
@@ -103,11 +103,11 @@ def test_progress_says_how_long_it_takes() -> None:
 
 
 async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() -> None:
-    from common.segments.layout import SegmentName
-    from ingress.checkpoints.intent import Piece
-    from ingress.publishing.publisher import Outcome
-    from ingress.replay.pacing import Head, Interrupted, PacedPublisher
-    from ingress.rows.blocks import Block, Rows
+    from common.segments.keys import SegmentName
+    from ingress.checkpoint import IntentPiece
+    from ingress.publishers.publisher import Outcome
+    from ingress.replay.pace import Head, Interrupted, PacedPublisher
+    from ingress.rows.rows import Block, Rows
 
     class Inner:
         name = "inner"
@@ -124,8 +124,8 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
             pass
 
     name = SegmentName(Chain("s", "F"), 0, SequenceRange(1, 20), "0" * 16)
-    rows = Rows([Block(Piece(name, SequenceRange(1, 20), 20), _material(20))])
-    stop = asyncio.Event()
+    rows = Rows([Block(IntentPiece(name, SequenceRange(1, 20), 20), _material(20))])
+    stop = Stop()
     inner = Inner()
     paced = PacedPublisher(inner, MessageRate(1000), ManualClock(), stop)
     outcome = await paced.publish(rows, 0, 0)
@@ -138,9 +138,9 @@ async def test_a_paced_publisher_sends_exactly_the_rows_and_stops_when_told() ->
 def _material(count: int):  # type: ignore[no-untyped-def]
     import pyarrow as pa
 
-    from ingress.rows.blocks import Material
+    from ingress.rows.rows import PreparedBatch
 
-    return Material(
+    return PreparedBatch(
         list(range(1, count + 1)),
         [SECOND] * count,
         [b"a"] * count,

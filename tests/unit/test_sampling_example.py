@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.chain import Chain
-from common.segments.rows import Columns
-from egress.advisories.event import Advisory, Event
-from egress.sampling.fold import Sampler
+from common.segments.columns import Columns
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, decode, encode
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
 NODES = 500
 DAYS = 3

@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 
-from common.segments.rows import Columns
-from egress.advisories.event import Advisory, Event
-from egress.sampling.fold import Choices, Sampler
-from egress.sampling.spread import period_ns
-from egress.sampling.state import CHUNK, Notice, SamplerState
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, batch, sampling
+from common.segments.columns import Columns
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import CHUNK, Notice, SamplerState, period_ns
+from egress.sampling.sampler import SampledBatch, Sampler
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, batch, sampling
 
 HOW = sampling(size_trigger="1K")
 WARN = 12 * MINUTE
 
 
-def choose(sampler: Sampler, *messages: tuple[Any, ...]) -> Choices:
+def choose(sampler: Sampler, *messages: tuple[Any, ...]) -> SampledBatch:
     """Messages as (key, time[, size[, forced]])."""
     whole = [(*message, *(100, False)[len(message) - 2 :]) for message in messages]
     keys, times, sizes, forced = (list(column) for column in zip(*whole, strict=True))
@@ -35,7 +34,7 @@ def test_nothing_comes_of_nothing() -> None:
     assert (choices.kept, choices.keys, choices.missing, choices.forced) == (bytearray(), [], 0, 0)
     assert sampler.advance(START) == []
     assert (sampler.values, sampler.watermark_ns) == (0, 0)
-    assert sampler.freeze() == SamplerState.empty(HOUR)
+    assert sampler.freeze() == SamplerState(HOUR)
 
 
 def test_a_batch_is_read_and_counted() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.segments.rows import Columns
-from egress.sampling.json_path import parse_path
-from egress.sampling.keys import KeyReader
+from common.segments.columns import Columns
+from egress.sampling.key_reader import KeyReader, parse_path
 from egress.sampling.settings import Sampling
-from tests.sampling_values import sampling
+from tests.support.sampling import sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "sampling.md"
 DEEP = 10_000

@@ -9,13 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from common.segments.rows import Columns
+from common.segments.columns import Columns
 from common.settings.egress import FeedSettings
-from egress.sampling.fold import Sampler
-from egress.sampling.keys import KeyReader
+from egress.sampling.key_reader import KeyReader
+from egress.sampling.key_table import period_ns
+from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
-from egress.sampling.spread import period_ns
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
 
 def by_header(name: str, *blocks: bytes | None) -> list[str | None]:
@@ -162,7 +162,7 @@ def test_the_spread_is_a_tenth_and_even(duration: int) -> None:
 
 def test_the_spread_is_that_of_every_release_and_process() -> None:
     ask = (
-        "from egress.sampling.spread import period_ns;"
+        "from egress.sampling.key_table import period_ns;"
         "print(*[period_ns(k, 3600 * 10**9) for k in ('a', 'é', '')])"
     )
     found = {

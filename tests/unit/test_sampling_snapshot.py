@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from egress.advisories.event import Advisory, Event
-from egress.sampling.blocks import MAGIC, MAX_BLOCK, framed, unframed
-from egress.sampling.fold import Sampler
-from egress.sampling.snapshot import Snapshot, decode, encode
-from egress.sampling.state import CHUNK, SamplerState
-from tests.sampling_values import HOUR, MINUTE, SECOND, START, sampling
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_table import CHUNK, SamplerState
+from egress.sampling.sampler import Sampler
+from egress.sampling.snapshot import MAGIC, MAX_BLOCK, Snapshot, decode, encode, framed, unframed
+from tests.support.sampling import HOUR, MINUTE, SECOND, START, sampling
 
 CHAIN = Chain("us-east", "NODE_DATA", 3, 7)
 HOW = sampling()
@@ -59,7 +58,7 @@ def test_what_is_written_comes_back(keys: int, outbox: int) -> None:
 
 
 def test_an_empty_state_comes_back() -> None:
-    genesis = Snapshot(CHAIN, 1, HOW.digest, 0, SamplerState.empty(HOUR))
+    genesis = Snapshot(CHAIN, 1, HOW.digest, 0, SamplerState(HOUR))
     assert decode(raw(genesis)) == genesis
     assert len(raw(genesis)) < 400
 
@@ -283,5 +282,5 @@ def test_what_compresses_best_is_not_taken_for_a_bomb() -> None:
     # When, Then
     written = Snapshot(CHAIN, 9, HOW.digest, 0, sampler.freeze(), tuple(told))
     assert content(decode(raw(written))) == content(written)
-    written = replace(written, state=SamplerState.empty(SECOND))
+    written = replace(written, state=SamplerState(SECOND))
     assert decode(raw(written)).outbox == tuple(told)

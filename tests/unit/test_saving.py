@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import Unavailable
-from common.service.threads import Threads
-from egress.sampling.saving import Saving
-from egress.sampling.telling import SamplingReport
-from tests.support import PATIENCE, soon
+from common.service.process import Threads
+from egress.report import SamplingReport
+from egress.sampling.snapshot_store import Saving
+from tests.support.basics import PATIENCE, soon
 
 CHAIN = Chain("site", "UNIT_SAVING")
 
@@ -31,8 +30,7 @@ class Store:
         self.gate.set()
         self.fails: list[Exception] = []
 
-    def save(self, snapshot: Any, spool: Path) -> Any:
-        spool.write_bytes(b"x")
+    def save(self, snapshot: Any) -> Any:
         assert self.gate.wait(PATIENCE)
         if self.fails:
             raise self.fails.pop()
@@ -41,38 +39,33 @@ class Store:
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
-        self.clock, self.store, self.folder = ManualClock(), Store(), folder
+    def __init__(self) -> None:
+        self.clock, self.store = ManualClock(), Store()
         self.threads = Threads("test-saving", 1)
         self.saving = Saving(
             self.store,  # type: ignore[arg-type]
-            self._new_spool,
             self.threads,
             self.clock,
             60.0,
             SamplingReport(CHAIN),
         )
 
-    def _new_spool(self) -> Path:
-        return self.folder / "spooled"
-
     def hold(self, position: int, segments: int = 1) -> None:
         self.saving.hold(SimpleNamespace(position=position), segments)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path)
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
     running = asyncio.create_task(bench.saving.run())
     yield bench
     running.cancel()
     await asyncio.wait({running})
     bench.threads.close()
-    assert not list(tmp_path.iterdir())
 
 
-def test_due_once_the_interval_has_passed_and_a_segment_was_closed(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
+def test_due_once_the_interval_has_passed_and_a_segment_was_closed() -> None:
+    bench = Bench()
     assert not bench.saving.is_due(5)
     bench.clock.advance(60)
     assert not bench.saving.is_due(0)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from common.errors import SegmentCorrupt
-from common.segments import metadata, pages
-from common.segments.metadata import Chunk
-from common.segments.parquet import Limits, open_file
-from common.segments.thrift import Bounds, TruncatedError, read_struct
-from tests.segment_files import message, write_segment
+from common.segments import parquet_guard
+from common.segments import parquet_guard as metadata
+from common.segments.parquet_guard import Bounds, Chunk, TruncatedError, read_struct
+from common.segments.reader import ParquetLimits, open_file
+from tests.support.segments import message, write_segment
 
 BOUNDS = Bounds(values=100, elements=10)
 PLAIN, DICTIONARY_CODED, DELTA_BYTE_ARRAY = 0, 8, 7
@@ -68,7 +68,7 @@ def page(
 
 def walked(data: bytes, rows: int, column: str = "payload", data_at: int = 0, **limits: int) -> int:
     chunk = Chunk(column, 0, data_at, len(data), rows)
-    return pages.decoded_bytes(Bytes(data), chunk, Limits(**limits))
+    return parquet_guard.decoded_bytes(Bytes(data), chunk, ParquetLimits(**limits))
 
 
 def test_pages_add_up_to_what_they_decode_to() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.segments.segment import SegmentRef
 from common.segments.table import SegmentTable
 from common.sequences import MAX_SEQUENCE
-from tests.compaction_refs import ref, refs
+from tests.support.compaction import ref, refs
 
 SEGMENTS = refs(200, level=3, size=2**40, count=40)
 

@@ -14,8 +14,7 @@ import pytest
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
-from common.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
-from common.segments.parquet import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
+from common.segments.reader import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
 from common.segments.segment import (
     Footer,
     Inputs,
@@ -28,7 +27,16 @@ from common.segments.segment import (
 )
 from common.segments.store import object_metadata
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
-from tests.segment_files import batch_of, footer_of, message, read_all, read_segment, write_segment
+from tests.support.invariants import (
+    Promise,
+    accounts_once,
+    continues,
+    in_order,
+    repeated,
+    rows_balance,
+    same_rows,
+)
+from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
 MIB = 2**20
 
@@ -266,7 +274,7 @@ def test_large_messages_make_pages_of_bounded_size(path: Path) -> None:
     assert payload.has_offset_index
     with path.open("rb") as file:
         file.seek(payload.data_page_offset)
-        from common.segments.thrift import Bounds, read_struct
+        from common.segments.parquet_guard import Bounds, read_struct
 
         header, _ = read_struct(file.read(200), Bounds(64, 0))
     assert header[2] < 3 * MIB

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from common.settings.nats import NatsSettings
 from common.settings.root import Settings
+from common.settings.service import NatsSettings
 
 STORE = {"url": "s3://floe"}
 

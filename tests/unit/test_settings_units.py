@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.settings.units import (
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_listen,
-    parse_size,
-    parse_time,
-)
+from common.clock import parse_time
+from common.settings.types import format_duration, format_size, parse_duration, parse_listen, parse_size
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from common.service.expand import read_secret
-from common.service.shutdown import stop_on_signals
-from common.settings.secret_file import FileSecret
-from infra.local.tether import spawn
-from tests.support import PATIENCE, soon
+from common.service.process import stop_on_signals
+from common.settings.loader import read_secret
+from common.settings.types import FileSecret
+from infra.local.process import spawn
+from tests.support.basics import PATIENCE, soon
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def service(
 ) -> Iterator[subprocess.Popen[str]]:
     script = (
         "import asyncio, time\nfrom common.service.cli import run_async\n"
-        "from common.service.shutdown import hangups, stop_on_signals\n"
+        "from common.service.process import hangups, stop_on_signals\n"
         f"{DRAINS.format(drain=drain, setup=setup)}\n{runner}\n"
     )
     process = spawn([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -119,6 +119,6 @@ async def test_a_hang_up_stops_nothing_and_has_secrets_read_again(tmp_path: Path
         path.unlink()
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.sleep(0)
-        assert not stop.is_set()
+        assert not stop.is_set
     assert secret.get_secret_value() == "later", "a file that is gone takes nothing away"
     assert "later" not in f"{secret!r} {secret}"

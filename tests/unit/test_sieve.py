@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
-from common.segments.rows import Columns
+from common.segments.columns import Columns
+from egress.batch import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch, left_out
 from egress.loops import Claims
-from egress.sampling.fold import Choices
-from egress.sampling.sieve import Sieve
-from egress.sifted import KEPT, LOOPED, SAMPLED_OUT, TOO_OLD, Sifted, left_out
+from egress.sampling.filters import PreFilter
+from egress.sampling.sampler import SampledBatch
 
 SECOND = 1_000_000_000
 
@@ -42,14 +42,14 @@ class EveryOther:
     def __init__(self) -> None:
         self.shown: list[int] = []
 
-    def fold(self, columns: Columns) -> Choices:
+    def fold(self, columns: Columns) -> SampledBatch:
         self.shown += columns.sequences
         kept = bytearray(place % 2 == 0 for place in range(len(columns.sequences)))
-        return Choices(kept, [f"k{s}" for s in columns.sequences], 0, 0, [])
+        return SampledBatch(kept, [f"k{s}" for s in columns.sequences], 0, 0, [])
 
 
-def sieve(sampler: Any = None, *, relay: bool = True, keep: int = 100) -> Sieve:
-    return Sieve("here", relay=relay, keep_ns=keep * SECOND, sampler=sampler)
+def sieve(sampler: Any = None, *, relay: bool = True, keep: int = 100) -> PreFilter:
+    return PreFilter("here", relay=relay, keep_ns=keep * SECOND, sampler=sampler)
 
 
 def test_reasons_are_asked_in_order_and_the_sampler_sees_only_what_the_others_pass() -> None:
@@ -97,7 +97,7 @@ def test_a_message_that_came_through_this_site_two_hops_ago_is_looped() -> None:
 def test_what_claims_to_have_come_round_passes_and_the_sampler_is_not_shown_it() -> None:
     """Whatever the comparison finds, the sampler must choose the same when the stream is read again."""
     sampler, claims = EveryOther(), Claims(Chain("here", "FEED"))
-    sifter = Sieve("here", sampler=sampler, claims=claims)
+    sifter = PreFilter("here", sampler=sampler, claims=claims)
     claiming = escape(hop("here").replace(b" 7 ", b" 1 "), Provenance("there", "FEED", 0, 0, 9, 1))
     found = sifter.sift(batch((1, None), (2, claiming), (3, hop("there")), (4, claiming), (5, None)))
     assert sampler.shown == [1, 3, 5]
@@ -142,13 +142,13 @@ def test_too_old_agrees_with_looking_at_every_message(batches: list[list[int]], 
         assert list(sifter.sift(batch(*((time, None) for time in times))).codes) == expected
 
 
-def examined(codes: Iterable[int]) -> Sifted:
+def examined(codes: Iterable[int]) -> MessageBatch:
     chosen = list(codes)
     columns = batch(*((1, None) for _ in chosen))
     places = [place for place, code in enumerate(chosen) if not code]
     keys: list[str | None] = [str(place) for place in places]
     rows = Columns(*([values[p] for p in places] for values in _lists(columns)), keys)
-    return Sifted(columns, bytes(chosen), rows)
+    return MessageBatch(columns, bytes(chosen), rows)
 
 
 def _lists(columns: Columns) -> list[list[Any]]:

@@ -15,12 +15,13 @@ from common.errors import Unavailable
 from common.objects.local import LocalObjects
 from common.segments.alive import Alive, ChainSign
 from common.segments.documents import ChainStore
-from common.segments.layout import Layout
-from common.service.threads import Threads
-from egress.alive import SignOfLife
+from common.segments.keys import Layout
+from common.service.process import Threads
+from common.tasks import Stop
+from egress.heartbeats import SignOfLife
 from ingress.discovery.sites import Sites
-from tests.faulty_store import FaultyStore
-from tests.support import soon
+from tests.support.basics import soon
+from tests.support.stores import FaultyStore
 
 CHAIN = Chain("us-east", "NODES")
 PAIRS = frozenset({(CHAIN.site, CHAIN.feed)})
@@ -66,7 +67,7 @@ async def test_a_sign_of_life_that_could_not_be_put_is_put_soon(tmp_path: Path) 
     store = FaultyStore(LocalObjects(tmp_path)).on("put", away, nth=1)
     documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
     sign = SignOfLife(CHAIN.site, "host", "o", (), documents, None, SystemClock(), 12.0)  # type: ignore[arg-type]
-    stop = asyncio.Event()
+    stop = Stop()
     running = asyncio.create_task(sign.run(stop))
     await soon(lambda: len(documents.listed_alive()) == 1, 11)
     stop.set()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.jetstream.subjects import matches
+from common.subjects import covers, matches, overlaps
 
 TAKEN = [
     ("", "anything.at.all"),
@@ -73,3 +73,53 @@ def test_as_a_regular_expression_says(filter_subject: str, subject: str) -> None
     parts = [{"*": r"[^.]+", ">": r".+"}.get(token, token) for token in filter_subject.split(".")]
     expected = not filter_subject or re.fullmatch(r"\.".join(parts), subject) is not None
     assert matches(filter_subject, subject) == expected
+
+
+COVERED = [
+    ("", "a"),
+    ("", ""),
+    (">", ""),
+    ("a", "a"),
+    ("*", "a"),
+    ("*", "*"),
+    ("a.>", "a.b"),
+    ("a.>", "a.>"),
+    ("a.>", "a.*.>"),
+    ("*.>", "a.*"),
+    ("a.*", "a.b"),
+]
+NOT_COVERED = [
+    ("a", ""),
+    ("a", "b"),
+    ("a", "*"),
+    ("a.*", "a.>"),
+    ("a.>", "a"),
+    ("a.>", ">"),
+    ("*", "a.b"),
+    ("a.b", "a"),
+]
+
+
+@pytest.mark.parametrize(("wide", "narrow"), COVERED)
+def test_a_wide_filter_covers_a_narrow_one(wide: str, narrow: str) -> None:
+    assert covers(wide, narrow)
+    assert overlaps(wide, narrow)
+
+
+@pytest.mark.parametrize(("wide", "narrow"), NOT_COVERED)
+def test_a_narrow_filter_does_not_cover_a_wide_one(wide: str, narrow: str) -> None:
+    assert not covers(wide, narrow)
+
+
+FILTERS = st.lists(st.sampled_from(["a", "b", "*"]), min_size=1, max_size=3).flatmap(
+    lambda tokens: st.sampled_from([".".join(tokens), ".".join([*tokens, ">"])])
+)
+LITERALS = st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=4).map(".".join)
+
+
+@given(FILTERS, FILTERS, LITERALS)
+def test_covers_and_overlaps_agree_with_matches(one: str, other: str, subject: str) -> None:
+    if covers(one, other) and matches(other, subject):
+        assert matches(one, subject)
+    if matches(one, subject) and matches(other, subject):
+        assert overlaps(one, other)

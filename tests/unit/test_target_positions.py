@@ -15,12 +15,11 @@ from common.chain import Chain
 from common.clock import ManualClock
 from common.errors import DataError, Refused
 from common.objects.local import LocalObjects
-from common.segments.documents import ChainStore
-from common.segments.layout import Layout
-from common.segments.target_positions import TargetPositions
+from common.segments.documents import ChainStore, TargetPositions
+from common.segments.keys import Layout
 from common.service.metrics import REGISTRY
-from common.service.threads import Threads
-from ingress.checkpoints.reporting import PositionsReport
+from common.service.process import Threads
+from ingress.report import PositionsReport
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES", 1, 2)
 

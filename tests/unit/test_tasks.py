@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
 
-from common.clock import ManualClock, wait_for, within
+from common.clock import ManualClock
 from common.errors import Stopped, Unavailable, Unforeseen
 from common.service.cli import run_async
-from common.tasks import Trouble, again, beside, guarded, orphaned, together, unexpected, watched
-from tests.support import PATIENCE
+from common.tasks import (
+    Stop,
+    StopReason,
+    Trouble,
+    again,
+    beside,
+    guarded,
+    orphaned,
+    together,
+    unexpected,
+    wait_for,
+    watched,
+    within,
+)
+from tests.support.basics import PATIENCE, counted
 
 
-async def swallows(times: int, ended: asyncio.Event) -> None:
+async def swallows(times: int, ended: Stop) -> None:
     """Goes on after so many cancellations, as code over `asyncio.wait_for` of Python 3.11 may."""
     try:
         while True:
@@ -35,16 +49,16 @@ async def fails(after: float = 0.01) -> None:
 
 
 async def test_sides_end_with_the_main_work_even_where_they_lose_a_cancellation() -> None:
-    ended = asyncio.Event()
+    ended = Stop()
     await asyncio.wait_for(beside(asyncio.sleep(0.01), swallows(1, ended)), PATIENCE)
-    assert ended.is_set()
+    assert ended.is_set
 
 
 async def test_a_side_that_fails_ends_the_main_work() -> None:
-    ended = asyncio.Event()
+    ended = Stop()
     with pytest.raises(BaseExceptionGroup) as caught:
         await asyncio.wait_for(beside(swallows(1, ended), fails()), PATIENCE)
-    assert ended.is_set()
+    assert ended.is_set
     assert [str(error) for error in caught.value.exceptions] == ["failed"]
 
 
@@ -61,20 +75,20 @@ async def test_a_side_that_comes_to_its_end_does_not_end_the_main_work() -> None
 
 async def test_together_waits_for_all_and_ends_all_with_the_first_that_fails() -> None:
     await together(asyncio.sleep(0.01), asyncio.sleep(0.02))
-    ended = asyncio.Event()
+    ended = Stop()
     with pytest.raises(BaseExceptionGroup):
         await asyncio.wait_for(together(swallows(1, ended), fails()), PATIENCE)
-    assert ended.is_set()
+    assert ended.is_set
 
 
 async def test_a_cancelled_group_leaves_nothing_running() -> None:
-    ended = asyncio.Event()
+    ended = Stop()
     task = asyncio.create_task(together(swallows(0, ended), asyncio.sleep(60)))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended.is_set()
+    assert ended.is_set
 
 
 async def test_a_cancellation_that_comes_together_with_the_result_is_not_lost() -> None:
@@ -133,7 +147,7 @@ def to_nobody() -> None:
 
 @pytest.mark.parametrize("throw", [soon, later, from_a_thread, when_done, in_a_task_nobody_awaits, to_nobody])
 def test_an_error_without_an_owner_ends_the_service(throw: Any) -> None:
-    count = unexpected.labels("service")._value.get()
+    count = counted(unexpected.labels("service"))
 
     async def service() -> None:
         throw()
@@ -142,7 +156,7 @@ def test_an_error_without_an_owner_ends_the_service(throw: Any) -> None:
     with pytest.raises(Unforeseen, match="MemoryError: no room") as caught:
         run_async(service())
     assert (caught.value.code, caught.value.exit_code) == ("E-UNEXPECTED", 1)
-    assert unexpected.labels("service")._value.get() == count + 1
+    assert counted(unexpected.labels("service")) == count + 1
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError("gone"), Unavailable("away"), TimeoutError("late")])
@@ -199,10 +213,10 @@ async def test_what_an_error_ended_begins_again_after_pauses_that_grow() -> None
         if len(began) < 6:
             broken()
 
-    count = unexpected.labels("expiry")._value.get()
+    count = counted(unexpected.labels("expiry"))
     await again("expiry", work, clock)
     assert began == [0, 1, 3, 7, 68, 70]
-    assert unexpected.labels("expiry")._value.get() == count + 5
+    assert counted(unexpected.labels("expiry")) == count + 5
 
 
 async def test_what_was_foreseen_is_not_begun_again() -> None:
@@ -218,3 +232,43 @@ def test_a_group_is_told_by_what_nobody_foresaw() -> None:
     told = Unforeseen.of(ExceptionGroup("group", [Unavailable("b"), inner]), "chain s/f")
     assert told.message == "chain s/f: KeyError: 'x'"
     assert isinstance(told.__cause__, KeyError)
+
+
+async def test_a_stop_keeps_its_first_reason() -> None:
+    stop = Stop()
+    assert (stop.is_set, stop.reason) == (False, None)
+    stop.set(StopReason.RESET)
+    stop.set(StopReason.SHUTDOWN)
+    assert (stop.is_set, stop.reason) == (True, StopReason.RESET)
+    assert await stop.wait()
+
+
+async def test_a_stop_is_waited_for_no_longer_than_asked() -> None:
+    stop = Stop()
+    assert not await stop.wait(0.01)
+    asyncio.get_running_loop().call_later(0.01, stop.set)
+    assert await stop.wait(PATIENCE)
+    assert stop.reason is StopReason.SHUTDOWN
+
+
+async def test_a_child_stops_with_its_parents_for_their_reason_and_never_stops_them() -> None:
+    service, lease = Stop(), Stop()
+    child = Stop(service, lease)
+    grandchild = Stop(child)
+    child_of_its_own = Stop(service)
+    child_of_its_own.set(StopReason.DECISION)
+    assert not service.is_set
+    lease.set(StopReason.GIVE_BACK)
+    assert (child.reason, grandchild.reason) == (StopReason.GIVE_BACK, StopReason.GIVE_BACK)
+    service.set(StopReason.SHUTDOWN)
+    # A lease to be given back leaves time, and gives way to what leaves none.
+    assert (child.reason, child_of_its_own.reason) == (StopReason.SHUTDOWN, StopReason.DECISION)
+    assert Stop(child).reason is StopReason.SHUTDOWN
+
+
+async def test_a_child_that_nobody_needs_any_more_is_forgotten() -> None:
+    parent = Stop()
+    child = weakref.ref(Stop(parent))
+    gc.collect()
+    assert child() is None
+    parent.set()

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import PATIENCE, eventually
+from tests.support.basics import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
 
 # The child is started by a thread that ends at once; with `nested` it has a child of its own.
 OWNER = """
 import subprocess, sys, threading, time
-from infra.local.tether import spawn
+from infra.local.process import spawn
 
 def start():
-    nested = "import sys, time; from infra.local.tether import spawn; " \
+    nested = "import sys, time; from infra.local.process import spawn; " \
         "print(spawn(['sleep', '600']).pid, flush=True); time.sleep(600)"
     command = [sys.executable, "-c", nested] if sys.argv[1] == "nested" else ["sleep", "600"]
     child = spawn(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -36,7 +36,7 @@ sys.stdin.readline()
 GUARD_KILLED = """
 import os, signal, sys
 from pathlib import Path
-from infra.local.tether import spawn
+from infra.local.process import spawn
 
 first = spawn(["sleep", "600"])
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

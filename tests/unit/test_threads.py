@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.service.threads import Threads, busy_threads
-from tests.support import PATIENCE, soon
+from common.service.process import Threads, busy_threads
+from tests.support.basics import PATIENCE, soon
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_thread_that_never_returns_does_not_keep_the_command_from_ending():
 import asyncio, sys, threading
 import click, floe
 from common.service.cli import run_command
-from common.service.threads import Threads
+from common.service.process import Threads
 
 @floe.cli.command("hang")
 @run_command

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import ConfigError
-from common.jetstream.subjects import matches
-from common.jetstream.transforms import TransformError, compile_transform
-from common.service.config import load
+from common.settings.loader import load
+from common.subjects import matches
+from common.transforms import TransformError, compile_transform
 from ingress.rows.subjects import Accepting, SubjectRule, rule_of
 
 CONFIG = """\
@@ -128,7 +128,7 @@ affixes = st.text("ab.", min_size=1, max_size=4)
 @given(affixes, st.one_of(st.just(""), affixes), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1))
 def test_the_pattern_of_a_prefix_takes_whatever_is_made(prefix: str, remove: str, subject: list[str]) -> None:
     rule = SubjectRule(prefix.encode(), remove.encode())
-    pattern, made = rule.pattern(), rule.apply(".".join(subject).encode())
+    pattern, made = rule.pattern, rule.apply(".".join(subject).encode())
 
     if pattern is not None and made and b"" not in made.split(b"."):
         assert matches(pattern, made), (pattern, made)

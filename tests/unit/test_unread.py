@@ -9,13 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from common.segments.archive import read_cover
-from common.segments.moments import first_at
+from common.segments.archive import first_at, read_cover
 from common.segments.segment import Reason, SegmentRef
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch
-from compaction.reading import read_stretch
-from tests.compaction_archive import CHAIN, Archive, rows
+from compaction.source import read_stretch
+from tests.support.compaction import CHAIN, Archive, rows
 
 
 @pytest.fixture

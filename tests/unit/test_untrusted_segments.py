@@ -15,19 +15,11 @@ import pytest
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
-from common.segments.layout import Layout, SegmentName
-from common.segments.parquet import SCHEMA, Limits, open_file
+from common.segments.keys import Layout, SegmentName
+from common.segments.reader import SCHEMA, ParquetLimits, open_file
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
-from tests.segment_files import (
-    footer_of,
-    forge,
-    message,
-    name_of,
-    read_segment,
-    table_of,
-    write_segment,
-)
+from tests.support.segments import footer_of, forge, message, name_of, read_segment, table_of, write_segment
 
 ROWS = [message(n, b"payload %d" % n) for n in range(1, 41)]
 NAME = name_of(footer_of(ROWS))
@@ -365,13 +357,13 @@ def test_encodings_that_decode_to_more_than_their_bytes_are_refused(path: Path, 
 @pytest.mark.parametrize(
     ("limits", "cause"),
     [
-        (Limits(row_groups=3), "expected at most 3 row groups, found 4"),
-        (Limits(columns=7), "expected at most 7 columns, found 8"),
-        (Limits(footer_bytes=100), "expected metadata of at most 100 bytes"),
-        (Limits(page_header_bytes=4), "passes 4 bytes"),
+        (ParquetLimits(row_groups=3), "expected at most 3 row groups, found 4"),
+        (ParquetLimits(columns=7), "expected at most 7 columns, found 8"),
+        (ParquetLimits(footer_bytes=100), "expected metadata of at most 100 bytes"),
+        (ParquetLimits(page_header_bytes=4), "passes 4 bytes"),
     ],
 )
-def test_a_file_beyond_the_limits_is_refused(path: Path, limits: Limits, cause: str) -> None:
+def test_a_file_beyond_the_limits_is_refused(path: Path, limits: ParquetLimits, cause: str) -> None:
     forge(path, table_of(ROWS), footer_of(ROWS), row_group_size=10)
     assert read_segment(path, NAME) == ROWS
     assert cause in refusal(path, limits=limits).message
@@ -379,7 +371,7 @@ def test_a_file_beyond_the_limits_is_refused(path: Path, limits: Limits, cause: 
 
 def test_a_string_in_the_metadata_beyond_its_limit_is_refused(path: Path) -> None:
     forge(path, table_of(ROWS), changed(writer="x" * 5000))
-    refusal(path, limits=Limits(footer_value_bytes=4000))
+    refusal(path, limits=ParquetLimits(footer_value_bytes=4000))
 
 
 def test_a_page_that_inflates_beyond_the_limit_is_refused_before_it_is_inflated(path: Path) -> None:
@@ -387,7 +379,7 @@ def test_a_page_that_inflates_beyond_the_limit_is_refused_before_it_is_inflated(
     name = write_segment(path, rows).segment_name
     assert path.stat().st_size < 10_000
     assert read_segment(path, name) == rows
-    assert refusal(path, name, limits=Limits(row_group_bytes=1 << 20)).code == "E-SEG-BOMB"
+    assert refusal(path, name, limits=ParquetLimits(row_group_bytes=1 << 20)).code == "E-SEG-BOMB"
 
 
 def dictionary_bomb(path: Path, column: str, size: int, rows: int) -> Footer:
@@ -415,10 +407,10 @@ def _bomb_reader(path: Path, footer: Footer) -> str:
     return f"""
 import resource
 from pathlib import Path
-import common.segments.parquet as parquet
+import common.segments.reader as parquet
 from common.chain import Chain
 from common.errors import SegmentCorrupt
-from common.segments.layout import SegmentName
+from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before = peak()

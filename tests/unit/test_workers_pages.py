@@ -12,12 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from common.clock import ManualClock
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
-from egress.workers.asking import Said
-from egress.workers.codes import exit_code, worst
-from egress.workers.exposition import labelled, merged
-from egress.workers.pages import WorkerPages
-from egress.workers.place import Place
-from egress.workers.process import WorkerProcess
+from egress.workers.pages import Said, WorkerPages, labelled, merged
+from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
 
 
 def page(count: float, awkward: str = "a") -> str:
@@ -154,6 +150,6 @@ def test_a_signal_counts_as_shells_count_it() -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "a/b/c", "1/2/3/4"])
 def test_a_place_that_is_none_is_refused(text: str) -> None:
-    assert Place.parse(str(Place(1, 4, 7))) == Place(1, 4, 7)
+    assert WorkerPlace.parse(str(WorkerPlace(1, 4, 7))) == WorkerPlace(1, 4, 7)
     with pytest.raises(UsageError):
-        Place.parse(text)
+        WorkerPlace.parse(text)

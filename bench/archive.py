@@ -1,0 +1,301 @@
+"""What is read of and written to an archive.
+
+`listing.1m`: which segments come next, decided in an archive of 1,000,000 of them.
+`listing.egress_1m`: the memory in which egress finds where it goes on in one, and walks it for holes, with at
+most 20 LISTs at the start of a session and one before each put.
+`compaction.merge`: inputs to a verified output, beside pyarrow reading and writing the same rows.
+`replay.bytes_read`: bytes read to replay 1 % of the time of 10,000 segments, over all their bytes.
+
+The port of the listings is synthetic: its keys are made when they are asked for, so that what is measured is
+Floe's own work over the pages of a listing, not a server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import overload
+
+import pyarrow.parquet as pq
+
+from bench.harness import Bench, Figure, paired
+from bench.place import payloads
+from common.chain import Chain
+from common.clock import SystemClock
+from common.jetstream.api import create_stream, stream_info
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectInfo
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.keys import Layout, SegmentName
+from common.segments.reader import SegmentWriter, record_batch
+from common.segments.segment import Footer, Ledger, SegmentRef
+from common.segments.store import PAGE, SegmentStore
+from common.sequences import Covered, SequenceRange
+from common.service.process import Threads
+from common.settings.loader import parse
+from common.tasks import Stop
+from compaction.merge import COMPRESSION_LEVEL, merge
+from compaction.plan import Output
+from egress.archive import Archive
+from infra.local.nats import NatsServer
+from ingress.chains.search import next_stretches
+from ingress.replay.output import Teller
+from ingress.replay.replay import Replay
+from ingress.replay.request import ReplayOptions, Request
+from tests.support.stores import CountingObjects
+
+CHAIN, LAYOUT = Chain("bench", "BENCH"), Layout("data")
+NEW, OLD = 900_000, 100_000  # segments of level 0, and of level 1 before them
+ROWS = 1000  # sequences of a segment
+LOOKS = 300
+SEED = 7
+
+
+class LevelKeys(Sequence[str]):
+    """The keys of one level, ascending: `count` segments of ROWS sequences each behind sequence `after`."""
+
+    def __init__(self, level: int, after: int, count: int) -> None:
+        self._level, self._after, self._count = level, after, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self._key(each) for each in range(*index.indices(self._count))]
+        return self._key(index)
+
+    def _key(self, index: int) -> str:
+        first = self._after + index * ROWS + 1
+        coverage = SequenceRange(first, first + ROWS - 1)
+        return LAYOUT.segment(SegmentName(CHAIN, self._level, coverage, f"{index:016x}"))
+
+
+class Synthetic:
+    """The one verb of an object store that a listing needs. `requests`: pages that it would take."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._levels = {
+            LAYOUT.segments_prefix(CHAIN, 0): LevelKeys(0, OLD * ROWS, NEW),
+            LAYOUT.segments_prefix(CHAIN, 1): LevelKeys(1, 0, OLD),
+        }
+
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> list[ObjectInfo]:
+        if prefix == LAYOUT.partition_prefix(CHAIN):
+            prefix = LAYOUT.segments_prefix(CHAIN, 0)
+        keys = self._levels.get(prefix, ())
+        start = bisect.bisect_right(keys, start_after)
+        stop = len(keys) if limit is None else min(len(keys), start + limit)
+        self.requests += max(1, -(-(stop - start) // PAGE))
+        return [ObjectInfo(key, 100_000, 1.0, "e") for key in keys[start:stop]]
+
+
+def look(store: SegmentStore, position: int) -> float:
+    """Milliseconds that the decision takes."""
+    started = time.perf_counter()
+    found = next_stretches(store, CHAIN, position)
+    elapsed = (time.perf_counter() - started) * 1000
+    assert [each.rows.first for each in found[:1]] == [position], (
+        f"expected rows from {position}, found {found[:1]}"
+    )
+    return elapsed
+
+
+def million() -> Figure:
+    """The greater of two medians: at positions in level 0, and at positions that only level 1 covers."""
+    store, rng = SegmentStore(Synthetic(), LAYOUT), random.Random(SEED)  # type: ignore[arg-type]
+    old = [look(store, rng.randint(1, OLD * ROWS)) for _ in range(LOOKS)]
+    new = [look(store, rng.randint(OLD * ROWS + 1, (OLD + NEW) * ROWS)) for _ in range(LOOKS)]
+    return Figure("listing.1m", round(max(statistics.median(old), statistics.median(new)), 2), "ms")
+
+
+class HighMarks:
+    """A high-water mark of every chain: where the archive ends."""
+
+    async def get(self, _chain: Chain) -> int:
+        return (OLD + NEW) * ROWS
+
+
+async def session(objects: Synthetic) -> Archive:
+    """What a session asks of the listing before it reads, and before a put. Fails where it asks too often."""
+    store = SegmentStore(objects, LAYOUT)  # type: ignore[arg-type]
+    archive = Archive(CHAIN, 1, store, None, HighMarks(), Threads("bench", 1))  # type: ignore[arg-type]
+    await archive.load()
+    end = (OLD + NEW) * ROWS
+    assert archive.end == end, f"expected the end {end}, found {archive.end}"
+    assert objects.requests <= 20, f"expected at most 20 LISTs at the start, found {objects.requests}"
+    before = objects.requests
+    assert not await archive.is_covered(end + 1), "expected nothing behind the end"
+    assert objects.requests == before + 1, (
+        f"expected one LIST before a put, found {objects.requests - before}"
+    )
+    return archive
+
+
+def walked() -> Figure:
+    """MB by which the process grows at most while a session begins and the whole chain is walked."""
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    archive, covered = asyncio.run(session(Synthetic())), Covered()
+    for page in archive.pages():
+        for ref in page:
+            covered.add(ref.coverage)
+    assert covered.stretches() == [SequenceRange(1, archive.end)], "expected no hole"
+    return Figure("listing.egress_1m", round(_resident("VmHWM") - before, 1), "MB")
+
+
+def _resident(what: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(what)) * 1024 / 1e6
+
+
+INPUTS, INPUT_ROWS = 8, 50_000
+
+
+def inputs(store: SegmentStore) -> list[SegmentRef]:
+    """Adjacent segments of level 0 with messages of 1 KB, as egress writes them."""
+    bodies = payloads()
+    return [
+        _segment(store, SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS), bodies)
+        for n in range(INPUTS)
+    ]
+
+
+def _segment(store: SegmentStore, coverage: SequenceRange, bodies: list[bytes]) -> SegmentRef:
+    sequences = list(range(coverage.first, coverage.last + 1))
+    times = [1_700_000_000_000_000_000 + s for s in sequences]
+    values = [bodies[s % len(bodies)] for s in sequences]
+    subjects = [b"nodes.%d" % (s % 1000) for s in sequences]
+    batch = record_batch(sequences, times, subjects, [None] * len(sequences), values)
+    raw = sum(map(len, values)) + sum(map(len, subjects))
+    writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
+    writer.append(batch)
+    footer = Footer(CHAIN, 0, coverage, INPUT_ROWS, Ledger(), raw, times[0], times[-1], None, "bench")
+    return store.put(writer.finish(footer))
+
+
+def plain_copy(paths: list[Path], target: Path) -> float:
+    """Seconds in which pyarrow reads the rows, row group by row group, and writes them, same codec."""
+    started = time.perf_counter()
+    with pq.ParquetFile(paths[0]) as first:
+        schema = first.schema_arrow
+    options = {"compression": "zstd", "compression_level": COMPRESSION_LEVEL, "use_dictionary": ["subject"]}
+    with pq.ParquetWriter(target, schema, **options) as writer:
+        for path in paths:
+            with pq.ParquetFile(path) as file:
+                for group in range(file.num_row_groups):
+                    writer.write_table(file.read_row_group(group))
+    return time.perf_counter() - started
+
+
+def merge_rate() -> Figure:
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as folder:
+        store = SegmentStore(LocalObjects(Path(folder)), Layout("data"))
+        refs = inputs(store)
+        raw = sum(store.footer(ref).raw_bytes for ref in refs) / 1e6
+        output = Output(1, tuple(refs))
+        paths = [Path(folder) / ref.key for ref in refs]
+
+        def merged() -> float:
+            started = time.perf_counter()
+            ref = merge(store, output).ref
+            elapsed = time.perf_counter() - started
+            store.delete(ref)
+            return raw / elapsed
+
+        return paired(
+            "compaction.merge",
+            "MB/s raw",
+            floor=lambda: raw / plain_copy(paths, Path(folder) / "copy.parquet"),
+            value=merged,
+        )
+
+
+SMALL, SMALL_ROWS, PAYLOAD = 10_000, 50, 1000
+START = 1_700_000_000  # seconds; one message a second
+PARTS = 100  # of the archive, one of which is replayed
+
+
+def fill_folder(folder: Path) -> int:
+    """Segments as egress writes them, straight into the folder; their bytes."""
+    layout, noise, total = Layout("data"), random.Random(1).randbytes(PAYLOAD + SMALL_ROWS * SMALL), 0
+    for number in range(SMALL):
+        coverage = SequenceRange(number * SMALL_ROWS + 1, (number + 1) * SMALL_ROWS)
+        sequences = list(range(coverage.first, coverage.last + 1))
+        times = [(START + s) * 10**9 for s in sequences]
+        batch = record_batch(
+            sequences,
+            times,
+            [b"bench.a"] * SMALL_ROWS,
+            [None] * SMALL_ROWS,
+            [noise[s : s + PAYLOAD] for s in sequences],
+        )
+        spool = folder / "spool.parquet"
+        writer = SegmentWriter(spool, level=0, compression_level=1)
+        writer.append(batch)
+        footer = Footer(CHAIN, 0, coverage, SMALL_ROWS, Ledger(), 0, None, None, None, "bench")
+        done = writer.finish(footer)
+        path = folder / layout.segment(SegmentName(CHAIN, 0, coverage, done.sha256[:16]))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(spool, path)
+        total += done.size
+    return total
+
+
+async def replayed(folder: Path, url: str) -> int:
+    """Replay one part of the time out of the middle; the bytes that were read."""
+    objects = CountingObjects(folder)
+    store, documents = SegmentStore(objects, Layout("data")), ChainStore(objects, Layout("data"))
+    documents.create_stream(CHAIN, StreamDocument({"name": "BENCH"}, "t0"))
+    documents.create_chain(CHAIN, ChainDocument((), 1, 1))
+    settings = parse(f"nats: {{url: '{url}'}}\nstore: {{url: 'file://{folder}', prefix: data}}\n", "bench")[0]
+    whole = SMALL * SMALL_ROWS
+    first = START + whole // 2 + 7
+    request = Request("bench", "BENCH", "BACK", from_time=_text(first), to_time=_text(first + whole // PARTS))
+    work = Replay(settings, request, ReplayOptions(), store, documents, SystemClock(), Teller())
+    objects.read = 0
+    async with work.connected() as client:
+        await create_stream(
+            client, {"name": "BACK", "subjects": ["bench.>"], "allow_batched": True, "allow_atomic": True}
+        )
+        await work.run(client, Stop())
+        info = await stream_info(client, "BACK")
+    assert info is not None
+    assert info.messages == whole // PARTS, info.messages
+    store.close()
+    return objects.read
+
+
+def _text(seconds: int) -> str:
+    from datetime import UTC, datetime
+
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def bytes_read() -> Figure:
+    with tempfile.TemporaryDirectory(prefix="floe-bench-") as name, NatsServer() as server:
+        folder = Path(name) / "store"
+        folder.mkdir()
+        total = fill_folder(folder)
+        read = asyncio.run(replayed(folder, server.url))
+    return Figure("replay.bytes_read", round(read / total, 4), "1")
+
+
+BENCHES = [
+    Bench("listing.1m", "ms", "value <= 10", million),
+    Bench("listing.egress_1m", "MB", "value <= 20", walked),
+    Bench("replay.bytes_read", "1", "<= 0.03", bytes_read),
+    Bench("compaction.merge", "MB/s raw", "ratio >= 0.6", merge_rate),
+]

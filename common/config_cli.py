@@ -1,0 +1,173 @@
+"""`floe config`: what is wrong with a configuration, and new ones from those of stream-replicator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from common.errors import ConfigError, Refused, UsageError
+from common.service.cli import json_option, print_json, run_command
+
+if TYPE_CHECKING:
+    from common.migration.write import File, Imported
+    from common.settings.loader import ConfigDocument
+
+
+@click.group()
+def config() -> None:
+    """Check a configuration, or make one from that of stream-replicator."""
+
+
+@config.command()
+@click.argument("file", envvar="FLOE_CONFIG")
+@click.option("--strict", is_flag=True, help="What is warned of is an error, too.")
+@json_option
+@run_command
+def check(file: str, strict: bool, as_json: bool) -> int:
+    """Check all documents of FILE; touches neither NATS nor the store.
+
+    Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`. A document whose
+    egress and ingress would feed each other is warned of here and refused by every command that runs it.
+    Warned of are also secrets that others may read, and connections that nobody encrypts or checks.
+
+    Example: floe config check /etc/floe/site.yaml
+    """
+    documents, errors, loops = _check(file)
+    warnings = list(dict.fromkeys([*(warning for each in documents for warning in each.warnings), *loops]))
+    if strict and warnings:
+        errors, documents, warnings = [*errors, ConfigError(*warnings, code="E-CONFIG-STRICT")], [], []
+    if as_json:
+        found = {
+            "file": file,
+            "ok": not errors,
+            "documents": [_summary(document) for document in documents],
+            "problems": [problem for error in errors for problem in _problems(error)],
+            "warnings": warnings,
+        }
+        print_json(found)
+    else:
+        _print_checked(file, documents, errors, warnings)
+    return ConfigError.exit_code if errors else 0
+
+
+def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str]]:
+    """The documents of a file, what is wrong with them, and what every command that runs them refuses."""
+    from common.settings.loader import note_loops, note_unbuilt, read_documents
+    from common.settings.yaml import ConfigFileError, Problems
+
+    try:
+        documents = read_documents(file)
+    except ConfigError as error:
+        return [], [error], []
+    errors: list[ConfigError] = []
+    refused: list[str] = []
+    for document in documents:
+        unbuilt, loops = Problems(document.name), Problems(document.name)
+        note_unbuilt(document, unbuilt)
+        note_loops(document, loops)
+        errors += [ConfigFileError(unbuilt)] if unbuilt else []
+        refused += [f"{problem}; every command that runs it refuses it" for problem in loops]
+    return documents, errors, refused
+
+
+def _print_checked(
+    file: str, documents: list[ConfigDocument], errors: list[ConfigError], warnings: list[str]
+) -> None:
+    lines = [error.line() for error in errors] + [f"warning: {warning}" for warning in warnings]
+    for line in lines:
+        click.echo(line, err=True)
+    for document in documents if not errors else ():
+        summary = _summary(document)
+        site = f"site {summary['site']}, " if summary["site"] else ""
+        place = f"{file}:{document.root.mark.line}"
+        click.echo(f"{place}: ok ({site}{summary['feeds']} feeds, {summary['targets']} targets)")
+
+
+def _summary(document: ConfigDocument) -> dict[str, object]:
+    settings = document.settings
+    return {
+        "site": settings.site,
+        "feeds": len(settings.egress.feeds),
+        "targets": len(settings.ingress.targets),
+    }
+
+
+def _problems(error: ConfigError) -> list[object]:
+    found = getattr(error, "found", None)
+    return list(found) if found else [{"message": str(error)}]
+
+
+@config.command("import-stream-replicator")
+@click.argument("file")
+@click.option("--out-dir", metavar="DIR", help="Write the files there, none of which may exist.")
+@json_option
+@run_command
+def import_stream_replicator(file: str, out_dir: str | None, as_json: bool) -> int:
+    """Print what the configuration FILE of stream-replicator becomes: a site.yaml for each source, a
+    central.yaml for each target.
+
+    Comments name every key that is not carried over, and why; secrets become variables and are never
+    printed. Exit 78 where something is wrong; each problem is a line `file:line:column: key: what`.
+
+    Example: floe config import-stream-replicator /etc/stream-replicator/sr.yaml --out-dir /etc/floe
+    """
+    from common.migration import write
+    from common.settings.loader import read_file
+
+    try:
+        imported = write.import_stream_replicator(read_file(file)[0], file)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print_json({"file": file, "ok": False, "problems": _problems(error)})
+        return ConfigError.exit_code
+    if out_dir is not None:
+        _write(imported.files, Path(out_dir))
+    if as_json:
+        print_json(_imported_json(file, imported))
+    elif out_dir is None:
+        click.echo("---\n".join(each.text for each in imported.files), nl=False)
+    else:
+        _print_written(imported, out_dir)
+    return 0
+
+
+def _write(files: tuple[File, ...], folder: Path) -> None:
+    """Write all of them, or none where one is there already."""
+    there = [str(folder / each.name) for each in files if (folder / each.name).exists()]
+    if there:
+        raise UsageError(f"{there[0]}: expected no such file, found one", hint="choose another --out-dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for each in files:
+            with (folder / each.name).open("x", encoding="utf-8") as made:
+                made.write(each.text)
+    except OSError as error:
+        raise Refused(f"{folder}: cannot be written: {error.strerror}", code="E-OS") from error
+
+
+def _print_written(imported: Imported, out_dir: str) -> None:
+    for each in imported.files:
+        click.echo(str(Path(out_dir) / each.name))
+    for note in imported.notes:
+        click.echo(f"note: {note}", err=True)
+    if imported.variables:
+        click.echo(f"set in the environment: {' '.join(imported.variables)}", err=True)
+
+
+def _imported_json(file: str, imported: Imported) -> dict[str, object]:
+    return {
+        "file": file,
+        "ok": True,
+        "documents": [
+            {"name": each.name, "site": each.site, "text": each.text, "variables": each.variables}
+            for each in imported.files
+        ],
+        "notes": [
+            {"path": note.path, "line": note.mark.line, "column": note.mark.column, "text": note.text}
+            for note in imported.notes
+        ],
+        "variables": imported.variables,
+    }

@@ -1,0 +1,251 @@
+"""Streams and consumers as the JetStream API describes them. All reads go to the leader."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.clock import parse_time
+from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.requests import ApiError
+from common.segments.segment import Message
+from common.sequences import SequenceRange
+
+STREAM_NOT_FOUND = 10059
+CONSUMER_NOT_FOUND = 10014
+MESSAGE_NOT_FOUND = 10037
+
+ATTEMPTS = 3  # of a question whose answer was lost
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """What STREAM.INFO says of a stream, by its leader or by one that was deposed and does not know yet.
+
+    `first_sequence`, `last_sequence`: 0 where the stream never held a message; `first_sequence` is above
+    `last_sequence` where it is empty now. `created`, `first_timestamp`, `last_timestamp`: RFC 3339, as given.
+    `leader`: empty on a single server and where there is none now. `time`: the server's, when it answered;
+    empty before 2.10.
+    """
+
+    name: str
+    created: str
+    config: dict[str, Any] = field(hash=False)
+    first_sequence: int
+    last_sequence: int
+    messages: int
+    first_timestamp: str
+    last_timestamp: str
+    leader: str
+    time: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerInfo:
+    """What CONSUMER.INFO says of a consumer; sequences are 0 before the first message.
+
+    `stream_sequence`, `consumer_sequence`: of the last message delivered; `pending`: matching messages that
+    were not delivered yet, by the consumer's leader. `ack_floor`: the consumer sequence up to which every
+    message is acknowledged, `acknowledged`: the stream sequence of that one; `ack_pending`: how many were
+    delivered and are not acknowledged.
+    """
+
+    name: str
+    created: str
+    config: dict[str, Any] = field(hash=False)
+    stream_sequence: int
+    consumer_sequence: int
+    pending: int
+    leader: str
+    ack_floor: int = 0
+    ack_pending: int = 0
+    acknowledged: int = 0
+
+
+async def ask(
+    client: FloeClient, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
+) -> dict[str, Any]:
+    """A question that changes nothing, so that a lost answer is asked for again.
+
+    Raises Unavailable where none comes within `timeout` seconds, else as `FloeClient.api`.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            for _ in range(ATTEMPTS):
+                with suppress(OutcomeUnknown):
+                    return await client.api(name, request, timeout=timeout)
+    raise Unavailable(f"no answer to {client.api_subject(name)} within {timeout:g} s")
+
+
+async def stream_info(client: FloeClient, stream: str) -> StreamInfo | None:
+    """What the server says of the stream; None if there is none of this name."""
+    try:
+        return _stream_info(await ask(client, f"STREAM.INFO.{token(stream)}"))
+    except ApiError as error:
+        if error.err_code == STREAM_NOT_FOUND:
+            return None
+        raise
+
+
+async def most_replicas(client: FloeClient, streams: Iterable[str]) -> int:
+    """As many as the most replicated of the streams has; 1 where there is none of them."""
+    found = [await stream_info(client, stream) for stream in sorted(set(streams))]
+    return max((int(info.config.get("num_replicas", 1)) for info in found if info), default=1)
+
+
+async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInfo:
+    """Create the stream `config["name"]`; the same configuration again changes nothing. Raises ApiError."""
+    return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
+
+
+async def next_message(
+    client: FloeClient, stream: str, sequence: int, filter_subject: str = ""
+) -> Message | None:
+    """The first message at or after `sequence` that the filter takes (empty: any); None if there is none.
+
+    Raises ApiError where there is no such stream.
+    """
+    request = {"seq": sequence, "next_by_subj": filter_subject or ">"}
+    try:
+        return stored_message(await ask(client, f"STREAM.MSG.GET.{token(stream)}", request))
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+
+
+async def absent(client: FloeClient, stream: str, within: SequenceRange) -> list[SequenceRange]:
+    """The sequences of `within` that the stream does not hold; one question for each that it holds.
+
+    Raises ApiError where there is no such stream.
+    """
+    found, position = [], within.first
+    while position <= within.last:
+        message = await next_message(client, stream, position)
+        held = within.last + 1 if message is None else min(message.sequence, within.last + 1)
+        if held > position:
+            found.append(SequenceRange(position, held - 1))
+        position = held + 1
+    return found
+
+
+def stored_message(answer: dict[str, Any]) -> Message:
+    """The message in an answer of STREAM.MSG.GET. Raises DataError."""
+    try:
+        stored = answer["message"]
+        headers = stored.get("hdrs")
+        return Message(
+            sequence=int(stored["seq"]),
+            timestamp_ns=parse_time(stored["time"]),
+            subject=stored["subject"].encode(),
+            headers=None if headers is None else base64.b64decode(headers),
+            payload=base64.b64decode(stored.get("data") or ""),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"STREAM.MSG.GET: expected a message, found {error!r:.80}") from None
+
+
+async def create_consumer(client: FloeClient, stream: str, config: dict[str, Any]) -> ConsumerInfo:
+    """Create the consumer `config["name"]` (or `durable_name`).
+
+    Raises ApiError, also where one of that name exists with another configuration.
+    """
+    name = token(config.get("name") or config["durable_name"])
+    subject = f"CONSUMER.CREATE.{token(stream)}.{name}"
+    if filter_subject := config.get("filter_subject"):
+        subject += f".{filter_subject}"
+    request = {"stream_name": stream, "config": {"name": name, **config}, "action": "create"}
+    return _consumer_info(await client.api(subject, request))
+
+
+async def consumer_info(client: FloeClient, stream: str, consumer: str) -> ConsumerInfo | None:
+    """What the server says of the consumer; None if the stream or the consumer is not there."""
+    try:
+        return _consumer_info(await ask(client, f"CONSUMER.INFO.{token(stream)}.{token(consumer)}"))
+    except ApiError as error:
+        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+            return None
+        raise
+
+
+async def consumer_names(client: FloeClient, stream: str) -> list[str]:
+    """The names of all consumers of the stream. Raises ApiError where there is no such stream."""
+    names: list[str] = []
+    while True:
+        answer = await ask(client, f"CONSUMER.NAMES.{token(stream)}", {"offset": len(names)})
+        page = answer.get("consumers") or []
+        names += map(str, page)
+        if not page or len(names) >= int(answer.get("total", 0)):
+            return names
+
+
+async def delete_consumer(client: FloeClient, stream: str, consumer: str) -> bool:
+    """Delete the consumer; False if it was not there."""
+    try:
+        await client.api(f"CONSUMER.DELETE.{token(stream)}.{token(consumer)}")
+    except ApiError as error:
+        if error.err_code in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND):
+            return False
+        raise
+    return True
+
+
+def _stream_info(answer: dict[str, Any]) -> StreamInfo:
+    try:
+        state, config = answer["state"], answer["config"]
+        return StreamInfo(
+            name=str(config["name"]),
+            created=str(answer["created"]),
+            config=dict(config),
+            first_sequence=_count(state["first_seq"]),
+            last_sequence=_count(state["last_seq"]),
+            messages=_count(state["messages"]),
+            first_timestamp=str(state.get("first_ts", "")),
+            last_timestamp=str(state.get("last_ts", "")),
+            leader=_leader(answer),
+            time=str(answer.get("ts", "")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"STREAM.INFO: expected a stream, found {error!r:.80}") from None
+
+
+def _consumer_info(answer: dict[str, Any]) -> ConsumerInfo:
+    try:
+        delivered = answer.get("delivered") or {}
+        return ConsumerInfo(
+            name=str(answer["name"]),
+            created=str(answer["created"]),
+            config=dict(answer["config"]),
+            stream_sequence=_count(delivered.get("stream_seq", 0)),
+            consumer_sequence=_count(delivered.get("consumer_seq", 0)),
+            pending=_count(answer.get("num_pending", 0)),
+            leader=_leader(answer),
+            ack_floor=_count((answer.get("ack_floor") or {}).get("consumer_seq", 0)),
+            ack_pending=_count(answer.get("num_ack_pending", 0)),
+            acknowledged=_count((answer.get("ack_floor") or {}).get("stream_seq", 0)),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"CONSUMER.INFO: expected a consumer, found {error!r:.80}") from None
+
+
+def _leader(answer: dict[str, Any]) -> str:
+    return str((answer.get("cluster") or {}).get("leader") or "")
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"expected a count, found {value!r:.40}")
+    return value
+
+
+def token(name: str) -> str:
+    """`name` as one token of an API subject. Raises ValueError where it is more or less than that."""
+    if not re.fullmatch(r"[^\s.*>/\\\x00-\x1f\x7f]+", name):
+        raise ValueError(f"name {name!r}: expected no space . * > / or \\")
+    return name

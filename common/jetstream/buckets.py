@@ -1,0 +1,81 @@
+"""The two buckets of a service: its state, and the leases that its instances share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from common.clock import Clock
+from common.jetstream.api import most_replicas, stream_info
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue, Replicas
+from common.jetstream.lease import Leases
+from common.settings.egress import EgressSettings
+from common.settings.ingress import IngressSettings, TargetSettings
+from common.settings.root import Settings
+from common.settings.service import ServiceSettings
+
+
+async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str = "") -> int:
+    """What the configuration says; else as many as the most replicated of its streams has, or will have when
+    it is created. `target`: of a replay; it counts as well.
+    """
+    if settings.kv_replicas:
+        return settings.kv_replicas
+    streams = [target] if target else []
+    if isinstance(settings, EgressSettings):
+        return await most_replicas(client, [*streams, *(feed.stream for feed in settings.feeds)])
+    assert isinstance(settings, IngressSettings), "there is no third service"
+    found = [await _replicas(client, each) for each in settings.targets]
+    return max([await most_replicas(client, streams), *found])
+
+
+async def _replicas(client: FloeClient, target: TargetSettings) -> int:
+    info = await stream_info(client, target.stream)
+    if info is not None:
+        return int(info.config.get("num_replicas", 1))
+    return 1 if target.create is None else target.create.replicas
+
+
+async def open_state(client: FloeClient, settings: ServiceSettings, *, target: str = "") -> KeyValue:
+    """The bucket of the state, made where it is missing. `target`: as of `kv_replicas`."""
+    return await KeyValue.open(client, settings.state_bucket, replicas=_asking(client, settings, target))
+
+
+def optional_state(client: FloeClient, settings: ServiceSettings) -> KeyValue:
+    """The same for a command that may only look (`KeyValue.optional`)."""
+    return KeyValue.optional(client, settings.state_bucket, replicas=_asking(client, settings, ""))
+
+
+async def open_leases(
+    client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock, *, target: str = ""
+) -> Leases:
+    """The leases of `owner`, their bucket made where it is missing. `target`: as of `kv_replicas`."""
+    ttl, replicas = settings.lease_ttl, _asking(client, settings, target)
+    bucket = await KeyValue.open(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
+    return Leases(bucket, owner, ttl, clock)
+
+
+def optional_leases(client: FloeClient, settings: ServiceSettings, owner: str, clock: Clock) -> Leases:
+    """The same for a command that may only look."""
+    ttl, replicas = settings.lease_ttl, _asking(client, settings, "")
+    bucket = KeyValue.optional(client, settings.lease_bucket, ttl=ttl, replicas=replicas)
+    return Leases(bucket, owner, ttl, clock)
+
+
+@asynccontextmanager
+async def state_of_ingress(settings: Settings, name: str) -> AsyncIterator[tuple[FloeClient, KeyValue]]:
+    """A connection for the command `name`, and over it the bucket with the states of the targets.
+
+    Raises what connecting raises.
+    """
+    client = await connect(settings.nats_for("ingress"), name=name)
+    try:
+        yield client, optional_state(client, settings.ingress)
+    finally:
+        await client.aclose()
+
+
+def _asking(client: FloeClient, settings: ServiceSettings, target: str) -> Replicas:
+    return partial(kv_replicas, client, settings, target)

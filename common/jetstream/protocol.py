@@ -1,0 +1,272 @@
+"""Messages as bytes on a NATS connection, out and in, without a connection.
+
+Out: `frame` builds one PUB or HPUB and checks every byte that the protocol would act on, because subjects and
+headers come from segment files and from publishers. In: `FrameParser` splits what the server sends; it takes
+any bytes that a subject may carry (the public client's parser takes `\\s` for a separator and dies on what is
+not UTF-8).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from operator import lt
+from typing import NamedTuple
+
+# Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). What it
+# raises is its owner's affair, never the connection's.
+Sink = Callable[[bytes, bytes, bytes, bytes | None], None]
+
+MAX_CONTROL_LINE = 4096  # bytes; the server's default, beyond which it closes the connection
+MAX_SERVER_LINE = 4 << 20  # bytes; an INFO that names many servers is the longest line a server sends
+HEADER_START, HEADER_END = b"NATS/1.0\r\n", b"\r\n\r\n"
+
+_UNSAFE_IN_SUBJECT = re.compile(rb"[\x00\t\n\r ]")
+
+
+class WireError(Exception):
+    """The server sent bytes that are not its protocol; the connection cannot be used further."""
+
+
+def check_subject(subject: bytes) -> None:
+    """Raises ValueError where `subject` is empty or holds a byte that would end it on the wire."""
+    if not subject:
+        raise ValueError("subject: expected at least one byte, found none")
+    if (found := _UNSAFE_IN_SUBJECT.search(subject)) is not None:
+        raise ValueError(
+            f"subject {subject!r:.80}: expected no space, tab, CR, LF or NUL, found {found[0]!r}"
+        )
+
+
+def check_headers(headers: bytes) -> None:
+    """Raises ValueError where `headers` is not one header block: version, lines, an empty line."""
+    if not headers.startswith(HEADER_START) or not headers.endswith(HEADER_END):
+        raise ValueError(
+            f"header block {headers[:40]!r}: expected it to begin with NATS/1.0 and to end with an empty line"
+        )
+    if headers.find(HEADER_END) != len(headers) - 4:
+        raise ValueError("header block: expected no empty line before its end, found one")
+
+
+def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
+    """The bytes that publish one message; `headers` is a whole block, None for none.
+
+    Raises ValueError for what the wire cannot carry. Whether it fits the server's max_payload (header block
+    and payload together) is the caller's to check: `FloeClient.max_payload`.
+    """
+    if _UNSAFE_IN_SUBJECT.search(subject) is not None or not subject:
+        check_subject(subject)
+    if reply:
+        check_subject(reply)
+        subject = subject + b" " + reply
+    if len(subject) > MAX_CONTROL_LINE - 40:
+        raise ValueError(
+            f"subject and reply: expected at most {MAX_CONTROL_LINE - 40} bytes, found {len(subject)}"
+        )
+    if headers is None:
+        return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
+    check_headers(headers)
+    size = len(headers)
+    return b"HPUB %b %d %d\r\n%b%b\r\n" % (subject, size, size + len(payload), headers, payload)
+
+
+class FrameParser:
+    """Splits the server's bytes into messages and protocol lines.
+
+    A message whose subscription is in `sinks` (by sid in ASCII digits) goes to its sink at once, without a
+    turn of the event loop; every other goes to `on_message`, and every other line to `on_line`. `on_broken`
+    is called with the sid of a sink that raises, and what it raised.
+    """
+
+    def __init__(
+        self,
+        sinks: dict[bytes, Sink],
+        on_message: Callable[[bytes, bytes, bytes, bytes, bytes | None], Awaitable[None]],
+        on_line: Callable[[bytes], Awaitable[None]],
+        on_broken: Callable[[bytes, Exception], None],
+    ) -> None:
+        self._sinks, self._on_message, self._on_line = sinks, on_message, on_line
+        self._on_broken = on_broken
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is not yet a whole message: a new connection begins."""
+        self._parts: list[bytes] = []
+        self._have, self._need = 0, 1
+        self._epoch = object()
+
+    async def parse(self, data: bytes) -> None:
+        """Take the next bytes. Raises WireError."""
+        self._parts.append(data)
+        self._have += len(data)
+        if self._have < self._need:
+            return
+        epoch = self._epoch
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        used, need = await self._split(data)
+        if epoch is not self._epoch:
+            return  # a line closed this connection; the rest belongs to nobody
+        rest = data[used:]
+        self._parts, self._have, self._need = [rest] if rest else [], len(rest), max(need, len(rest) + 1)
+
+    async def _split(self, data: bytes) -> tuple[int, int]:
+        """How many bytes were used, and how many from there on make the next whole message (0: unknown)."""
+        sinks, epoch, position, size = self._sinks, self._epoch, 0, len(data)
+        while (end := data.find(b"\r\n", position)) >= 0:
+            kind = data[position : position + 4]
+            if kind == b"HMSG" or kind == b"MSG ":
+                words = data[position:end].split(b" ")
+                start = end + 2
+                try:
+                    body = start + (int(words[-2]) if kind == b"HMSG" else 0)
+                    stop = start + int(words[-1])
+                except (ValueError, IndexError) as error:
+                    raise WireError(f"malformed line {data[position:end]!r:.200}") from error
+                if size < stop + 2:
+                    return position, stop + 2 - position
+                if data[stop : stop + 2] != b"\r\n" or not start <= body <= stop:
+                    raise WireError(f"malformed message {data[position:end]!r:.200}")
+                # MSG subject sid [reply] size, HMSG subject sid [reply] header-size size: one word more each
+                reply = words[3] if len(words) == (6 if kind == b"HMSG" else 5) else b""
+                headers = data[start:body] if kind == b"HMSG" else None
+                position = stop + 2
+                sink = sinks.get(words[2])
+                if sink is not None:
+                    try:
+                        sink(words[1], reply, data[body:stop], headers)
+                    except Exception as error:
+                        self._on_broken(words[2], error)
+                    continue
+                await self._on_message(words[2], words[1], reply, data[body:stop], headers)
+            else:
+                line, position = data[position:end], end + 2
+                await self._on_line(line)
+            if epoch is not self._epoch:
+                break
+        if size - position > MAX_SERVER_LINE:
+            raise WireError(f"a line of more than {MAX_SERVER_LINE} bytes")
+        return position, 0
+
+
+_ACK = (b"$JS", b"ACK")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """At which words of a reply its values stand: the layout with or without a domain (ADR-15)."""
+
+    words: int
+    consumer: int
+    sequence: int
+    consumer_sequence: int
+    timestamp: int
+
+
+def places(reply: bytes) -> Places:
+    """The layout of `reply`, the same for all messages of one consumer.
+
+    Raises ValueError for what is no such reply.
+    """
+    words = reply.split(b".")
+    if tuple(words[:2]) == _ACK and len(words) == 9:
+        return Places(9, 3, 5, 6, 7)
+    if tuple(words[:2]) == _ACK and len(words) >= 11:
+        return Places(len(words), 5, 7, 8, 9)
+    raise ValueError(f"reply {reply!r:.200}: expected $JS.ACK with 9, or 11 and more, words")
+
+
+class AckReply(NamedTuple):
+    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
+
+    stream: str
+    consumer: str
+    stream_sequence: int
+    consumer_sequence: int
+    timestamp_ns: int
+    pending: int
+
+
+def parse_ack(reply: bytes) -> AckReply:
+    """All that one reply says. Raises ValueError."""
+    layout, words = places(reply), reply.split(b".")
+    stream, consumer = (each.decode("utf-8", "backslashreplace") for each in words[layout.consumer - 1 :][:2])
+    return AckReply(stream, consumer, *map(int, words[layout.sequence : layout.sequence + 4]))
+
+
+@dataclass(frozen=True, slots=True)
+class Acks:
+    """What the replies of consecutive messages say; `contiguous` of them continue the consumer's sequence."""
+
+    sequences: list[int]
+    timestamps_ns: list[int]
+    contiguous: int
+
+
+def parse_acks(replies: Sequence[bytes], consumer: bytes, expected: int) -> Acks:
+    """Sequences and times of the messages with `replies`, the first of which `consumer` should have numbered
+    `expected`.
+
+    All at once, because it runs for every message. Raises ValueError for a reply of another form or consumer.
+    """
+    count, layout = len(replies), places(replies[0])
+    # A stream's and a consumer's name hold no dot, so the words of all replies can be split in one go.
+    words = b".".join(replies).split(b".")
+    step = layout.words
+    if len(words) != step * count or words[layout.consumer :: step].count(consumer) != count:
+        raise ValueError(f"replies such as {replies[0]!r:.200}: expected all of consumer {consumer.decode()}")
+    sequences = list(map(int, words[layout.sequence :: step]))
+    numbers = list(map(int, words[layout.consumer_sequence :: step]))
+    timestamps = list(map(int, words[layout.timestamp :: step]))
+    if not all(map(lt, sequences, sequences[1:])):
+        raise ValueError(f"sequences {sequences[0]}..{sequences[-1]}: expected them to ascend")
+    return Acks(sequences, timestamps, _contiguous(numbers, expected))
+
+
+def _contiguous(numbers: list[int], expected: int) -> int:
+    if numbers[0] == expected and numbers == list(range(expected, expected + len(numbers))):
+        return len(numbers)
+    return next(i for i, number in enumerate(numbers) if number != expected + i)
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """An idle heartbeat: the consumer had sent `consumer_sequence` messages when it had passed `sequence`."""
+
+    consumer_sequence: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOver:
+    """A pull request ended with `undelivered` messages to go; `too_small`: the next message did not fit."""
+
+    undelivered: int
+    too_small: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerTrouble:
+    """The consumer or its leader is gone, or refuses to deliver; `text` is the server's."""
+
+    text: str
+
+
+Status = Heartbeat | RequestOver | ConsumerTrouble
+
+
+def parse_status(block: bytes | None) -> Status:
+    """The meaning of a status frame's header block."""
+    first, *rest = (block or b"").split(b"\r\n")
+    text = first.removeprefix(b"NATS/1.0").strip().decode("utf-8", "backslashreplace")
+    values = {
+        name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in rest)
+    }
+    if text.startswith("100"):
+        number, sequence = values.get(b"nats-last-consumer"), values.get(b"nats-last-stream")
+        if number is not None and sequence is not None and number.isdigit() and sequence.isdigit():
+            return Heartbeat(int(number), int(sequence))
+    undelivered = values.get(b"nats-pending-messages", b"")
+    if undelivered.isdigit() and text[:3] in ("408", "409"):
+        return RequestOver(int(undelivered), "Exceeds MaxBytes" in text)
+    return ConsumerTrouble(text or "an empty status")

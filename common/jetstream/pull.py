@@ -1,0 +1,220 @@
+"""Reads a stream from a time or a sequence on, through an ephemeral consumer, a bounded piece at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from common.clock import NS_PER_S, format_time
+from common.errors import FloeError, Unavailable
+from common.jetstream.api import (
+    MESSAGE_NOT_FOUND,
+    ask,
+    create_consumer,
+    delete_consumer,
+    stored_message,
+    token,
+)
+from common.jetstream.client import FloeClient, frame
+from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
+from common.jetstream.requests import ApiError
+from common.segments.segment import Message
+from common.tasks import Trouble, wait_for
+
+SILENT = 10  # heartbeats that may fail to come
+MESSAGE_ROOM = 16 * 1024  # bytes of subject and reply, counted on top of a payload
+EXPIRES = 30  # seconds that a pull request stays open
+INACTIVE = 60  # seconds after which the server removes a consumer that nobody asks
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How it is asked for: `batch` messages or `window` bytes at a time; `heartbeat` in seconds."""
+
+    batch: int = 2000
+    window: int = 4 * 1024 * 1024
+    heartbeat: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """Where to begin: at a sequence, or, where that is 0, at the first message stored at `time_ns` or
+    later.
+    """
+
+    sequence: int = 0
+    time_ns: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        if self.sequence:
+            return {"deliver_policy": "by_start_sequence", "opt_start_seq": self.sequence}
+        return {"deliver_policy": "by_start_time", "opt_start_time": format_time(max(0, self.time_ns))}
+
+
+async def scan(
+    client: FloeClient,
+    stream: str,
+    start: From,
+    *,
+    until: int | None,
+    subject: str = "",
+    headers_only: bool = False,
+    asked: Asked | None = None,
+) -> AsyncGenerator[Sequence[Message]]:
+    """The messages on `subject` (empty: all) in pieces, up to sequence `until` or for ever.
+
+    A piece may be empty: the stream is quiet. `headers_only`: payloads are empty. Raises Unavailable where
+    the consumer or the connection is lost, ApiError where there is no such stream or no such right. To be
+    closed (`contextlib.aclosing`).
+    """
+    if until is not None and until < max(1, start.sequence):
+        return
+    reading = _Reading(client, stream, asked or Asked())
+    try:
+        await reading.open({**start.to_json(), **({"headers_only": True} if headers_only else {})}, subject)
+        while until is None or reading.passed < until:
+            piece = await reading.next()
+            if until is not None and reading.passed > until:
+                piece = [message for message in piece if message.sequence <= until]
+            yield piece
+    finally:
+        await reading.close()
+
+
+async def read_through(
+    client: FloeClient,
+    stream: str,
+    until: int,
+    take: Callable[[Message], None],
+    *,
+    after: int = 0,
+    headers_only: bool = False,
+) -> None:
+    """Give each message behind sequence `after`, up to `until`, to `take`. Raises as `scan` and `take`."""
+    async with aclosing(
+        scan(client, stream, From(after + 1), until=until, headers_only=headers_only)
+    ) as pieces:
+        async for piece in pieces:
+            for message in piece:
+                take(message)
+
+
+async def get_message(client: FloeClient, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence, read from the leader; None if the stream does not hold it.
+
+    Raises ApiError where there is no such stream.
+    """
+    try:
+        answer = await ask(client, f"STREAM.MSG.GET.{token(stream)}", {"seq": sequence})
+    except ApiError as error:
+        if error.err_code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    message = stored_message(answer)
+    if "\ufffd".encode() not in message.subject:
+        return message
+    # The API's JSON cannot carry a subject that is not UTF-8; a delivered message can.
+    delivered: list[Message] = []
+    await read_through(client, stream, sequence, delivered.append, after=sequence - 1)
+    return delivered[0] if delivered else None
+
+
+class _Reading:
+    """One consumer and the pull request that is open on it."""
+
+    def __init__(self, client: FloeClient, stream: str, asked: Asked) -> None:
+        self._client, self._stream, self._asked = client, stream, asked
+        self._name = f"floe-{secrets.token_hex(8)}"
+        self._generation = client.generation
+        self._frames: list[tuple[bytes, bytes, bytes, bytes | None]] = []
+        self._arrived = asyncio.Event()
+        self._trouble = Trouble(self._arrived)
+        self._next, self._owed = 1, 0
+        self._window = max(asked.window, client.max_payload + MESSAGE_ROOM)
+        #: Everything up to this sequence was handed over, or is not on the subject.
+        self.passed = 0
+
+    async def open(self, config: dict[str, Any], subject: str) -> None:
+        config |= {
+            "name": self._name,
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "inactive_threshold": INACTIVE * NS_PER_S,
+            "mem_storage": True,
+            "num_replicas": 1,
+        }
+        if subject:
+            config["filter_subject"] = subject
+        self._inbox = self._client.new_inbox()
+        self._subscription = await self._client.subscribe_raw(self._inbox, self._sink, self._trouble.tell)
+        await create_consumer(self._client, self._stream, config)
+        self._pull()
+
+    async def close(self) -> None:
+        if hasattr(self, "_subscription"):
+            await self._subscription.unsubscribe()
+        with suppress(FloeError):
+            if self._client.is_up:
+                await delete_consumer(self._client, self._stream, self._name)
+
+    def _sink(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        self._frames.append((subject, reply, payload, headers))
+        self._arrived.set()
+
+    def _pull(self) -> None:
+        request = {
+            "batch": self._asked.batch,
+            "max_bytes": self._window,
+            "expires": EXPIRES * NS_PER_S,
+            "idle_heartbeat": int(self._asked.heartbeat * NS_PER_S),
+        }
+        pull = self._client.api_subject(f"CONSUMER.MSG.NEXT.{self._stream}.{self._name}").encode()
+        self._client.send(frame(pull, json.dumps(request).encode(), None, self._inbox.encode()))
+        self._owed = self._asked.batch
+
+    async def next(self) -> list[Message]:
+        """What has arrived; waits for a frame of any kind, a heartbeat at the latest."""
+        if not await wait_for(self._arrived, SILENT * self._asked.heartbeat):
+            raise Unavailable(f"stream {self._stream}: nothing heard of the consumer")
+        self._trouble.check()
+        if self._client.generation != self._generation:
+            raise Unavailable(f"stream {self._stream}: the connection was lost while reading")
+        self._arrived.clear()
+        frames, self._frames = self._frames, []
+        found = self._take([each for each in frames if each[1]])
+        for _, reply, _, headers in frames:
+            if not reply:
+                self._on_status(headers)
+        if self._owed <= 0:
+            self._pull()
+        return found
+
+    def _take(self, frames: Sequence[tuple[bytes, bytes, bytes, bytes | None]]) -> list[Message]:
+        if not frames:
+            return []
+        subjects, replies, payloads, headers = zip(*frames, strict=True)
+        try:
+            acks = parse_acks(replies, self._name.encode(), self._next)
+        except ValueError as error:
+            raise Unavailable(f"stream {self._stream}: {error}") from None
+        if acks.contiguous < len(frames):
+            missing = self._next + acks.contiguous
+            raise Unavailable(f"stream {self._stream}: expected message {missing}, found another")
+        self._next, self._owed = self._next + len(frames), self._owed - len(frames)
+        self.passed = acks.sequences[-1]
+        return list(map(Message, acks.sequences, acks.timestamps_ns, subjects, headers, payloads))
+
+    def _on_status(self, headers: bytes | None) -> None:
+        status = parse_status(headers)
+        if isinstance(status, Heartbeat) and status.consumer_sequence == self._next - 1:
+            self.passed = max(self.passed, status.sequence)
+        elif isinstance(status, RequestOver):
+            self._owed = 0
+            self._window *= 2 if status.too_small and status.undelivered == self._asked.batch else 1
+        elif isinstance(status, ConsumerTrouble):
+            raise Unavailable(f"stream {self._stream}: the server says: {status.text}")

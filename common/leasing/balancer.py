@@ -1,0 +1,365 @@
+"""The leases of one member: as many as its fair share, taken when they are free, given back when it shrinks.
+
+A member looks at all leases three times in the life of one, so that it takes over soon after one has
+expired; between that it wakes for what the bell tells. Where the bucket cannot be reached it keeps what it
+has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.lease import Lease, Leases
+from common.jetstream.requests import ApiError
+from common.leasing.members import LeaseWatcher, Members
+from common.service.logs import get_logger
+from common.service.monitor import Health
+from common.tasks import Stop, StopReason, again, end, first_of, orphaned, watched
+
+log = get_logger("sharing")
+
+
+def fair_share(chains: int, members: int) -> int:
+    """The most leases that one of `members` holds of `chains`: as many as are needed for all to be held.
+
+    Fewer than one member counts as one: whoever asks is one.
+    """
+    return -(-chains // max(1, members))
+
+
+def surplus(held: Collection[str], share: int) -> list[str]:
+    """The keys of `held` above `share`: the same ones whenever the same keys are held."""
+    return sorted(held)[share:]
+
+
+def circle_of(keys: Iterable[str]) -> str:
+    """A name for a set of leases, in whatever order: members with the same set share it among themselves.
+
+    A member with another configuration is in another circle. Counted together, a chain that only one of them
+    knows could be above its share, and nobody's.
+    """
+    text = "\n".join(sorted(set(keys)))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class Told(Protocol):
+    """Whom a seat tells why it has no lease."""
+
+    def standby(self, holder: str | None) -> None: ...
+
+    def waits(self, error: FloeError) -> None: ...
+
+
+class LeaseSlot:
+    """The place of the lease `key`. `told` hears who holds it instead.
+
+    `lease`: what this member holds, from the moment it is acquired until `vacate`. `is_told`: whether `told`
+    has heard anything since then. `rests_until`: given back, and not taken again before (monotonic seconds).
+    """
+
+    def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
+        self.key, self._told, self._vacated = key, told, vacated
+        self.lease: Lease | None = None
+        self.rests_until = 0.0
+        self.is_told = False
+        self.holder: str | None = None
+        self._offered = asyncio.Event()
+
+    async def occupy(self, stop: Stop) -> Lease | None:
+        """The lease, as soon as this member holds it; None if `stop` is set first."""
+        if not stop.is_set:
+            await first_of(self._offered.wait(), stop.wait())
+        self._offered.clear()
+        return self.lease
+
+    def vacate(self, *, lost: bool) -> None:
+        """The lease that `occupy` gave is released, or was lost."""
+        self._vacated(self, lost)
+
+    # The sharing's side
+
+    def offer(self, lease: Lease) -> None:
+        """This member has acquired the lease."""
+        self.lease, self.holder = lease, None
+        self._offered.set()
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """Whether a lease was offered that nobody has come for."""
+        return self._offered.is_set()
+
+    def clear(self) -> Lease | None:
+        """Hold nothing any more; the lease that was held."""
+        self._offered.clear()
+        lease, self.lease, self.is_told = self.lease, None, False
+        return lease
+
+    def taken(self, holder: str | None) -> None:
+        """Another member holds it, or nobody: then this one must not, for now."""
+        self.is_told, self.holder = True, holder
+        self._told.standby(holder)
+
+    def fails(self, error: FloeError) -> None:
+        """Nobody can say who holds it."""
+        self.is_told = True
+        self._told.waits(error)
+
+
+HAND_OVERS = ("drained", "surplus", "lost")  # why a lease was given up
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseScope:
+    """A kind of work that is shared out by leases.
+
+    `leases`: the pattern that their keys have in the bucket, such as `egress.us-east.*.*`. `members`: what
+    the keys of members begin with; the name of their circle and the owner follow, so that it must not match
+    `leases`. `part`: the name of it all in /status.
+    """
+
+    leases: str
+    members: str
+    part: str
+
+
+class Counts(Protocol):
+    """Whose metrics tell of the sharing."""
+
+    def shown(self, members: int, share: int, held: int) -> None:
+        """There are so many members; this one holds `held` leases, at most `share`."""
+        ...
+
+    def handed_over(self, reason: str) -> None:
+        """A lease was given up: `drained`, `surplus` to the fair share, or `lost`."""
+        ...
+
+    def taken_over(self) -> None:
+        """A lease was taken that another member was seen to hold."""
+        ...
+
+
+JITTER = 0.02  # seconds, so that members who hear of one release do not all ask at once
+AT_ONCE = 16  # leases that are asked for side by side
+BESIDE_OTHERS = 4  # the same where other members ask too
+FOR_SIBLINGS = 3.0  # seconds to wait for the other processes of this host before the first lease is taken
+NO_ANSWER = (Unavailable, OutcomeUnknown, ApiError)  # what a cluster says while it finds itself, too
+
+
+class LeaseGroup:
+    """Shares the leases `keys` of `scope` with all members that have the same.
+
+    `siblings`: how many processes were started together; the first leases wait until they are members too.
+    """
+
+    def __init__(
+        self,
+        leases: Leases,
+        client: FloeClient,
+        scope: LeaseScope,
+        keys: Iterable[str],
+        rng: random.Random,
+        health: Health,
+        counts: Counts,
+        siblings: int = 1,
+    ) -> None:
+        self._leases, self._clock, self._rng, self._health = leases, leases.clock, rng, health
+        self._siblings, self._counts, self._part = siblings, counts, scope.part
+        self._keys = sorted(set(keys))
+        members = f"{scope.members}{circle_of(self._keys)}."
+        self._members = Members(leases, members)
+        self._bell = LeaseWatcher(leases, client, scope.leases, members, self._keys)
+        self._seats: dict[str, LeaseSlot] = {}
+        self._share, self._count, self._asking = 0, 0, 0
+        self._failure = ""
+
+    @property
+    def owner(self) -> str:
+        """What this member's leases are held by."""
+        return self._leases.owner
+
+    def seat(self, key: str, told: Told) -> LeaseSlot:
+        """The place of one of the keys; once for each."""
+        self._seats[key] = LeaseSlot(key, told, self._vacated)
+        return self._seats[key]
+
+    async def retire(self, seat: LeaseSlot) -> None:
+        """Nobody works on this key in this process any more; it still counts for the fair share."""
+        self._seats.pop(seat.key, None)
+        if (lease := seat.clear()) is not None:
+            await lease.release()
+
+    async def run(self, stop: Stop) -> None:
+        """Take and give back until `stop` is set. Then this is no member any more, before all else.
+
+        After an error that nobody foresaw it begins again.
+        """
+        await again("sharing", lambda: self._share_out(stop), self._clock)
+
+    async def _share_out(self, stop: Stop) -> None:
+        hearing = again("sharing", lambda: self._bell.run(stop), self._clock)
+        listening = watched(hearing, orphaned, name="bell")
+        try:
+            await self._gather_siblings(stop)
+            await self._look_on(stop)
+            await self._members.leave()
+            await self._release_unclaimed()
+        finally:
+            await end(listening)
+            await self._members.aclose()
+
+    async def _look_on(self, stop: Stop) -> None:
+        due = self._clock.monotonic()
+        while not stop.is_set:
+            at_all = self._bell.silence()
+            if self._clock.monotonic() >= due or at_all:
+                due = self._clock.monotonic() + self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
+                await self._look(stop)
+            else:
+                await self._take(self._bell.released, stop)
+                self._show()
+            await first_of(stop.wait(), self._bell.rung.wait(), seconds=due - self._clock.monotonic())
+            if self._bell.rung.is_set():
+                await self._clock.sleep(self._rng.uniform(0, JITTER))
+
+    async def _gather_siblings(self, stop: Stop) -> None:
+        """Wait for the processes that were started with this one, so that the first does not take all."""
+        until = self._clock.monotonic() + FOR_SIBLINGS
+        while self._siblings > 1 and not stop.is_set and self._clock.monotonic() < until:
+            if await self._recount() and self._count >= self._siblings:
+                return
+            await first_of(stop.wait(), self._bell.rung.wait(), seconds=0.2)
+            self._bell.silence()
+
+    # One look
+
+    async def _look(self, stop: Stop) -> None:
+        """At everything: members, what is held, what is free."""
+        if await self._recount():
+            self._give_back()
+            await self._take(self._keys, stop)
+        self._show()
+
+    async def _recount(self) -> bool:
+        """Be a member, and learn how many there are; False where the bucket cannot be asked."""
+        try:
+            await self._members.join()
+            found = await self._members.listed()
+        except NO_ANSWER as error:
+            self._fails(error)
+            return False
+        self._failure = ""
+        self._bell.members = found
+        count, self._count = self._count, len(found)
+        self._share = fair_share(len(self._keys), len(found))
+        if count != self._count:
+            log.info("members counted", action="members", members=self._count, share=self._share)
+        return True
+
+    def _fails(self, error: FloeError) -> None:
+        if error.message != self._failure:
+            self._failure = error.message
+            log.warning("members not counted", action="members_unknown", code=error.code, error=str(error))
+        for seat in self._free():
+            seat.fails(error)
+
+    def _give_back(self) -> None:
+        for key in surplus(self._held(), self._share):
+            lease = self._seats[key].lease
+            if lease is not None and not lease.give_back.is_set:
+                log.info("lease to be given back", action="give_back", key=key, members=self._count)
+                lease.give_back.set(StopReason.GIVE_BACK)
+
+    async def _take(self, keys: Collection[str], stop: Stop) -> None:
+        """Ask for free leases in random order while the share allows it; learn who holds the others."""
+        waiting = [seat for key, seat in self._seats.items() if key in keys and seat.lease is None]
+        self._rng.shuffle(waiting)
+        while waiting and not stop.is_set:
+            # No more at a time than there is room for: what finds none is not asked for again in this look,
+            # and the one lease that was asked for may be another's.
+            pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
+            batch, waiting = waiting[:pace], waiting[pace:]
+            await asyncio.gather(*(self._try(seat) for seat in batch))
+            if waiting and self._count > 1:
+                await self._clock.sleep(self._rng.uniform(0, JITTER))
+
+    async def _try(self, seat: LeaseSlot) -> None:
+        try:
+            lease = await self._ask(seat)
+            if lease is None:
+                seat.taken(await self._leases.holder(seat.key))
+            else:
+                self._acquired(seat, lease)
+        except NO_ANSWER as error:
+            seat.fails(error)
+
+    async def _ask(self, seat: LeaseSlot) -> Lease | None:
+        """The lease; None where it is not free, or not for this member now."""
+        # Given back just now, and nobody has had it since.
+        rests = self._clock.monotonic() < seat.rests_until and seat.key not in self._bell.taken
+        if self._room() <= 0 or rests:
+            return None
+        self._asking += 1
+        try:
+            return await self._leases.acquire(seat.key)
+        finally:
+            self._asking -= 1
+
+    def _room(self) -> int:
+        """How many leases more this member may ask for: those it asks for now count as held."""
+        return self._share - len(self._held()) - self._asking
+
+    def _acquired(self, seat: LeaseSlot, lease: Lease) -> None:
+        if seat.holder is not None and seat.holder != self._leases.owner:
+            self._counts.taken_over()
+            log.info("lease taken over", action="take_over", key=seat.key, held_before=seat.holder)
+        self._bell.released.discard(seat.key)
+        seat.offer(lease)
+
+    # What is held
+
+    def _held(self) -> list[str]:
+        return [key for key, seat in self._seats.items() if seat.lease is not None]
+
+    def _free(self) -> list[LeaseSlot]:
+        return [seat for seat in self._seats.values() if seat.lease is None]
+
+    def _vacated(self, seat: LeaseSlot, lost: bool) -> None:
+        """What was given back is left to others for a while, what was lost is looked for at once."""
+        lease = seat.clear()
+        given_back = lease is not None and lease.give_back.is_set
+        reason = "lost" if lost else "surplus" if given_back else "drained"
+        self._counts.handed_over(reason)
+        if given_back:
+            seat.rests_until = self._clock.monotonic() + self._leases.ttl
+            self._bell.taken.discard(seat.key)
+        else:
+            self._bell.released.add(seat.key)
+            self._bell.ring()
+
+    async def _release_unclaimed(self) -> None:
+        """What was acquired while its chain had ended already."""
+        for seat in self._seats.values():
+            lease = seat.clear() if seat.is_unclaimed else None
+            if lease is not None:
+                await lease.release()
+
+    def _show(self) -> None:
+        held = self._held()
+        self._counts.shown(self._count, self._share, len(held))
+        self._health.set_status(
+            self._part,
+            {
+                "owner": self._leases.owner,
+                "members": self._count,
+                "share": self._share,
+                "held": held,
+                "failure": self._failure,
+            },
+        )

@@ -1,0 +1,391 @@
+"""A configuration of stream-replicator as it is written: its keys, durations, URLs and credentials."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+from pydantic import SecretStr
+
+from common.migration.entries import Entries, Variable, YamlEntry
+from common.settings.types import MAX_DURATION, format_duration
+from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar
+
+# What a key holds; the value is how a message calls it.
+TEXT = "text"
+WHOLE = "a whole number from 0"
+ANY_WHOLE = "a whole number"
+NUMBER = "a number from 0"
+FLAG = "true or false"
+HEADERS = "a mapping of text"
+
+Shape = Mapping[str, Any]  # a kind, the shape of a section, or a list with that of any number of sections
+
+
+def _all(kind: str | Shape, keys: str) -> dict[str, Any]:
+    return dict.fromkeys(keys.split(), kind)
+
+
+TLS: Shape = _all(TEXT, "ca cert key")
+CHORIA: Shape = _all(TEXT, "seed_file jwt_file collective")
+ADVISORY: Shape = {"subject": TEXT, "reliable": FLAG}
+HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": HEADERS}
+HEARTBEATS: Shape = {
+    "leader_election": FLAG,
+    "interval": TEXT,
+    "headers": HEADERS,
+    "subjects": [HEARTBEAT_SUBJECT],
+} | {"tls": TLS, "choria": CHORIA, "url": TEXT}
+STREAM: Shape = (
+    _all(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
+    | _all(TEXT, "source_url target_url")
+    | _all(FLAG, "no_target_create ephemeral target_initiated")
+    | {"start_sequence": WHOLE, "start_time": TEXT, "start_delta": TEXT, "start_at_end": FLAG}
+    | _all(TLS, "tls source_tls target_tls")
+    | _all(CHORIA, "choria source_choria target_choria")
+    | _all(TEXT, "max_age inspect_field inspect_force_field inspect_header")
+    | {"inspect_subject_token": ANY_WHOLE, "inspect_duration": TEXT, "warn_duration": TEXT}
+    | {"size_trigger": NUMBER, "leader_election_name": TEXT, "advisory": ADVISORY}
+)
+FILE: Shape = (
+    {"name": TEXT, "streams": [STREAM], "state_store": TEXT, "tls": TLS, "choria": CHORIA}
+    | {"monitor_port": WHOLE, "profiling": FLAG, "logfile": TEXT, "loglevel": TEXT}
+    | {"heartbeats": HEARTBEATS}
+)
+
+
+def every_key(shape: Shape = FILE, prefix: str = "") -> Iterator[str]:
+    """Every key by its path, such as `streams.advisory.subject`; sections too."""
+    for key, kind in shape.items():
+        yield prefix + key
+        for below in kind if isinstance(kind, list) else [kind]:
+            if not isinstance(below, str):
+                yield from every_key(below, f"{prefix}{key}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A key that has no counterpart, or one that works otherwise; `text` says why and what to do."""
+
+    path: str
+    mark: Mark
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (line {self.mark.line}): {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A section of the file. A key that is null counts as not given, as it does for stream-replicator."""
+
+    mark: Mark
+    path: str
+    values: Mapping[str, Any]
+    marks: Mapping[str, Mark]
+    problems: Problems
+
+    def has(self, key: str) -> bool:
+        """Whether the file gives the key, be it an empty value."""
+        return key in self.values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Its value: text, int, float, bool, a mapping of headers, a section, or a tuple of sections."""
+        return self.values.get(key, default)
+
+    def text(self, key: str) -> str:
+        """Its text; empty where it is not given."""
+        return str(self.values.get(key, ""))
+
+    def place(self, key: str) -> str:
+        """The key's path in the file, such as `streams.0.stream`."""
+        return f"{self.path}.{key}" if self.path else key
+
+    def at(self, key: str) -> Mark:
+        """Where its value stands; the section's place where it is not given."""
+        return self.marks.get(key, self.mark)
+
+    def note(self, key: str, text: str) -> Note:
+        return Note(self.place(key), self.at(key), text)
+
+    def left_out(self, why: Mapping[str, str]) -> list[Note]:
+        """A note for each of the keys that the file gives."""
+        return [self.note(key, text) for key, text in why.items() if self.has(key)]
+
+    def refuse(self, key: str, problem: str) -> None:
+        """Note a problem of the key."""
+        self.problems.add(self.at(key), (self.place(key),), problem)
+
+    def entry(self, key: str, value: Any = None) -> YamlEntry:
+        """The key as Floe has it under the same name; without `value` as it is given."""
+        return YamlEntry(key, self.get(key) if value is None else value, self.at(key))
+
+    def duration(self, key: str) -> list[YamlEntry]:
+        """The key with its duration as Floe writes it; none where that is 0, or wrong, which is noted."""
+        try:
+            value = convert(self.text(key))
+        except ValueError as error:
+            self.refuse(key, str(error))
+            return []
+        return [] if value == "0s" else [self.entry(key, value)]
+
+
+def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") -> Given:
+    """The section `node`; unknown keys and values of another kind are noted and left out."""
+    given: dict[str, Any] = {}
+    for key, below in node.entries.items():
+        where = f"{path}.{key}" if path else key
+        if key not in shape:
+            problems.add(node.marks[key], (where,), _unknown(key, shape))
+        elif not isinstance(below, Scalar) or below.value() is not None:
+            value = _value(below, shape[key], problems, where)
+            given |= {} if value is None else {key: value}
+    return Given(node.mark, path, given, {key: node.entries[key].mark for key in given}, problems)
+
+
+def _unknown(key: str, shape: Shape) -> str:
+    close = difflib.get_close_matches(key, shape, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"expected one of {' '.join(shape)}"
+    return f"unknown key of stream-replicator; {hint}"
+
+
+def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
+    """None, with a problem noted, where it is of another kind."""
+    if isinstance(kind, list):
+        if isinstance(node, Items):
+            found = [_value(item, kind[0], problems, f"{path}.{n}") for n, item in enumerate(node.items)]
+            return tuple(each for each in found if each is not None)
+        expected = "a list"
+    elif isinstance(kind, Mapping):
+        if isinstance(node, Keys):
+            return read(node, problems, kind, path)
+        expected = "a mapping"
+    elif kind == HEADERS and isinstance(node, Keys):
+        headers = {
+            name: _value(item, TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
+        }
+        return {name: text for name, text in headers.items() if text is not None}
+    else:
+        value = node.value() if isinstance(node, Scalar) else None
+        if _fits(value, kind):
+            return value
+        expected = kind + ("; quote it" if kind == TEXT and isinstance(value, bool | int | float) else "")
+    # Never what was found: a password may stand where none belongs.
+    problems.add(node.mark, (path,), f"expected {expected}, found something else")
+    return None
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == FLAG or isinstance(value, bool):
+        return isinstance(value, bool) and kind == FLAG
+    if kind == TEXT:
+        return isinstance(value, str)
+    if kind == NUMBER:
+        return isinstance(value, int | float) and value >= 0
+    return isinstance(value, int) and (kind == ANY_WHOLE or (kind == WHOLE and value >= 0))
+
+
+FORM = "a duration of stream-replicator such as 500ms 5s 1m30s 1h 1d 1w 1M 1Y"
+
+_DAYS = {"w": 7, "W": 7, "d": 1, "D": 1, "M": 30, "Y": 365, "y": 365}
+_LONG = re.compile(r"([0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})([wWdDMYy])")
+_GO_PART = re.compile(r"([0-9]{1,15}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|μs|ms|s|m|h)")
+_GO = re.compile(rf"(?:{_GO_PART.pattern})+")
+_MICRO = dict.fromkeys(("us", "µs", "μs"), "1e-6")
+_SECONDS = _MICRO | {"ns": "1e-9", "ms": "1e-3", "s": "1", "m": "60", "h": "3600"}
+
+
+def convert(text: str) -> str:
+    """The duration as Floe writes it; `0s` for an empty text. Raises ValueError with what was expected.
+
+    A month is 30 days and a year 365, and parts of an hour of such a number are dropped, as there.
+    """
+    text = text.strip()
+    if not text or text == "0":
+        return "0s"
+    seconds = _seconds(text)
+    if seconds > MAX_DURATION:
+        raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found more")
+    if 0 < seconds < Decimal("0.001"):
+        raise ValueError("expected at least 1ms, which is the smallest duration of Floe, found less")
+    return format_duration(float(seconds))
+
+
+def _seconds(text: str) -> Decimal:
+    if match := _LONG.fullmatch(text):
+        hours = Decimal(match[1]) * _DAYS[match[2]] * 24
+        return Decimal(math.floor(hours)) * 3600
+    if not _GO.fullmatch(text):
+        raise ValueError(f"expected {FORM}, found {text!r:.60}")
+    parts = _GO_PART.findall(text)
+    return sum((Decimal(number) * Decimal(_SECONDS[unit]) for number, unit in parts), Decimal(0))
+
+
+Side = Literal["source", "target"]
+
+PARAMETERS = ("credentials", "jwt", "nkey", "tls_handshake_first", "insecure", "connect_timeout")
+URL_FORM = "nats://[USER:PASSWORD@]HOST[:PORT][?credentials=FILE], or several with commas between"
+
+_TRUE = ("1", "t", "T", "TRUE", "true", "True")
+_FALSE = ("0", "f", "F", "FALSE", "false", "False", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The servers of one side. Equal ones are one place; the secret takes part, and is never shown.
+
+    `login`: the keys by which it authenticates. `secret_key`: `password` or `token` where `secret` is one.
+    """
+
+    servers: tuple[str, ...]
+    login: tuple[tuple[str, str], ...]
+    secret_key: str
+    secret: SecretStr
+    tls: tuple[tuple[str, str | bool], ...]
+    connect_timeout: str
+
+    @property
+    def identity(self) -> object:
+        """Equal for the same servers, in whatever order they are named, and the same way to them."""
+        return frozenset(self.servers), self.login, self.secret, self.tls, self.connect_timeout
+
+    @property
+    def host(self) -> str:
+        """The first server without scheme and port, for comments."""
+        return self.servers[0].partition("://")[2].rpartition(":")[0] if self.servers else ""
+
+    def entry(self, side: Side, given: Given) -> YamlEntry:
+        """The section `nats`, from a URL of `given`; a secret is a variable."""
+        mark = given.at(f"{side}_url")
+        url: object = self.servers[0] if len(self.servers) == 1 else list(self.servers)
+        found = Entries(YamlEntry(key, value, mark) for key, value in (("url", url), *self.login))
+        if self.secret:
+            variable = f"FLOE_{side.upper()}_{self.secret_key.upper()}"
+            note = f"set {variable} in the environment, or use {self.secret_key}_file"
+            found.append(YamlEntry(self.secret_key, Variable(f"${{{variable}}}"), mark, [note]))
+        if self.tls:
+            tls = Entries(YamlEntry(key, value, mark) for key, value in self.tls)
+            found.append(YamlEntry("tls", tls, mark))
+        if self.connect_timeout:
+            found.append(YamlEntry("connect_timeout", self.connect_timeout, mark))
+        return YamlEntry("nats", found, mark)
+
+
+def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None, list[Note]]:
+    """The connection of one side of a stream, and what of it is left out; None, with problems noted, where
+    it cannot be.
+    """
+    key, notes, tls = f"{side}_url", [], {}
+    if not stream.text(key):
+        stream.refuse(key, "expected a URL (required), found nothing")
+        return None, []
+    for place, name in _inherited(stream, top, side, "choria"):
+        why = "Choria's login is not carried over: issue a NATS credential for Floe and set credentials_file"
+        notes.append(place.note(name, why))
+    for place, name in _inherited(stream, top, side, "tls"):
+        section: Given = place.get(name)
+        tls = {each: section.text(each) for each in TLS if section.text(each)}
+        if ("cert" in tls) != ("key" in tls):
+            notes.append(
+                place.note(name, "cert and key work only together, and stream-replicator used neither")
+            )
+            tls = {each: text for each, text in tls.items() if each == "ca"}
+    found, remarks = read_url(stream, key, tls)
+    return found, [*notes, *(stream.note(key, text) for text in remarks)]
+
+
+def _inherited(stream: Given, top: Given, side: Side, key: str) -> list[tuple[Given, str]]:
+    """The most specific section of that kind, if any; it replaces the others as a whole."""
+    places = ((stream, f"{side}_{key}"), (stream, key), (top, key))
+    return [(place, name) for place, name in places if place.has(name)][:1]
+
+
+def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection | None, list[str]]:
+    """The connection that a URL and the TLS keys ask for, and remarks; None with the problem noted.
+
+    No message ever holds a part of the URL before the host was found to be one.
+    """
+    try:
+        texts = [each.strip() for each in given.text(key).split(",")]
+        return _connection([urlsplit(text if "://" in text else f"nats://{text}") for text in texts], tls)
+    except ValueError as error:
+        given.refuse(key, str(error))
+        return None, []
+
+
+def _server(part: SplitResult) -> str:
+    try:
+        host, port = part.hostname or "", part.port or 4222
+    except ValueError:
+        host, port = "", 0
+    if part.scheme not in ("nats", "tls"):
+        raise ValueError("expected a URL that begins with nats:// or tls://, found another")
+    if not host or part.path not in ("", "/") or part.fragment:
+        raise ValueError(f"expected {URL_FORM}; a / ? # or @ in a password as %2F %3F %23 %40")
+    return f"{part.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _options(parts: list[SplitResult]) -> dict[str, str]:
+    """The query parameters, each with its last value."""
+    found: dict[str, str] = {}
+    for part in parts:
+        for name, value in parse_qsl(part.query, keep_blank_values=True):
+            if name not in PARAMETERS:
+                # Named only where it cannot be a part of a password with a ? in it.
+                close = difflib.get_close_matches(name, PARAMETERS, n=1, cutoff=0.7)
+                found_one = f"{name!r}; did you mean {close[0]}?" if close else "another"
+                raise ValueError(f"expected the parameters {', '.join(PARAMETERS)}, found {found_one}")
+            found[name] = value
+    for one, other in (("jwt", "nkey"), ("nkey", "jwt")):
+        if found.get(one) and not found.get(other):
+            raise ValueError(f"expected the parameter {other} beside {one}, found none")
+    return found
+
+
+def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Connection, list[str]]:
+    servers = [_server(part) for part in parts]
+    users = {(unquote(part.username or ""), part.password) for part in parts if "@" in part.netloc}
+    options = _options(parts)
+    if any(server.startswith("tls:") for server in servers):
+        servers = [f"tls:{server.partition(':')[2]}" for server in servers]
+    if len(users) > 1:
+        raise ValueError("expected one user for all servers, found several")
+    keys: dict[str, str | bool] = {**tls, **_flags(options)}
+    try:
+        timeout = convert(options["connect_timeout"]) if options.get("connect_timeout") else ""
+    except ValueError as error:
+        raise ValueError(f"the parameter connect_timeout: {error}") from None
+    login: tuple[tuple[str, str], ...] = ()
+    remarks, secret_key, secret = [], "", ""
+    if options.get("jwt"):
+        login = ("jwt_file", options["jwt"]), ("nkey_seed_file", options["nkey"])
+    elif options.get("credentials"):
+        login = (("credentials_file", options["credentials"]),)
+    if users and login:
+        remarks.append("the user of the URL is left out: the credential takes its place")
+    for user, password in users if not login else ():
+        if password is None:  # a user alone is a token
+            secret_key, secret = "token", user
+        else:
+            login, secret_key, secret = (("user", user),), "password", unquote(password)
+    unique = tuple(dict.fromkeys(servers))
+    found = Connection(unique, login, secret_key, SecretStr(secret), tuple(keys.items()), timeout)
+    return found, remarks
+
+
+def _flags(options: Mapping[str, str]) -> dict[str, bool]:
+    """The TLS keys that parameters switch on."""
+    found = {}
+    for name in ("tls_handshake_first", "insecure"):
+        text = options.get(name, "")
+        if text not in (*_TRUE, *_FALSE):
+            raise ValueError(f"expected true or false for the parameter {name}, found something else")
+        if text in _TRUE:
+            found[name.removeprefix("tls_")] = True
+    return found

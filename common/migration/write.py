@@ -1,0 +1,311 @@
+"""The import: a plan as configuration files, one for each site and centre, checked as Floe reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from common.migration import plan
+from common.migration.entries import Entries, Variable, YamlEntry, comment, origins, render
+from common.migration.read import Given, Note, connection, read
+from common.settings.loader import parse_documents
+from common.settings.yaml import ConfigFileError, Mark, Problem, Problems, parse_yaml, refuse
+from common.subjects import covers, first_overlap, overlaps
+
+_VARIABLE = re.compile(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_LEVELS = {"debug": "debug", "info": "info", "warn": "warning"}
+
+#: Keys of the file as a whole without a counterpart, and why.
+LEFT_OUT = {
+    "state_store": "samplers keep their state in the bucket (snapshot_interval); nothing stays on the host",
+    "logfile": "the log goes to stderr; the supervisor keeps it",
+    "profiling": "there is no profiler on the monitor; py-spy looks into a running process",
+}
+
+_NO_CREATE = "without `create`, as here, Floe stops with the `nats stream add` of the target to paste"
+_SITE_HEAD = "the site: floe egress run -c {name}"
+_CENTRE_HEAD = "the centre: floe ingress run -c {name}; cron: floe compact -c {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A configuration file to write. `site`: empty for a centre; `variables`: what its `${…}` need."""
+
+    name: str
+    site: str
+    text: str
+    notes: tuple[Note, ...]
+    origins: dict[str, Mark]
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(_VARIABLE.findall(self.text)))
+
+
+def files(
+    top: Given, sites: Sequence[plan.Site], centres: Sequence[plan.Centre], beats: plan.Beats, came_from: str
+) -> list[File]:
+    """The files, in the order of the plan; `came_from`: the imported file, for the first line of each."""
+    made = [_site_file(top, site, beats, len(sites) > 1, came_from) for site in sites]
+    return made + [_centre_file(top, centre, number, came_from) for number, centre in enumerate(centres, 1)]
+
+
+def bare_site(top: Given, name: str, came_from: str, notes: list[Note]) -> File:
+    """The file of a site without streams."""
+    entries = Entries([YamlEntry("site", name, top.at("name")), _store(), *_log(top, notes)])
+    return _file("site.yaml", name, entries, [*top.left_out(LEFT_OUT), *notes], came_from)
+
+
+def _file(name: str, site: str, entries: Entries, notes: Iterable[Note], came_from: str) -> File:
+    unique = tuple(dict.fromkeys(notes))
+    head = (_SITE_HEAD if site else _CENTRE_HEAD).format(name=name)
+    lines = [f"{name}, made from {came_from} by floe config import-stream-replicator", head]
+    if general := [f" {note}" for note in unique if not note.path.startswith("streams.")]:
+        lines += ["", "not carried over, or otherwise than there:", *general]
+    text = "".join(f"{line}\n" for line in comment(lines)) + render(entries)
+    return File(name, site, text, unique, origins(entries))
+
+
+def _store() -> YamlEntry:
+    keys = (
+        ("url", "s3://${FLOE_BUCKET}"),
+        ("endpoint_url", "${FLOE_S3_ENDPOINT:-}"),
+        ("access_key_id", "${FLOE_S3_KEY}"),
+        ("secret_access_key", "${FLOE_S3_SECRET}"),
+    )
+    notes = ["the bucket between site and centre: set the variables, or write the values here;"]
+    notes += ["FLOE_S3_ENDPOINT only where the store is not Amazon's"]
+    return YamlEntry("store", Entries(YamlEntry(key, Variable(value)) for key, value in keys), notes=notes)
+
+
+def _log(top: Given, notes: list[Note]) -> list[YamlEntry]:
+    level = top.text("loglevel")
+    if not level:
+        return []
+    if level not in _LEVELS:
+        found = f"stream-replicator takes {level!r:.40} for info, and so does this"
+        notes.append(top.note("loglevel", f"expected debug, info or warn; {found}"))
+    return [top.entry("log", Entries([YamlEntry("level", _LEVELS.get(level, "info"))]))]
+
+
+def _lines(notes: Iterable[Note]) -> list[str]:
+    return [str(note) for note in dict.fromkeys(notes) if note.path.startswith("streams.")]
+
+
+def _site_file(top: Given, site: plan.Site, beats: plan.Beats, is_one_of_many: bool, came_from: str) -> File:
+    notes = top.left_out(LEFT_OUT) + (beats[2] if beats[0] in (site, None) else [])
+    log = _log(top, notes)
+    egress = Entries([*_monitor(top), YamlEntry("feeds", [_feed(feed, notes) for feed in site.feeds])])
+    if beats[0] is site and beats[1]:
+        egress.append(YamlEntry("heartbeats", beats[1]))
+    remarks = []
+    if is_one_of_many:
+        remarks.append(f"the site of {site.connection.host}; unique over all sites of the bucket")
+    if site.name != top.text("name"):
+        remarks.append("other than there: choose a name, and the same in the centre's sources")
+    own = YamlEntry("site", site.name, top.at("name"), remarks)
+    nats = site.connection.entry("source", site.feeds[0].paths[0].given)
+    name = f"site-{site.name}.yaml" if is_one_of_many else "site.yaml"
+    entries = Entries([own, nats, _store(), *log, YamlEntry("egress", egress)])
+    return _file(name, site.name, entries, notes, came_from)
+
+
+def _monitor(top: Given) -> list[YamlEntry]:
+    if not top.has("monitor_port"):
+        return []
+    port, mark = top.get("monitor_port"), top.at("monitor_port")
+    listen = YamlEntry("listen", f":{port}" if port else "", mark)
+    notes = ["ingress has a port of its own: ingress.monitor.listen, 127.0.0.1:9465 unless set"]
+    return [YamlEntry("monitor", Entries([listen]), mark, notes)]
+
+
+def _feed(feed: plan.PlannedFeed, notes: list[Note]) -> Entries:
+    first = feed.paths[0]
+    found = [note for path in feed.paths for note in path.notes]
+    notes += found
+    own = [] if feed.name == first.stream else [first.given.entry("name", feed.name)]
+    mark = first.given.at("filter_subject")
+    if len(feed.filters) > 1:
+        filters = [YamlEntry("partitions", list(feed.filters), mark)]
+    else:
+        filters = [YamlEntry("filter_subject", each, mark) for each in feed.filters if each]
+    return Entries([*own, *first.feed, *filters], _lines(found))
+
+
+def _centre_file(top: Given, centre: plan.Centre, number: int, came_from: str) -> File:
+    notes: list[Note] = []
+    created = _created(centre)
+    targets = [_target(target, created.get(target.stream, []), notes) for target in centre.targets]
+    nats = centre.connection.entry("target", centre.targets[0].sources[0][2].given)
+    new = "new and empty streams that only Floe writes to; docs/migration.md says how to change over"
+    ingress = Entries([YamlEntry("targets", targets, notes=[new])])
+    entries = Entries([nats, _store(), *_log(top, []), YamlEntry("ingress", ingress)])
+    return _file("central.yaml" if number == 1 else f"central-{number}.yaml", "", entries, notes, came_from)
+
+
+def _created(centre: plan.Centre) -> dict[str, list[str]]:
+    """The subjects of the targets that are to be created, by stream: none takes those of another."""
+    found = {
+        target.stream: _subjects(target)
+        for target in centre.targets
+        if not any(path.given.get("no_target_create") for _, _, path in target.sources)
+    }
+    return {
+        stream: subjects
+        for stream, subjects in found.items()
+        if not any(
+            overlaps(one, other)
+            for name, others in found.items()
+            if name != stream
+            for one in subjects
+            for other in others
+        )
+    }
+
+
+def _target(target: plan.PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
+    """A target; without `create` where its subjects are not known, or it is not to be created."""
+    given = target.sources[0][2].given
+    mark = given.at("target_stream" if given.has("target_stream") else "stream")
+    entries = Entries([YamlEntry("stream", target.stream, mark)])
+    if subjects:
+        keys = [YamlEntry("replicas", 1), YamlEntry("storage", "file"), YamlEntry("subjects", subjects)]
+        why = "stream-replicator gave it the limits of the source: set replicas, max_age and max_bytes"
+        entries.append(YamlEntry("create", Entries(keys), notes=[why]))
+    sources = [_source(*source, notes) for source in target.sources]
+    entries.append(YamlEntry("sources", sources, notes=() if subjects else [_NO_CREATE]))
+    return entries
+
+
+def _source(site: plan.Site, feed: plan.PlannedFeed, path: plan.Path, notes: list[Note]) -> Entries:
+    own = [note for each in feed.paths if each.route == path.route for note in each.target_notes]
+    notes += own
+    feed_entry = YamlEntry("feed", feed.name, path.given.at("name"))
+    entries = Entries([YamlEntry("site", site.name), feed_entry], _lines(own))
+    for key in ("subject_prefix", "subject_remove"):
+        if text := path.given.text(f"target_{key}"):
+            entries.append(YamlEntry(key, text, path.given.at(f"target_{key}")))
+    return entries
+
+
+def _subjects(target: plan.PlannedTarget) -> list[str]:
+    """What the messages of all sources are published to; empty where it cannot be told."""
+    found = [subject for _, feed, path in target.sources for subject in _mapped(feed, path)]
+    if "" in found:
+        return []
+    unique = list(dict.fromkeys(found))
+    kept = [one for one in unique if not any(one != other and covers(other, one) for other in unique)]
+    return [] if first_overlap(kept) else kept
+
+
+def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
+    """The subjects of one source at the target; an empty one where it cannot be told."""
+    prefix = path.given.text("target_subject_prefix").rstrip(".")
+    removed = path.given.text("target_subject_remove")
+    if not removed:
+        return [f"{prefix}.{each or '>'}" if prefix else each for each in feed.filters]
+    begin = f"{prefix}."
+    reaches_in = removed in begin or any(removed.startswith(begin[n:]) for n in range(len(begin)))
+    return [""] if not prefix or reaches_in else [f"{prefix}.>"]
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The files that one becomes, each a configuration that `floe config check` takes."""
+
+    files: tuple[File, ...]
+
+    @property
+    def notes(self) -> list[Note]:
+        """What is not carried over, or otherwise, once each, in the order of the file."""
+        found = dict.fromkeys(note for file in self.files for note in file.notes)
+        return sorted(found, key=lambda note: note.mark)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables of the environment that the files need."""
+        return tuple(dict.fromkeys(name for file in self.files for name in file.variables))
+
+
+def import_stream_replicator(data: bytes, name: str) -> Imported:
+    """What the file with the content `data`, called `name` in messages, becomes.
+
+    Raises ConfigFileError with a line for each problem, placed in that file; never with a secret. Nothing
+    that the file names is opened, and no variable of the environment is read.
+    """
+    top = _read(data, name)
+    paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
+    own = site_name(top.text("name"))
+    if not top.text("name"):
+        top.refuse("name", "expected a value (required), found nothing")
+    sites, centres = plan.plan(own, paths)
+    beats = plan.heartbeats(top.get("heartbeats"), sites)
+    refuse(top.problems)
+    made = files(top, sites, centres, beats, name) or [bare_site(top, own, name, beats[2])]
+    _check(made, top, name)
+    return Imported(tuple(made))
+
+
+def site_name(text: str) -> str:
+    """The name as a site may have it: other characters as `-`."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", text).lstrip("_-")[:63] or "site"
+
+
+def _read(data: bytes, name: str) -> Given:
+    problems = Problems(name)
+    roots = parse_yaml(data, problems)
+    refuse(problems)
+    if len(roots) != 1:
+        problems.add(roots[1].mark, (), f"expected one document, found {len(roots)}")
+        refuse(problems)
+    top = read(roots[0], problems)
+    refuse(problems)
+    return top
+
+
+def _path(stream: Given, top: Given) -> plan.Path | None:
+    if not stream.text("stream"):
+        stream.refuse("stream", "expected a value (required), found nothing")
+    feed, notes = plan.feed_of(stream)
+    source, source_notes = connection(stream, top, "source")
+    target, target_notes = connection(stream, top, "target")
+    if source is None or target is None:
+        return None
+    if stream.get("no_target_create"):
+        why = "the target is not created: without `create` Floe stops with the `nats stream add` to paste"
+        target_notes.append(stream.note("no_target_create", why))
+    return plan.Path(stream, source, target, feed, [*source_notes, *notes], target_notes)
+
+
+# What Floe says of the result, told of the file that it was made from
+
+
+def _check(made: Iterable[File], top: Given, name: str) -> None:
+    places = dict(_places(top))
+    found: list[Problem] = []
+    for file in made:
+        environment = dict.fromkeys(file.variables, "value")
+        try:
+            parse_documents(file.text.encode(), file.name, environment)
+        except ConfigFileError as error:
+            found += [_moved(problem, file, places, name) for problem in error.found]
+    if found:
+        raise ConfigFileError(dict.fromkeys(found))
+
+
+def _moved(problem: Problem, file: File, places: dict[Mark, str], name: str) -> Problem:
+    parts = problem.path.split(".")
+    tried = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    mark = next((file.origins[path] for path in tried if path in file.origins), Mark(0, 0))
+    return Problem(
+        name, *mark, places.get(mark, problem.path), f"{problem.message} ({file.name}: {problem.path})"
+    )
+
+
+def _places(given: Given) -> Iterable[tuple[Mark, str]]:
+    for key, value in given.values.items():
+        yield given.at(key), given.place(key)
+        for below in value if isinstance(value, tuple) else (value,):
+            if isinstance(below, Given):
+                yield from _places(below)

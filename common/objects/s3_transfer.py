@@ -1,0 +1,318 @@
+"""What listings and HEADs say, doubted.
+
+A server, a proxy or a wrong address can answer 200 with HTML, with nothing, or for another bucket, and boto3
+reads all of these as an empty listing: "nothing is there yet". So a page must say what it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import io
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import unquote_plus
+
+from common.errors import OutcomeUnknown, Unavailable
+from common.objects.port import (
+    CHUNK_BYTES,
+    Body,
+    ChecksumMismatch,
+    HiddenObject,
+    ObjectInfo,
+    base64_to_sha256,
+    chunks,
+    crc32_base64,
+    hex_to_base64,
+    in_key_order,
+    opened,
+    sha256_of,
+    size_of,
+)
+
+
+class Listing:
+    """The objects of one listing, gathered page by page."""
+
+    def __init__(self, bucket: str, prefix: str, start_after: str, limit: int | None) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._start_after = in_key_order(start_after)
+        self._limit = limit
+        self._found: dict[str, ObjectInfo] = {}
+        self._passed: set[str] = set()  # keys not asked for, of a server that begins in the wrong place
+
+    def is_full(self) -> bool:
+        """Whether `limit` objects were found."""
+        return self._limit is not None and len(self._found) >= self._limit
+
+    def add(self, page: Mapping[str, Any]) -> str | None:
+        """Take a page; the token of the next one, None after the last. Raises Unavailable.
+
+        Each key comes once, asked for or not: a server that repeats itself would be asked for ever.
+        """
+        contents = page.get("Contents", [])
+        self._expect("Name", page.get("Name"), self._bucket)
+        # boto3 asks for encoded keys and decodes the echoed prefix too, which SeaweedFS does not encode.
+        if (prefix := page.get("Prefix")) != unquote_plus(self._prefix):
+            self._expect("Prefix", prefix, self._prefix)
+        self._expect("KeyCount", page.get("KeyCount"), len(contents))
+        for entry in contents:
+            self._add_object(entry)
+        return self._next_token(page, len(contents))
+
+    def objects(self) -> builtins.list[ObjectInfo]:
+        """What was found, in key order, at most `limit`."""
+        # SeaweedFS lists `a/1` before `a-b`, folder by folder, so the order of the pages is not the keys'.
+        return [self._found[key] for key in sorted(self._found, key=in_key_order)][: self._limit]
+
+    def _add_object(self, entry: Mapping[str, Any]) -> None:
+        info = _object_info(entry)
+        is_known = info is not None and (info.key in self._found or info.key in self._passed)
+        if info is None or is_known or not info.key.startswith(self._prefix):
+            raise self._invalid("an entry", "a new key under the prefix, with size and time", entry)
+        if in_key_order(info.key) > self._start_after:
+            self._found[info.key] = info
+        else:
+            self._passed.add(info.key)
+
+    def _next_token(self, page: Mapping[str, Any], count: int) -> str | None:
+        if page.get("IsTruncated") is False:
+            return None
+        token = page.get("NextContinuationToken")
+        if page.get("IsTruncated") is not True or not token or not count:
+            raise self._invalid("the end", "IsTruncated false, or entries and a token", token)
+        return str(token)
+
+    def _expect(self, what: str, found: object, expected: object) -> None:
+        if found != expected:
+            raise self._invalid(what, repr(expected), found)
+
+    def _invalid(self, what: str, expected: str, found: object) -> Unavailable:
+        return Unavailable(
+            f"list s3://{self._bucket}/{self._prefix}: {what}: expected {expected}, found {found!r:.200}",
+            hint="something else than the object store answered; check store.endpoint_url and proxies",
+            code="E-LIST-INVALID",
+        )
+
+
+def head_info(key: str, answer: Mapping[str, Any]) -> ObjectInfo | None:
+    """What the answer to a HEAD says; None where it lacks what every store says."""
+    modified, size = answer.get("LastModified"), answer.get("ContentLength")
+    if modified is None or size is None:
+        return None
+    is_composite = answer.get("ChecksumType") == "COMPOSITE"  # of the parts' checksums, not of the bytes
+    sha256 = None if is_composite else base64_to_sha256(str(answer.get("ChecksumSHA256", "")))
+    etag = str(answer.get("ETag", "")).strip('"')
+    metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+    return ObjectInfo(key, int(size), modified.timestamp(), etag, sha256, metadata)
+
+
+def hidden_objects(answer: Mapping[str, Any]) -> list[HiddenObject]:
+    """The objects that a delete marker hides, with the newest version behind it, in key order."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for entry in answer.get("Versions", []):
+        known = newest.setdefault(entry["Key"], entry)
+        if entry["LastModified"] > known["LastModified"]:
+            newest[entry["Key"]] = entry
+    found = {
+        marker["Key"]: HiddenObject(
+            marker["Key"], str(kept["VersionId"]), kept["LastModified"].timestamp(), str(marker["VersionId"])
+        )
+        for marker in answer.get("DeleteMarkers", [])
+        if marker.get("IsLatest") and (kept := newest.get(marker["Key"]))
+    }
+    return [found[key] for key in sorted(found, key=in_key_order)]
+
+
+def _object_info(entry: Mapping[str, Any]) -> ObjectInfo | None:
+    try:
+        etag = str(entry.get("ETag", "")).strip('"')
+        return ObjectInfo(str(entry["Key"]), int(entry["Size"]), entry["LastModified"].timestamp(), etag)
+    except (KeyError, AttributeError, ValueError):
+        return None
+
+
+MAX_PARTS = 10_000
+
+
+class Upload:
+    """What is to be put under one key. Raises what boto3 raises, ChecksumMismatch and OutcomeUnknown."""
+
+    def __init__(
+        self,
+        client: Any,  # the stubs know no dictionaries of fields
+        target: Mapping[str, str],
+        body: Body,
+        *,
+        sha256: str | None,
+        checksum: str,
+        common: Mapping[str, Any],
+    ) -> None:
+        self._client = client
+        self._target = dict(target)
+        self.place = f"s3://{target['Bucket']}/{target['Key']}"
+        self.body = body
+        self._sha256 = sha256
+        self._checksum = checksum
+        self._common = common
+        self._upload_id: str | None = None
+
+    def whole(self, condition: Mapping[str, Any]) -> None:
+        """Put in one request, which the server takes as a whole or not at all."""
+        fields = {**self._common, **self._checksum_of(self.body, self._sha256), **condition}
+        if isinstance(self.body, bytes):
+            self._expect_etag(self._client.put_object(**self._target, Body=self.body, **fields))
+        else:
+            with self.body.open("rb") as file:
+                self._expect_etag(self._client.put_object(**self._target, Body=file, **fields))
+
+    def send_parts(self, part_bytes: int) -> list[dict[str, Any]]:
+        """Begin an upload and send all parts; nothing of it can be seen before `commit`."""
+        algorithm = {} if self._checksum == "none" else {"ChecksumAlgorithm": self._checksum.upper()}
+        begun = self._client.create_multipart_upload(**self._target, **self._common, **algorithm)
+        self._upload_id = begun["UploadId"]
+        size = max(part_bytes, -(-size_of(self.body) // MAX_PARTS))
+        parts, digest = [], hashlib.sha256()
+        with opened(self.body) as file:
+            for number, part in enumerate(chunks(file, size), start=1):
+                digest.update(part)
+                parts.append(self._send_part(number, part))
+        # The server checks each part only, so the sum over all of them is checked here, before the commit.
+        if self._checksum == "sha256" and self._sha256 not in (None, digest.hexdigest()):
+            raise ChecksumMismatch(f"put {self.place}: expected {self._sha256}, found {digest.hexdigest()}")
+        return parts
+
+    def commit(self, parts: list[dict[str, Any]], condition: Mapping[str, Any]) -> None:
+        """Make the object of the parts."""
+        fields: dict[str, Any] = {"UploadId": self._upload_id, "MultipartUpload": {"Parts": parts}}
+        answer = self._client.complete_multipart_upload(**self._target, **fields, **condition)
+        self._expect_etag(answer)
+        self._upload_id = None
+
+    def abort(self) -> None:
+        """Throw away what was sent and not committed."""
+        if self._upload_id:
+            upload_id, self._upload_id = self._upload_id, None
+            self._client.abort_multipart_upload(**self._target, UploadId=upload_id)
+
+    def _expect_etag(self, answer: Mapping[str, Any]) -> None:
+        if "ETag" not in answer:
+            raise OutcomeUnknown(f"put {self.place}: not an S3 answer: no ETag")
+
+    def _send_part(self, number: int, part: bytes) -> dict[str, Any]:
+        fields = self._checksum_of(part, None)
+        answer = self._client.upload_part(
+            **self._target, UploadId=self._upload_id, PartNumber=number, Body=part, **fields
+        )
+        return {"PartNumber": number, "ETag": answer["ETag"], **fields}
+
+    def _checksum_of(self, body: Body, sha256: str | None) -> dict[str, Any]:
+        if self._checksum == "sha256":
+            return {"ChecksumSHA256": hex_to_base64(sha256 or sha256_of(body))}
+        if self._checksum == "crc32":
+            return {"ChecksumCRC32": crc32_base64(body)}
+        return {}
+
+
+T = TypeVar("T")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+
+class CutShortError(Unavailable):
+    """The body ended before the length that was announced, or is not the range that was asked for."""
+
+    default_code = "E-S3-CUT"
+
+
+class _Stream(Protocol):
+    def read(self, amt: int | None = None) -> bytes: ...
+    def close(self) -> None: ...
+
+
+class _Empty(io.BytesIO):
+    def read(self, amt: int | None = None) -> bytes:
+        return super().read(amt)
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes from offset `first`, `length` of them (at least 1) or to the end."""
+
+    first: int
+    length: int | None
+
+    def header(self) -> str:
+        """The value of the header `Range`."""
+        return f"bytes={self.first}-{'' if self.length is None else self.first + self.length - 1}"
+
+    def size_in(self, content_range: str) -> int:
+        """The bytes in an answer with this `Content-Range`. Raises CutShortError for another range."""
+        match = _CONTENT_RANGE.fullmatch(content_range)
+        if not match:
+            raise CutShortError(f"expected {self.header()}, found Content-Range {content_range!r:.80}")
+        first, last, total = (int(number) for number in match.groups())
+        end = total if self.length is None else min(total, self.first + self.length)
+        if (first, last + 1) != (self.first, end):
+            raise CutShortError(f"expected {self.header()}, found {content_range}")
+        return end - first
+
+
+class AnswerBody:
+    """A body and the length it must have; None where the server says nothing about its length."""
+
+    def __init__(self, stream: _Stream, expected: int | None) -> None:
+        self._stream = stream
+        self._expected = expected
+        self._found = 0
+
+    @classmethod
+    def empty(cls) -> AnswerBody:
+        """No bytes at all."""
+        return cls(_Empty(), 0)
+
+    @classmethod
+    def of(
+        cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]
+    ) -> AnswerBody:
+        """The body of `answer`; `size` finds the object's size where the answer announces no length."""
+        stream = answer["Body"]
+        try:
+            if wanted:
+                return cls(stream, wanted.size_in(str(answer.get("ContentRange", ""))))
+            announced = answer.get("ContentLength")
+            return cls(stream, size() if announced is None else int(announced))
+        except BaseException:
+            stream.close()
+            raise
+
+    def use(self, how: Callable[[AnswerBody], T]) -> T:
+        """What `how` makes of the body. Raises CutShortError unless it is as long as announced."""
+        try:
+            result = how(self)
+        finally:
+            self.close()
+        if self._expected is not None and self._found != self._expected:
+            raise CutShortError(f"expected {self._expected} bytes, found {self._found}")
+        return result
+
+    def close(self) -> None:
+        """Give the connection back."""
+        self._stream.close()
+
+    def read_all(self) -> bytes:
+        """The whole body."""
+        content = self._stream.read()
+        self._found = len(content)
+        return content
+
+    def copy_to(self, path: Path) -> int:
+        """Write the body to the file `path`, from its beginning; how many bytes."""
+        self._found = 0
+        with path.open("wb") as file:
+            while chunk := self._stream.read(CHUNK_BYTES):
+                self._found += file.write(chunk)
+        return self._found

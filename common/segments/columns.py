@@ -1,0 +1,279 @@
+"""Rows in memory, both directions: lists of a stream's messages to record batches, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.segments.segment import Message, decode_subject
+
+
+def _field(number: int, name: str, kind: pa.DataType, *, nullable: bool = False) -> pa.Field[Any]:
+    return pa.field(name, kind, nullable, metadata={"PARQUET:field_id": str(number)})
+
+
+# Ids are for ever: a new column gets the next number, stands last and may be null.
+SCHEMA: pa.Schema = pa.schema(
+    [
+        _field(1, "sequence", pa.int64()),
+        _field(2, "timestamp", pa.timestamp("us", tz="UTC")),
+        _field(3, "timestamp_ns", pa.int64()),
+        _field(4, "subject", pa.string()),
+        _field(5, "subject_raw", pa.binary(), nullable=True),
+        _field(6, "headers", pa.binary(), nullable=True),
+        _field(7, "payload", pa.binary()),
+        _field(8, "sample_key", pa.string(), nullable=True),
+    ]
+)
+
+DELTA_COLUMNS = ("sequence", "timestamp", "timestamp_ns")
+DICTIONARY_COLUMNS = ("subject",)
+# Least and greatest payload and header block in the metadata would show contents to whoever reads only that.
+STATISTICS_COLUMNS = (*DELTA_COLUMNS, "subject")
+TEXT_COLUMNS = ("subject", "sample_key")
+RAW_COLUMNS = ("subject", "subject_raw", "headers", "payload")
+
+_THOUSAND = pa.scalar(1_000, pa.int64())  # nanoseconds in a microsecond
+_ROUND_DOWN = pa.scalar(999, pa.int64())
+_ZERO = pa.scalar(0, pa.int64())
+
+
+def microseconds(timestamps_ns: pa.Array[Any]) -> pa.Array[Any]:
+    """Whole microseconds, rounded down (before 1970 too, where integer division would round up)."""
+    negative = pc.less(timestamps_ns, _ZERO)
+    if negative.true_count:
+        timestamps_ns = pc.if_else(negative, pc.subtract(timestamps_ns, _ROUND_DOWN), timestamps_ns)
+    return pc.divide(timestamps_ns, _THOUSAND)
+
+
+def row_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
+    """Raw bytes of each row: its subject, header block and payload, as the footer's `raw_bytes` counts them.
+
+    A column that `batch` lacks counts as nothing.
+    """
+    names = set(batch.schema.names)
+    sizes: pa.Array[Any] = pa.repeat(_ZERO, batch.num_rows)
+    if "subject" in names:
+        sizes = pc.add(sizes, _subject_sizes(batch))
+    for name in {"headers", "payload"} & names:
+        sizes = pc.add(sizes, lengths(batch.column(name)).fill_null(0))
+    return sizes
+
+
+def _subject_sizes(batch: pa.RecordBatch) -> pa.Array[Any]:
+    sizes = lengths(batch.column("subject"))
+    if "subject_raw" in batch.schema.names and batch.column("subject_raw").null_count < batch.num_rows:
+        return pc.coalesce(lengths(batch.column("subject_raw")), sizes)
+    return sizes
+
+
+def lengths(values: pa.Array[Any]) -> pa.Array[Any]:
+    """Bytes of each value, null where it is null; of a dictionary's values without expanding them."""
+    if isinstance(values, pa.DictionaryArray):
+        return pc.take(lengths(values.dictionary), values.indices)
+    sizes: pa.Array[Any] = pc.binary_length(values)  # type: ignore[call-overload]
+    return sizes.cast(pa.int64())
+
+
+def total(sizes: pa.Array[Any]) -> int:
+    """The sum, 0 of nothing."""
+    return int(pc.sum(sizes).as_py() or 0)
+
+
+def raw_size(batch: pa.RecordBatch) -> int:
+    """Raw bytes of all rows of `batch`: what a segment's `max_size` and the footer's `raw_bytes` count."""
+    return total(row_sizes(batch))
+
+
+# What a message is. `timestamp` follows from `timestamp_ns`; `sample_key` from the settings it was read with.
+CONTENT_COLUMNS = ("timestamp_ns", "subject", "subject_raw", "headers", "payload")
+
+
+def record_batch(
+    sequences: Sequence[int],
+    timestamps_ns: Sequence[int],
+    subjects: Sequence[bytes],
+    headers: Sequence[bytes | None],
+    payloads: Sequence[bytes],
+    sample_keys: Sequence[str | None] | None = None,
+) -> pa.RecordBatch:
+    """One batch of `SCHEMA` from lists of equal length; without `sample_keys` every key is null.
+
+    Raises ValueError where a list is shorter, a subject or payload is None, or one column passes 2 GiB.
+    """
+    nanoseconds = pa.array(timestamps_ns, pa.int64())
+    text, raw = _subjects(subjects)
+    columns = {
+        "sequence": pa.array(sequences, pa.int64()),
+        "timestamp": microseconds(nanoseconds).cast(pa.timestamp("us", tz="UTC")),
+        "timestamp_ns": nanoseconds,
+        "subject": text,
+        "subject_raw": raw,
+        "headers": pa.array(headers, pa.binary()),
+        "payload": pa.array(payloads, pa.binary()),
+        "sample_key": (
+            pa.nulls(len(sequences), pa.string())
+            if sample_keys is None
+            else pa.array(sample_keys, pa.string())
+        ),
+    }
+    _check(columns, len(sequences))
+    return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
+
+
+def _check(columns: dict[str, Any], rows: int) -> None:
+    for name, values in columns.items():
+        if isinstance(values, pa.ChunkedArray):
+            raise ValueError(
+                f"column {name}: expected less than 2 GiB in one batch, found {values.nbytes} bytes"
+            )
+        if len(values) != rows:
+            raise ValueError(f"column {name}: expected {rows} values, found {len(values)}")
+        if values.null_count and not SCHEMA.field(name).nullable:
+            raise ValueError(f"column {name}: expected no nulls, found {values.null_count}")
+
+
+def _subjects(subjects: Sequence[bytes]) -> tuple[pa.Array[Any], pa.Array[Any]]:
+    raw = pa.array(subjects, pa.binary())
+    try:
+        # The cast checks UTF-8 for all rows at once; an array made as text would take any bytes.
+        return raw.cast(pa.string()), pa.nulls(len(subjects), pa.binary())
+    except pa.ArrowInvalid:
+        text = pa.array([decode_subject(subject) for subject in subjects], pa.string())
+        return text, pa.array([None if is_text(subject) else subject for subject in subjects], pa.binary())
+
+
+def is_text(raw: bytes) -> bool:
+    """Whether `raw` is UTF-8."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A batch as lists of equal length, in sequence order: what a publisher loops over.
+
+    `sample_keys`: by what the sampler told the messages apart; None where they were not sampled.
+    """
+
+    sequences: list[int]
+    timestamps_ns: list[int]
+    subjects: list[bytes]
+    headers: list[bytes | None]
+    payloads: list[bytes]
+    sample_keys: list[str | None] | None = None
+
+    @classmethod
+    def empty(cls, *, sampled: bool) -> Columns:
+        """No messages; with room for sample keys where `sampled`."""
+        return cls([], [], [], [], [], [] if sampled else None)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def raw_size(self) -> int:
+        """Bytes of subjects, header blocks and payloads."""
+        headers = sum(map(len, filter(None, self.headers)))
+        return sum(map(len, self.payloads)) + sum(map(len, self.subjects)) + headers
+
+    @property
+    def last(self) -> Message:
+        """The last of the messages, of which there is one at least."""
+        return Message(
+            self.sequences[-1], self.timestamps_ns[-1], self.subjects[-1], self.headers[-1], self.payloads[-1]
+        )
+
+    def part(self, first: int, last: int) -> Columns:
+        """The messages at the places `first` up to, not including, `last`."""
+        keys = self.sample_keys
+        return Columns(
+            self.sequences[first:last],
+            self.timestamps_ns[first:last],
+            self.subjects[first:last],
+            self.headers[first:last],
+            self.payloads[first:last],
+            None if keys is None else keys[first:last],
+        )
+
+    def chosen(
+        self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None
+    ) -> Columns:
+        """The messages at whose places `selected` is true, with those of `keys` as their sample keys."""
+        return Columns(
+            list(compress(self.sequences, selected)),
+            list(compress(self.timestamps_ns, selected)),
+            list(compress(self.subjects, selected)),
+            list(compress(self.headers, selected)),
+            list(compress(self.payloads, selected)),
+            None if keys is None else list(compress(keys, selected)),
+        )
+
+    def extend(self, more: Columns) -> None:
+        """Append `more`; its sample keys only where there are any here."""
+        self.sequences.extend(more.sequences)
+        self.timestamps_ns.extend(more.timestamps_ns)
+        self.subjects.extend(more.subjects)
+        self.headers.extend(more.headers)
+        self.payloads.extend(more.payloads)
+        if self.sample_keys is not None:
+            self.sample_keys.extend(more.sample_keys or [None] * len(more))
+
+
+def columns(batch: pa.RecordBatch) -> Columns:
+    """The messages of `batch`, which has the columns of `SCHEMA`, as lists."""
+    return Columns(
+        _list(batch.column("sequence")),
+        _list(batch.column("timestamp_ns")),
+        _list(_raw_subjects(batch)),
+        _list(batch.column("headers")),
+        _list(batch.column("payload")),
+    )
+
+
+def _list(values: pa.Array[Any]) -> list[Any]:
+    return values.to_pylist()
+
+
+def _raw_subjects(batch: pa.RecordBatch) -> pa.Array[Any]:
+    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
+    return text if raw.null_count == len(raw) else pc.coalesce(raw, text)
+
+
+def messages(batch: pa.RecordBatch) -> Iterator[Message]:
+    """The messages of `batch` one by one, byte for byte as they were read; `columns` is faster."""
+    lists = columns(batch)
+    rows = zip(
+        lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads, strict=True
+    )
+    for row in rows:
+        yield Message(*row)
+
+
+def batch_of(*rows: Message) -> pa.RecordBatch:
+    """One batch of `SCHEMA` of these messages."""
+    return record_batch(
+        [row.sequence for row in rows],
+        [row.timestamp_ns for row in rows],
+        [row.subject for row in rows],
+        [row.headers for row in rows],
+        [row.payload for row in rows],
+    )
+
+
+def first_difference(left: Any, right: Any) -> int | None:
+    """The first row in which two columns differ, null being equal to null only; None if none does."""
+    if left.equals(right):
+        return None
+    both_null = pc.and_(pc.is_null(left), pc.is_null(right))
+    same = pc.or_(pc.fill_null(pc.equal(left, right), False), both_null)
+    row: int = pc.index(same, False).as_py()
+    return None if row < 0 else row

@@ -1,0 +1,375 @@
+"""Keys of the objects in a bucket, both directions: what is formatted here is parsed here.
+
+    {chain} = site={site}/feed={feed}/incarnation={k:04d}/partition={n}
+
+    {prefix}/{chain}/level={l}/{last:020d}-{first:020d}-{digest}.parquet
+    {prefix}/_floe/site={site}/feed={feed}/incarnation={k:04d}/stream.json
+    {prefix}/_floe/{chain}/{chain.json, floor.json, …}
+    {prefix}/_floe/{chain}/state/{position:020d}-{digest}
+    {prefix}/_floe/{chain}/gaps/{last:020d}-{first:020d}.json
+    {prefix}/_floe/ingress/{target}/{positions.json, clock, gaps/{chain}/…, starts/…}
+    {prefix}/_floe/{tails/…, tombstones/…, ingress/{target}/…}
+    {prefix}/_floe/quarantine/{digest}/{key}
+    {prefix}/_floe/alive/{site}/{process}
+
+The end of the coverage stands first in a segment's name, so listing with `start_after(position)` yields
+exactly the segments that reach the position. Parts that people name are percent-encoded by an allow-list.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from common.chain import SITE_PATTERN, Chain
+from common.sequences import MAX_SEQUENCE, SequenceRange
+
+MAX_LEVEL = 9
+DIGEST_LENGTH = 16
+
+_ENCODED = r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+"
+_CHAIN = rf"site=(?P<site>{_ENCODED})/feed=(?P<feed>{_ENCODED})/incarnation=(?P<incarnation>[0-9]{{4}})"
+_SEGMENT = re.compile(
+    rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/level=(?P<level>[0-9])"
+    rf"/(?P<last>[0-9]{{20}})-(?P<first>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})\.parquet"
+)
+_CHAIN_DOCUMENT = re.compile(rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/chain\.json")
+_STATE = re.compile(
+    rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/state"
+    rf"/(?P<position>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
+)
+_TOMBSTONE = re.compile(
+    rf"_floe/tombstones/{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})"
+    rf"/[0-9]{{20}}-[0-9]{{20}}-[0-9a-f]{{{DIGEST_LENGTH}}}\.json"
+)
+_CHAIN_OBJECT = re.compile(
+    rf"_floe/{_CHAIN}/(?:stream\.json|partition=(?P<partition>[0-9]{{1,5}})/"
+    r"(?:chain\.json|floor\.json|gaps/[0-9]{20}-[0-9]{20}\.json))"
+)
+# What is kept below these has rules of its own.
+_OTHER_OBJECTS = re.compile(
+    rf"_floe/(?:probe|ingress|alive|quarantine|site={_ENCODED}/feed={_ENCODED}/probe|tombstones/reported)/.+"
+    "|_floe/tombstones/clock",
+    re.DOTALL,
+)
+_GAP = re.compile(r"(?P<last>[0-9]{20})-(?P<first>[0-9]{20})\.json")
+_TAIL = re.compile(
+    rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
+)
+_ALIVE = re.compile(rf"(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentName:
+    """What a segment's key says. `digest`: the first 16 hex digits of the SHA-256 of its bytes."""
+
+    chain: Chain
+    level: int
+    coverage: SequenceRange
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateName:
+    """What a snapshot's key says. `position`: the first sequence that is not folded into it.
+
+    `digest`: the first 16 hex digits of the SHA-256 of its bytes.
+    """
+
+    chain: Chain
+    position: int
+    digest: str
+
+
+@functools.lru_cache(4096)
+def encode(part: str) -> str:
+    """`part` with all but `A-Z a-z 0-9 _ -` as `%XX` of its UTF-8."""
+    return "".join(
+        chr(byte) if chr(byte).isascii() and (chr(byte).isalnum() or chr(byte) in "_-") else f"%{byte:02X}"
+        for byte in part.encode()
+    )
+
+
+def decode(part: str) -> str | None:
+    """The text that `encode` wrote as `part`; None if it did not."""
+    try:
+        text = unquote_to_bytes(part).decode()
+    except UnicodeDecodeError:
+        return None
+    return text if encode(text) == part else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every key under one `prefix`, which may be empty and has no slash at either end."""
+
+    prefix: str = ""
+
+    def _under(self, path: str) -> str:
+        return f"{self.prefix}/{path}" if self.prefix else path
+
+    def _relative(self, key: str) -> str | None:
+        root = self._under("")
+        return key[len(root) :] if key.startswith(root) else None
+
+    @property
+    def root(self) -> str:
+        """What every key begins with; empty, or ends in a slash."""
+        return self._under("")
+
+    def places(self, chain: Chain) -> tuple[str, ...]:
+        """What the keys begin with under which a chain's objects stand; each ends in a slash."""
+        path = _chain_path(chain)
+        return tuple(self._under(f"{place}{path}/") for place in ("", "_floe/", "_floe/tombstones/"))
+
+    # Whose a key is
+
+    def is_foreign(self, key: str) -> bool:
+        """Whether nothing of Floe has this key: a segment or document of another name, or junk.
+
+        Empty objects that consoles put down as folders end in a slash; they are nothing.
+        """
+        if key.endswith("/"):
+            return False
+        return self.parse_segment(key) is None and not self._is_document(key) and not self._is_tombstone(key)
+
+    def may_be_put_away(self, key: str) -> bool:
+        """Whether an operator may take the object away: none that rules a chain, and none of others."""
+        return bool(self._relative(key)) and not self._is_document(key)
+
+    def _is_document(self, key: str) -> bool:
+        relative = self._relative(key) or ""
+        match = _CHAIN_OBJECT.fullmatch(relative)
+        is_of_chain = match is not None and _chain(match) is not None
+        is_other = _OTHER_OBJECTS.fullmatch(relative) is not None
+        return is_of_chain or is_other or bool(self.parse_state(key) or self.parse_tail(key))
+
+    def _is_tombstone(self, key: str) -> bool:
+        match = _TOMBSTONE.fullmatch(self._relative(key) or "")
+        return match is not None and _chain(match) is not None
+
+    # Segments
+
+    def partition_prefix(self, chain: Chain) -> str:
+        """What every key of one chain begins with, whatever its level; ends in a slash."""
+        return self._under(f"{_chain_path(chain)}/")
+
+    def segments_prefix(self, chain: Chain, level: int) -> str:
+        """What every key of one chain's level begins with; ends in a slash."""
+        return f"{self.partition_prefix(chain)}level={level}/"
+
+    def segment(self, name: SegmentName) -> str:
+        """The key of a segment. Raises ValueError where a part is outside its range."""
+        if not 0 <= name.level <= MAX_LEVEL:
+            raise ValueError(f"level {name.level}: expected 0 to {MAX_LEVEL}")
+        _check_digest(name.digest)
+        bounds = f"{name.coverage.last:020d}-{name.coverage.first:020d}"
+        return f"{self.segments_prefix(name.chain, name.level)}{bounds}-{name.digest}.parquet"
+
+    def parse_segment(self, key: str) -> SegmentName | None:
+        """What `segment` formatted as `key`; None for a foreign key."""
+        match = _SEGMENT.fullmatch(self._relative(key) or "")
+        chain = match and _chain(match)
+        if not match or not chain:
+            return None
+        first, last = int(match["first"]), int(match["last"])
+        if not 1 <= first <= last <= MAX_SEQUENCE:
+            return None
+        return SegmentName(chain, int(match["level"]), SequenceRange(first, last), match["digest"])
+
+    def start_after(self, chain: Chain, level: int, position: int) -> str:
+        """A key that sorts after all segments that end before `position` and before all others."""
+        return f"{self.segments_prefix(chain, level)}{position:020d}"
+
+    # Documents about a chain
+
+    def documents_prefix(self, site: str | None = None, feed: str | None = None) -> str:
+        """What the keys of all documents begin with: of all sites, of a site, or of one feed of it."""
+        path = "_floe/site="
+        if site is not None:
+            path += f"{encode(site)}/"
+            if feed is not None:
+                path += f"feed={encode(feed)}/"
+        return self._under(path)
+
+    def stream_document(self, chain: Chain) -> str:
+        """The key of `stream.json`, one for each incarnation."""
+        return self._under(f"_floe/{_incarnation_path(chain)}/stream.json")
+
+    def chain_document(self, chain: Chain) -> str:
+        """The key of `chain.json`."""
+        return self._under(f"_floe/{_chain_path(chain)}/chain.json")
+
+    def parse_chain_document(self, key: str) -> Chain | None:
+        """The chain whose `chain.json` has `key`; None for any other key."""
+        relative = self._relative(key) or ""
+        match = _CHAIN_DOCUMENT.fullmatch(relative.removeprefix("_floe/"))
+        return _chain(match) if match and relative.startswith("_floe/") else None
+
+    def floor_document(self, chain: Chain) -> str:
+        """The key of `floor.json`: the first sequence that retention has left."""
+        return self._under(f"_floe/{_chain_path(chain)}/floor.json")
+
+    # Gaps that are given up
+
+    def gaps_prefix(self, chain: Chain) -> str:
+        """What the keys of the accepted gaps of a chain begin with; ends in a slash."""
+        return self._under(f"_floe/{_chain_path(chain)}/gaps/")
+
+    def passed_prefix(self, target: str, chain: Chain) -> str:
+        """What the keys of the gaps of a chain that one target has passed begin with; ends in a slash."""
+        return f"{self.ingress_prefix(target)}gaps/{_chain_path(chain)}/"
+
+    def gap(self, prefix: str, gap: SequenceRange) -> str:
+        """The key of a gap under one of the two prefixes above."""
+        return f"{prefix}{gap.last:020d}-{gap.first:020d}.json"
+
+    def gaps_after(self, prefix: str, position: int) -> str:
+        """A key that sorts after all gaps that end before `position` and before all others."""
+        return f"{prefix}{position:020d}"
+
+    def parse_gap(self, prefix: str, key: str) -> SequenceRange | None:
+        """What `gap` formatted as `key`; None for a foreign key."""
+        match = _GAP.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+        first, last = (int(match["first"]), int(match["last"])) if match else (0, 0)
+        return SequenceRange(first, last) if 1 <= first <= last <= MAX_SEQUENCE else None
+
+    # Snapshots of samplers
+
+    def states_prefix(self, chain: Chain) -> str:
+        """What the keys of a chain's snapshots begin with; ends in a slash."""
+        return self._under(f"_floe/{_chain_path(chain)}/state/")
+
+    def state(self, name: StateName) -> str:
+        """The key of a snapshot. Raises ValueError where a part is outside its range."""
+        if not 1 <= name.position <= MAX_SEQUENCE:
+            raise ValueError(f"position {name.position}: expected 1 to 2^63-1")
+        _check_digest(name.digest)
+        return f"{self.states_prefix(name.chain)}{name.position:020d}-{name.digest}"
+
+    def parse_state(self, key: str) -> StateName | None:
+        """What `state` formatted as `key`; None for a foreign key."""
+        relative = self._relative(key) or ""
+        match = _STATE.fullmatch(relative.removeprefix("_floe/"))
+        chain = match and _chain(match)
+        if not match or not chain or not relative.startswith("_floe/"):
+            return None
+        position = int(match["position"])
+        return StateName(chain, position, match["digest"]) if 1 <= position <= MAX_SEQUENCE else None
+
+    # Tails and tombstones
+
+    def tails_prefix(self) -> str:
+        """What the keys of all tails begin with."""
+        return self._under("_floe/tails/")
+
+    def tail(self, chain: Chain) -> str:
+        """The key of a chain's tail."""
+        parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
+        return self.tails_prefix() + parts
+
+    def parse_tail(self, key: str) -> Chain | None:
+        """The chain whose tail has `key`; None for any other key."""
+        if not key.startswith(self.tails_prefix()):
+            return None
+        match = _TAIL.fullmatch(key[len(self.tails_prefix()) :])
+        return _chain(match) if match else None
+
+    def alive_prefix(self, site: str | None = None) -> str:
+        """What the keys of all signs of life begin with, or those of one site; ends in a slash."""
+        return self._under("_floe/alive/" + (f"{encode(site)}/" if site is not None else ""))
+
+    def alive(self, site: str, process: str) -> str:
+        """The key of the sign of life of one process of a site."""
+        return f"{self.alive_prefix(site)}{encode(process)}"
+
+    def parse_alive(self, key: str) -> tuple[str, str] | None:
+        """The site and the process whose sign of life has `key`; None for any other key."""
+        prefix = self.alive_prefix()
+        match = _ALIVE.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+        site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
+        if site is None or process is None or not SITE_PATTERN.fullmatch(site):
+            return None
+        return site, process
+
+    def tombstones_prefix(self, chain: Chain) -> str:
+        """What the keys of a chain's tombstones begin with; ends in a slash."""
+        return self._under(f"_floe/tombstones/{_chain_path(chain)}/")
+
+    def reported_prefix(self, chain: Chain | None = None) -> str:
+        """What the keys of the problems begin with that compaction has told: of all chains, or of one."""
+        path = "_floe/tombstones/reported/"
+        return self._under(f"{path}{_chain_path(chain)}/" if chain else path)
+
+    def clock(self) -> str:
+        """The key of the object by whose modified time compaction reads the store's clock."""
+        return self._under("_floe/tombstones/clock")
+
+    def quarantined(self, key: str, digest: str) -> str:
+        """Where the object at `key`, with this SHA-256, is kept once it is put away.
+
+        Raises ValueError for a key that is not under the prefix.
+        """
+        relative = self._relative(key)
+        if not relative:
+            raise ValueError(f"expected a key under {self._under('')}, found {key}")
+        return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
+
+    def ingress_prefix(self, target: str) -> str:
+        """What the keys of one target's objects begin with; ends in a slash."""
+        return self._under(f"_floe/ingress/{encode(target)}/")
+
+    def ingress_positions(self, target: str) -> str:
+        """The key of the object that says how far one target is."""
+        return f"{self.ingress_prefix(target)}positions.json"
+
+    def ingress_targets_prefix(self) -> str:
+        """What the keys of all targets' objects begin with; ends in a slash."""
+        return self._under("_floe/ingress/")
+
+    def parse_ingress_positions(self, key: str) -> str | None:
+        """The target whose positions have `key`; None for any other key."""
+        prefix, (name, _, rest) = self.ingress_targets_prefix(), ("", "", "")
+        if key.startswith(prefix):
+            name, _, rest = key[len(prefix) :].partition("/")
+        target = decode(name) if rest == "positions.json" else None
+        return target if target and self.ingress_positions(target) == key else None
+
+    def ingress_clock(self, target: str) -> str:
+        """The key of the object by whose modified time ingress reads the store's clock."""
+        return f"{self.ingress_prefix(target)}clock"
+
+    def start_document(self, target: str, site: str, feed: str) -> str:
+        """The key of where the copy of one feed into a target begins, as its start keys were resolved."""
+        return f"{self.ingress_prefix(target)}starts/site={encode(site)}/feed={encode(feed)}/start.json"
+
+
+def _check_digest(digest: str) -> None:
+    if not re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", digest):
+        raise ValueError(f"digest {digest!r}: expected {DIGEST_LENGTH} hex digits")
+
+
+def _incarnation_path(chain: Chain) -> str:
+    return f"site={encode(chain.site)}/feed={encode(chain.feed)}/incarnation={chain.incarnation:04d}"
+
+
+def _chain_path(chain: Chain) -> str:
+    return f"{_incarnation_path(chain)}/partition={chain.partition}"
+
+
+def _chain(match: re.Match[str]) -> Chain | None:
+    """The chain that is named; partition 0 where none may be."""
+    return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
+
+
+@functools.lru_cache(4096)  # a listing names one chain a thousand times
+def _parsed(encoded_site: str, encoded_feed: str, incarnation: str, partition: str) -> Chain | None:
+    site, feed = decode(encoded_site), decode(encoded_feed)
+    if site is None or feed is None or str(int(partition)) != partition:
+        return None
+    try:
+        return Chain(site, feed, int(incarnation), int(partition))
+    except ValueError:
+        return None

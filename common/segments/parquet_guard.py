@@ -1,0 +1,514 @@
+"""The pages of a column chunk, walked before they are decoded: what decoding them can cost at most.
+
+Sizes in the metadata of a Parquet file are claims. A dictionary of one 10 MiB value, used a hundred times,
+decodes to 1 GiB from 700 bytes; an encoding that shares prefixes does worse; a forged count makes a decoder
+allocate for it. The page headers say what a decoder will really meet, so they are read first: only the
+encodings the writer uses, as many values as the row group has rows, a checksum on each page. Then decoded
+bytes <= page bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+from common.errors import DataError, FloeError, SegmentCorrupt
+from common.segments.columns import DELTA_COLUMNS, TEXT_COLUMNS
+from common.segments.segment import SegmentRef
+
+_STOP, _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(13)
+_BITS = {_I16: 15, _I32: 31, _I64: 63}  # of an integer, without its sign
+_MAX_VARINT_BYTES = 10
+_LONG_LIST = 15
+
+Struct = dict[int, Any]
+
+
+class TruncatedError(ValueError):
+    """The bytes end inside the structure; more bytes may complete it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`values`: in all, list elements included. `elements`: of one list. `depth`: of nesting."""
+
+    values: int
+    elements: int
+    depth: int = 8
+
+
+def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
+    """The structure at the start of `data`, and its size in bytes. Raises TruncatedError, ValueError."""
+    reader = _Reader(data, bounds)
+    return reader.struct(0), reader.position
+
+
+class _Reader:
+    def __init__(self, data: bytes, bounds: Bounds) -> None:
+        self._data = data
+        self._bounds = bounds
+        self._values_left = bounds.values
+        self.position = 0
+
+    def struct(self, depth: int) -> Struct:
+        self._check_depth(depth)
+        fields: Struct = {}
+        number = 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._integer(_BITS[_I16])
+            if number in fields:
+                raise ValueError(f"field {number} comes twice")
+            kind = head & 0x0F
+            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind, depth)
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        self._values_left -= 1
+        if self._values_left < 0:
+            raise ValueError(f"more than {self._bounds.values} values")
+        if kind in _BITS:
+            return self._integer(_BITS[kind])
+        if kind == _BINARY:
+            return self._take(self._varint())
+        if kind == _STRUCT:
+            return self.struct(depth + 1)
+        if kind == _LIST:
+            return self._list(depth + 1)
+        if kind in (_BYTE, _TRUE, _FALSE):  # an element of a list of truths is one byte, like any other
+            return self._byte()
+        if kind == _DOUBLE:
+            return struct.unpack("<d", self._take(8))[0]
+        raise ValueError(f"type {kind}, which Parquet does not use")
+
+    def _list(self, depth: int) -> list[Any]:
+        self._check_depth(depth)
+        head = self._byte()
+        size = head >> 4 if head >> 4 != _LONG_LIST else self._varint()
+        if size > self._bounds.elements:
+            raise ValueError(f"list of {size} elements: expected at most {self._bounds.elements}")
+        return [self._value(head & 0x0F, depth) for _ in range(size)]
+
+    def _check_depth(self, depth: int) -> None:
+        if depth > self._bounds.depth:
+            raise ValueError(f"structures nested deeper than {self._bounds.depth}")
+
+    def _integer(self, bits: int) -> int:
+        coded = self._varint()
+        value = (coded >> 1) ^ -(coded & 1)
+        if not -(1 << bits) <= value < 1 << bits:
+            raise ValueError(f"number {value}: expected {bits + 1} bits")
+        return value
+
+    def _varint(self) -> int:
+        value = 0
+        for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+            byte = self._byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+        raise ValueError(f"number longer than {_MAX_VARINT_BYTES} bytes")
+
+    def _byte(self) -> int:
+        if self.position >= len(self._data):
+            raise TruncatedError(f"structure goes on after {len(self._data)} bytes")
+        byte = self._data[self.position]
+        self.position += 1
+        return byte
+
+    def _take(self, count: int) -> bytes:
+        end = self.position + count
+        if end > len(self._data):
+            raise TruncatedError(f"structure goes on after {len(self._data)} bytes")
+        taken = self._data[self.position : end]
+        self.position = end
+        return taken
+
+
+MIB = 2**20
+
+# What the writer puts into one row group: raw bytes, which bound the memory of whoever reads it.
+ROW_GROUP_BYTES_LEVEL_0 = 32 * MIB
+ROW_GROUP_BYTES_MERGED = 128 * MIB
+# The columns of a row that are not raw bytes: so that a million empty messages are not one row group.
+ROW_OVERHEAD_BYTES = 64
+# nats-server's own limit of max_payload; one message is never split over row groups.
+MAX_MESSAGE_BYTES = 64 * MIB
+
+
+def row_group_bytes(level: int) -> int:
+    """The raw bytes at which the writer closes a row group of a segment of `level`."""
+    return ROW_GROUP_BYTES_LEVEL_0 if level == 0 else ROW_GROUP_BYTES_MERGED
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetLimits:
+    """Bounds on one file; a file beyond any of them is refused as corrupt, code E-SEG-BOMB.
+
+    `footer_bytes`: stored size of the Parquet metadata. `row_groups`, `columns`: their number.
+    `footer_value_bytes`: one string in the metadata, Floe's own footer included. `metadata_values`: numbers,
+    strings and lists in the metadata. `row_group_bytes`: decoded bytes of one row group, of one page and of
+    one dictionary; a row group as the writer makes it, with the largest message on top, fits.
+    `page_header_bytes`: one page header. `batch_bytes`, `batch_rows`: what one batch aims at; a large
+    message, or rows of very uneven size, make it larger, but never larger than a row group.
+    """
+
+    footer_bytes: int = 8 * MIB
+    row_groups: int = 1024
+    columns: int = 64
+    footer_value_bytes: int = MIB
+    metadata_values: int = 500_000
+    row_group_bytes: int = ROW_GROUP_BYTES_MERGED + MAX_MESSAGE_BYTES + 64 * MIB
+    page_header_bytes: int = 64 * 1024
+    batch_bytes: int = 8 * MIB
+    batch_rows: int = 16_384
+
+
+DEFAULT_LIMITS = ParquetLimits()
+
+
+class SegmentGone(DataError):
+    """The segment is not in the store any more: deleted, most likely superseded, since it was listed."""
+
+    default_code = "E-SEG-GONE"
+
+
+class Forked(DataError):
+    """Two segments hold different messages under one sequence; `keys` names both."""
+
+    default_code = "E-FORK"
+
+    def __init__(self, message: str, *keys: str) -> None:
+        super().__init__(
+            message,
+            hint="two histories met under one name; nothing of them is merged or deleted; compare them with "
+            "`floe segments cat`, then put the false one away",
+        )
+        self.keys = keys
+
+    def __reduce__(self) -> tuple[type[Forked], tuple[str, ...]]:
+        return Forked, (self.message, *self.keys)
+
+
+def fork(one: SegmentRef, other: SegmentRef, sequence: int) -> Forked:
+    """The error for two segments that hold different messages under one sequence."""
+    return Forked(
+        f"sequence {sequence} of {one.chain} has one content in {one.key} and another in {other.key}",
+        one.key,
+        other.key,
+    )
+
+
+def bomb(cause: str) -> SegmentCorrupt:
+    """The error for a file that asks for more than the limits give."""
+    return SegmentCorrupt(cause, code="E-SEG-BOMB")
+
+
+@contextmanager
+def explained(key: str) -> Iterator[None]:
+    """Turn what reading untrusted bytes may raise into SegmentCorrupt that names `key`.
+
+    Other errors of Floe (the store is away) and of the disk under the file pass as they are.
+    """
+    try:
+        yield
+    except SegmentCorrupt as error:
+        raise SegmentCorrupt(f"segment {key}: {error.message}", hint=error.hint, code=error.code) from error
+    except FloeError:
+        raise
+    except MemoryError as error:
+        raise bomb(f"segment {key}: needs more memory than there is: {_first_line(error)}") from error
+    except NotImplementedError as error:
+        raise SegmentCorrupt(f"segment {key}: {_first_line(error)}", code="E-SEG-CODEC") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise SegmentCorrupt(f"segment {key}: {_first_line(error)}") from error
+    except Exception as error:  # pyarrow's own errors, and the built-in ones that it raises too
+        raise SegmentCorrupt(f"segment {key}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]
+
+
+# Numbers of the format's fields and enumerations.
+_INT64, _BYTE_ARRAY = 2, 6
+_CODECS = {0: "UNCOMPRESSED", 6: "ZSTD"}
+_FOREIGN_CODECS = {1: "SNAPPY", 2: "GZIP", 3: "LZO", 4: "BROTLI", 5: "LZ4", 7: "LZ4_RAW"}
+_FILE_ROWS, _FILE_GROUPS, _FILE_KEY_VALUES = 3, 4, 5
+_GROUP_COLUMNS, _GROUP_BYTES, _GROUP_ROWS = 1, 2, 3
+_CHUNK_PATH, _CHUNK_DATA, _CHUNK_CRYPTO, _CHUNK_ENCRYPTED = 1, 3, 8, 9
+_TYPE, _CODEC, _VALUES, _STORED, _DATA_OFFSET, _DICTIONARY_OFFSET, _STATISTICS = 1, 4, 5, 7, 9, 11, 12
+_MAX_VALUE, _MIN_VALUE = 5, 6
+_ARROW_SCHEMA = b"ARROW:schema"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One column of one row group, as the metadata claims it: `first` offset, `size` in bytes, `rows`.
+
+    `data`: offset of the first data page. `least`, `greatest`: bytes of the statistics, None without.
+    """
+
+    name: str
+    first: int
+    data: int
+    size: int
+    rows: int
+    least: bytes | None = None
+    greatest: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One row group, as the metadata claims it. `size`: its pages, decompressed."""
+
+    rows: int
+    size: int
+    columns: tuple[Struct, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The metadata of a file. `values`: its key-value pairs, those without a value left out."""
+
+    rows: int
+    groups: tuple[Group, ...]
+    values: Mapping[bytes, bytes]
+
+
+def parse(raw: bytes, limits: ParquetLimits) -> Metadata:
+    """Read the metadata, `raw` from the first to the last byte. Raises SegmentCorrupt."""
+    bounds = Bounds(values=limits.metadata_values, elements=max(limits.row_groups, limits.columns))
+    try:
+        fields, size = read_struct(raw, bounds)
+        if size != len(raw):
+            raise ValueError(f"expected {len(raw)} bytes, found {size}")
+        return Metadata(
+            _count(fields, _FILE_ROWS),
+            tuple(_group(group) for group in fields.get(_FILE_GROUPS, [])),
+            {pair[1]: pair[2] for pair in fields.get(_FILE_KEY_VALUES, []) if 2 in pair},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SegmentCorrupt(f"Parquet metadata: {error}") from error
+
+
+def _group(fields: Struct) -> Group:
+    columns = tuple(fields[_GROUP_COLUMNS])
+    if not all(isinstance(column, dict) for column in columns):
+        raise ValueError("expected a list of columns")
+    return Group(_count(fields, _GROUP_ROWS), _count(fields, _GROUP_BYTES), columns)
+
+
+def _count(fields: Struct, number: int) -> int:
+    value = fields.get(number)
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"field {number}: expected a count, found {value!r:.40}")
+    return value
+
+
+def check_no_arrow_schema(metadata: Metadata) -> None:
+    """That no Arrow schema comes with the file: types come from the Parquet schema alone."""
+    if _ARROW_SCHEMA in metadata.values:
+        raise SegmentCorrupt("expected no ARROW:schema, found one", code="E-SEG-SCHEMA")
+
+
+def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None:
+    """The number of row groups and of `columns` in the schema; that row groups have both rows and columns."""
+    for what, found, most in (
+        ("row groups", len(metadata.groups), limits.row_groups),
+        ("columns", columns, limits.columns),
+    ):
+        if found > most:
+            raise bomb(f"expected at most {most} {what}, found {found}")
+    counts = [group.rows for group in metadata.groups]
+    if min(counts, default=1) < 1 or sum(counts) != metadata.rows:
+        raise SegmentCorrupt(
+            f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}",
+            code="E-SEG-META",
+        )
+    for index, group in enumerate(metadata.groups):
+        if len(group.columns) != columns:
+            raise SegmentCorrupt(f"row group {index}: expected {columns} columns, found {len(group.columns)}")
+
+
+def chunk(name: str, group: Group, index: int) -> Chunk:
+    """What `group` claims of column `name`, number `index` of the schema. Raises SegmentCorrupt."""
+    try:
+        return _chunk(name, group, index)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SegmentCorrupt(f"column {name}: {error}") from error
+
+
+def _chunk(name: str, group: Group, index: int) -> Chunk:
+    column = group.columns[index]
+    data = column.get(_CHUNK_DATA)
+    if not isinstance(data, dict) or {_CHUNK_PATH, _CHUNK_CRYPTO, _CHUNK_ENCRYPTED} & column.keys():
+        raise ValueError("expected plain data in this file, found it encrypted or elsewhere")
+    _check_codec(name, data.get(_CODEC))
+    kind = _INT64 if name in DELTA_COLUMNS else _BYTE_ARRAY
+    if data.get(_TYPE) != kind or _count(data, _VALUES) != group.rows:
+        found = f"{data.get(_VALUES)} of {data.get(_TYPE)}"
+        raise ValueError(f"expected {group.rows} values of type {kind}, found {found}")
+    # The same start that pyarrow takes, whatever order the two offsets come in.
+    pages, dictionary = _count(data, _DATA_OFFSET), data.get(_DICTIONARY_OFFSET, 0)
+    first = dictionary if 0 < dictionary < pages else pages
+    bounds = data.get(_STATISTICS, {})
+    return Chunk(
+        name,
+        first,
+        pages,
+        _count(data, _STORED),
+        group.rows,
+        bounds.get(_MIN_VALUE),
+        bounds.get(_MAX_VALUE),
+    )
+
+
+def _check_codec(name: str, codec: Any) -> None:
+    if codec not in _CODECS:
+        found = _FOREIGN_CODECS.get(codec, codec)
+        wanted = " or ".join(_CODECS.values())
+        raise SegmentCorrupt(
+            f"column {name}: expected compression {wanted}, found {found}", code="E-SEG-CODEC"
+        )
+
+
+class ByteSource(Protocol):
+    """Bytes at offsets: what pyarrow calls a NativeFile."""
+
+    def read_at(self, nbytes: int, offset: int) -> bytes: ...
+
+
+class PageType(IntEnum):
+    """Kinds of pages that the writer uses, by their number in the format."""
+
+    DATA = 0
+    DICTIONARY = 2
+
+
+class Encoding(IntEnum):
+    """Encodings that the writer uses, by their number in the format."""
+
+    PLAIN = 0
+    PLAIN_DICTIONARY = 2
+    DELTA_BINARY_PACKED = 5
+    RLE_DICTIONARY = 8
+
+
+_DICTIONARY = {Encoding.PLAIN_DICTIONARY, Encoding.RLE_DICTIONARY}
+_HEADER_BOUNDS = Bounds(values=64, elements=0)
+_FIRST_READ = 512  # bytes; page headers as written here take 20 to 100
+
+# Field numbers of the format's PageHeader, DataPageHeader and DictionaryPageHeader.
+_TYPE, _UNCOMPRESSED, _COMPRESSED, _CRC, _DATA_HEADER, _DICTIONARY_HEADER = 1, 2, 3, 4, 5, 7
+_NUM_VALUES, _ENCODING = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    kind: int
+    uncompressed: int
+    compressed: int
+    values: int
+    encoding: int
+    header_size: int
+
+
+def decoded_bytes(source: ByteSource, chunk: Chunk, limits: ParquetLimits) -> int:
+    """The most bytes that decoding `chunk` yields, dictionary included but not expanded.
+
+    Raises SegmentCorrupt where a page is not one the writer makes, or the limits are passed.
+    """
+    total = values = 0
+    position, end = chunk.first, chunk.first + chunk.size
+    while values < chunk.rows:
+        page = _read_page(source, chunk, position, end, limits)
+        _check_page(chunk, page, position, is_first_data=values == 0)
+        total += max(page.uncompressed, page.compressed)
+        values += page.values if page.kind == PageType.DATA else 0
+        position += page.header_size + page.compressed
+        if total > limits.row_group_bytes:
+            raise _bomb(chunk, f"expected at most {limits.row_group_bytes} decoded bytes, found {total}")
+    if values != chunk.rows:
+        raise _bomb(chunk, f"expected {chunk.rows} values, found pages of {values}")
+    return total
+
+
+def _read_page(source: ByteSource, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> _Page:
+    fields, size = _read_header(source, chunk, position, end, limits)
+    kind = _number(chunk, fields, _TYPE)
+    inner = fields.get(_DATA_HEADER if kind == PageType.DATA else _DICTIONARY_HEADER)
+    if kind not in (PageType.DATA, PageType.DICTIONARY) or not isinstance(inner, dict):
+        raise SegmentCorrupt(f"column {chunk.name}: expected data or dictionary pages, found type {kind}")
+    if _CRC not in fields:
+        raise SegmentCorrupt(f"column {chunk.name}: page at {position} has no checksum")
+    page = _Page(
+        kind,
+        _number(chunk, fields, _UNCOMPRESSED),
+        _number(chunk, fields, _COMPRESSED),
+        _number(chunk, inner, _NUM_VALUES),
+        _number(chunk, inner, _ENCODING),
+        size,
+    )
+    if position + size + page.compressed > end:
+        raise SegmentCorrupt(f"column {chunk.name}: page at {position} ends behind the column's end {end}")
+    return page
+
+
+def _read_header(
+    source: ByteSource, chunk: Chunk, position: int, end: int, limits: ParquetLimits
+) -> tuple[Struct, int]:
+    available = max(0, min(limits.page_header_bytes, end - position))
+    for length in (min(_FIRST_READ, available), available):
+        try:
+            return read_struct(source.read_at(length, position), _HEADER_BOUNDS)
+        except TruncatedError:
+            continue
+        except ValueError as error:
+            raise SegmentCorrupt(f"column {chunk.name}: page header at {position}: {error}") from error
+    raise SegmentCorrupt(f"column {chunk.name}: page header at {position} passes {available} bytes")
+
+
+def _number(chunk: Chunk, fields: Struct, field: int) -> int:
+    value = fields.get(field)
+    if not isinstance(value, int) or value < 0:
+        raise SegmentCorrupt(
+            f"column {chunk.name}: page header field {field}: expected a count, found {value!r:.40}"
+        )
+    return value
+
+
+def _check_page(chunk: Chunk, page: _Page, position: int, *, is_first_data: bool) -> None:
+    if page.encoding not in _allowed(chunk.name, page.kind):
+        raise _bomb(
+            chunk,
+            f"encoding {page.encoding} of a {PageType(page.kind).name.lower()} page is not one of Floe's",
+        )
+    if page.kind == PageType.DICTIONARY:
+        if position != chunk.first:
+            raise _bomb(chunk, "a dictionary stands behind other pages")
+        # Each text of a plain dictionary begins with its length in four bytes.
+        if page.values * 4 > page.uncompressed:
+            raise _bomb(chunk, f"a dictionary of {page.uncompressed} bytes claims {page.values} values")
+    elif page.values == 0:
+        raise _bomb(chunk, "a page holds no values")
+    elif is_first_data and position != chunk.data:
+        # A reader that leaves the dictionary out begins here: it must not meet other pages than these.
+        raise _bomb(chunk, f"expected the first data page at {chunk.data}, found it at {position}")
+
+
+def _allowed(column: str, kind: int) -> set[Encoding]:
+    if kind == PageType.DICTIONARY:
+        return {Encoding.PLAIN, Encoding.PLAIN_DICTIONARY} if column in TEXT_COLUMNS else set()
+    if column in DELTA_COLUMNS:
+        return {Encoding.PLAIN, Encoding.DELTA_BINARY_PACKED}
+    return {Encoding.PLAIN, *_DICTIONARY} if column in TEXT_COLUMNS else {Encoding.PLAIN}
+
+
+def _bomb(chunk: Chunk, cause: str) -> SegmentCorrupt:
+    return bomb(f"column {chunk.name}: {cause}")

@@ -1,0 +1,146 @@
+"""How a command ends: its errors as lines on stderr, its exit code, and the commands to paste next.
+
+0 done, 1 failure, 2 usage, 3 differences found, 4 another writer, 75 try again later, 77 refused,
+78 configuration; 130 interrupted, 141 nobody reads the output any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import select
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import click
+
+from common.errors import FloeError
+
+DIFFERENCES = 3  # done, and something is missing, damaged or to be decided
+LATER = 75  # the same again goes on
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
+
+@dataclass(slots=True)
+class CommandEnding:
+    """The exit code of a command that raises nothing."""
+
+    code: int = 0
+
+
+@contextmanager
+def end_with() -> Iterator[CommandEnding]:
+    """Run a block, then exit: with the code it set, or as `report` says. Click's own exceptions pass."""
+    ending = CommandEnding()
+    try:
+        yield ending
+        sys.stdout.flush()
+    except (click.ClickException, click.Abort, click.exceptions.Exit, SystemExit):
+        raise
+    except BaseException as error:
+        ending.code = report(error)
+    if ending.code:
+        sys.exit(ending.code)
+
+
+def report(error: BaseException) -> int:
+    """Print the lines that explain `error`; its exit code."""
+    if isinstance(error, BrokenPipeError) and _nobody_reads():
+        _discard_output()
+        return BROKEN_PIPE
+    causes = [cause for cause in _causes(error) if not isinstance(cause, asyncio.CancelledError)]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        return INTERRUPTED
+    errors = [_explained(cause) for cause in causes or [error]]
+    for line in dict.fromkeys(explained.line() for explained in errors):
+        _to_stderr(line)
+    if is_debug():
+        _to_stderr("".join(traceback.format_exception(error)))
+    return errors[0].exit_code
+
+
+def is_debug() -> bool:
+    """Whether tracebacks are wanted: `floe --debug …` or FLOE_DEBUG=1."""
+    context = click.get_current_context(silent=True)
+    asked = context is not None and context.find_root().params.get("debug")
+    return bool(asked) or os.environ.get("FLOE_DEBUG", "") not in ("", "0")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The errors within a group, in order; a single one itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _causes(inner)
+    else:
+        yield error
+
+
+def _explained(error: BaseException) -> FloeError:
+    if isinstance(error, FloeError):
+        return error
+    if isinstance(error, OSError) and error.strerror:
+        code = "E-DISK" if error.errno in _DISK_ERRORS else "E-OS"
+        where = f"{error.filename}: " if error.filename else ""
+        return FloeError(f"{where}{error.strerror}", code=code)
+    return FloeError(
+        f"{type(error).__name__}: {error}",
+        hint="this is a bug; --debug or FLOE_DEBUG=1 shows where",
+        code="E-UNEXPECTED",
+    )
+
+
+def _to_stderr(text: str) -> None:
+    with suppress(OSError, ValueError):  # stderr may be closed; the exit code still tells
+        click.echo(text, err=True)
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of stdout is gone; a broken pipe may also be a connection of ours."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    except (OSError, ValueError):
+        return False
+
+
+def _discard_output() -> None:
+    # What is still buffered would raise again when the interpreter ends.
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+_source = _path = "site.yaml"  # until something is read from a file
+
+
+def remember(path: str) -> None:
+    """The configuration was read from `path`. The last call wins."""
+    global _source, _path
+    _source, _path = path, os.path.abspath(path)
+
+
+def source() -> str:
+    """The file of the configuration, as it was named."""
+    return _source
+
+
+def ways(*found: str | tuple[str, ...]) -> str:
+    """A hint, each way on in lines of its own: words, and of a tuple the commands behind them, one a line
+    with nothing behind it, so that a whole line can be pasted.
+    """
+    return "\n".join(way if isinstance(way, str) else "\n".join([f"{way[0]}:", *way[1:]]) for way in found)
+
+
+def command(words: str, *rest: str) -> str:
+    """`floe {words} -c FILE {rest}`, the file quoted for a shell and found from any folder."""
+    return " ".join(["floe", words, "-c", shlex.quote(_path), *filter(None, rest)])

@@ -1,0 +1,141 @@
+"""Signals and threads of a process: how it is asked to stop, and what it must wait for.
+
+The first SIGTERM or SIGINT asks the service to drain, the second ends the process at once. SIGHUP ends
+nothing: it calls what `hangups` holds, such as reading secrets again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+from common.service.logs import get_logger
+from common.settings.types import read_all_again
+from common.tasks import Stop, told
+
+log = get_logger("common.shutdown")
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+#: Called on the event loop, one after the other, when SIGHUP comes while a service runs.
+hangups: list[Callable[[], None]] = [read_all_again]
+
+
+def exit_at_once(number: int) -> None:
+    """What the second signal does: 143 after SIGTERM, 130 after SIGINT."""
+    os._exit(128 + number)
+
+
+@asynccontextmanager
+async def stop_on_signals(
+    second: Callable[[int], None] = exit_at_once, *, deaf_afterwards: bool = False
+) -> AsyncIterator[Stop]:
+    """An event that the first SIGTERM or SIGINT sets. Each further one calls `second` with its number.
+
+    SIGHUP calls `hangups`. To be entered in the main thread. On leaving, the former handlers are back; with
+    `deaf_afterwards` signals are ignored from then on: a process that has done its work ends with its own
+    exit code.
+    """
+    stop = Stop()
+    loop = asyncio.get_running_loop()
+    received: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        # A plain handler, not the loop's own: the second signal must work while the loop is blocked. And not
+        # the default action, which process 1 of a container does not have.
+        received.append(number)
+        if len(received) > 1:
+            second(number)
+        else:
+            loop.call_soon_threadsafe(_ask, stop, number)
+
+    def on_hangup(_number: int, _frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(_hang_up)
+
+    former = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    former[signal.SIGHUP] = signal.signal(signal.SIGHUP, on_hangup)
+    try:
+        yield stop
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, signal.SIG_IGN if deaf_afterwards else handler)
+
+
+def _hang_up() -> None:
+    log.info("hangup, going on", action="hangup", read_again=len(hangups))
+    for call in hangups:
+        try:
+            call()
+        except Exception as error:  # the service goes on with what it had
+            told(error, "service", "hangup")
+
+
+def _ask(stop: Stop, number: int) -> None:
+    log.info("stopping", action="stop_asked", signal=signal.Signals(number).name)
+    stop.set()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_running: set[Future[Any]] = set()  # calls of all pools, those of forgotten pools included
+
+
+class Threads:
+    """A pool of `workers` threads. Cancelling an awaited call does not stop its thread: `idle` waits for it.
+
+    So a lease must not be given up before `idle` returns: an upload may still be on its way.
+    """
+
+    def __init__(self, name: str, workers: int) -> None:
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix=name)
+        self._calls: set[Future[Any]] = set()
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `fn(*args, **kwargs)` returns or raises, called in a thread with the task's context variables.
+
+        Cancelled while it waits for a free thread, it is never called.
+        """
+        context = contextvars.copy_context()
+        call = self._executor.submit(context.run, functools.partial(fn, *args, **kwargs))
+        for calls in (self._calls, _running):
+            calls.add(call)
+            call.add_done_callback(calls.discard)
+        return await asyncio.wrap_future(call)
+
+    @property
+    def busy(self) -> int:
+        """Calls that run or wait for a thread, cancelled awaits included."""
+        return len(self._calls)
+
+    async def idle(self) -> None:
+        """Return when no call is running, those whose await was cancelled included."""
+        while calls := set(self._calls):
+            # asyncio.wait cancels nothing when it is cancelled itself.
+            await asyncio.wait({_settled(call) for call in calls})
+
+    def close(self) -> None:
+        """Take no more calls and forget those not begun; does not wait for running ones."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _settled(call: Future[Any]) -> asyncio.Future[Any]:
+    waiter: asyncio.Future[Any] = asyncio.wrap_future(call)
+    # Whoever awaited the call has seen its error; here it only tells that the call ended.
+    waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return waiter
+
+
+def busy_threads() -> int:
+    """Calls still running in all pools of this process: abandoned ones, once the event loop has ended."""
+    return len(_running)

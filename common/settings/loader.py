@@ -1,0 +1,396 @@
+"""Reads configuration files: all problems at once, each with its place, never a secret in a message."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from common.errors import ConfigError
+from common.settings import yaml
+from common.settings.base import Section
+from common.settings.docs import default_of, default_text, fields_of, is_secret, section_at
+from common.settings.root import UNBUILT, Settings
+from common.settings.types import FROM_FILE, Expanded, FileSecret
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigDocument:
+    """One YAML document that is a valid configuration. `warnings`: what is allowed and should not be."""
+
+    settings: Settings
+    root: yaml.Keys
+    name: str
+    warnings: tuple[str, ...]
+
+
+MAX_SECRET_BYTES = 64 * 1024
+
+_EXPRESSION = re.compile(r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<default>:-[^${}]*)?\}|\$\{")
+
+
+def expand(text: str, environment: Mapping[str, str]) -> str:
+    """`text` with `${VAR}` and `${VAR:-default}` replaced, `$${` as `${`; itself where there is none.
+
+    Raises ValueError where a variable is not set or an expression is not one of the two.
+    """
+    if "${" not in text:
+        return text
+    return Expanded(_EXPRESSION.sub(lambda match: _replacement(match, environment), text), text)
+
+
+def _replacement(match: re.Match[str], environment: Mapping[str, str]) -> str:
+    if match[0] == "$${":
+        return "${"
+    name, default = match["name"], match["default"]
+    if name is None:
+        raise ValueError("expected ${VAR} or ${VAR:-default}, found another expression; $${ stands for ${")
+    if name in environment:
+        return environment[name] or (default or "")[2:]
+    if default is None:
+        raise ValueError(f"expected the environment variable {name}, found it not set")
+    return default[2:]
+
+
+def read_secret(path: str) -> Expanded:
+    """The content of the file `path` without one line end behind it.
+
+    Raises ValueError, never with the content.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_SECRET_BYTES + 1)
+        text = data.decode()
+    except OSError as error:
+        raise ValueError(f"expected a file that can be read, found {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ValueError(f"expected UTF-8 text in {path}, found other bytes") from None
+    if len(data) > MAX_SECRET_BYTES:
+        raise ValueError(f"expected at most {MAX_SECRET_BYTES} bytes in {path}, found more")
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise ValueError(f"expected a secret in {path}, found nothing")
+    return Expanded(text, path)
+
+
+_UNKNOWN = "?"  # in place of a secret that has its problem already: the key is set
+
+
+class _Values:
+    """The values of a document; what cannot be expanded or read is noted.
+
+    `inline`: the keys that hold a secret as it is; `files`: those that are named for others.
+    """
+
+    def __init__(self, problems: yaml.Problems, environment: Mapping[str, str]) -> None:
+        self._problems = problems
+        self._environment = environment
+        self.inline: list[str] = []
+        self.files: list[str] = []
+
+    def mapping(self, node: yaml.Keys, path: yaml.KeyPath) -> dict[str, Any]:
+        values = {name: self._value(below, (*path, name)) for name, below in node.entries.items()}
+        section = section_at(path)
+        for name, below in node.entries.items():
+            secret, here = name.removesuffix("_file"), (*path, name)
+            text = below.text if isinstance(below, yaml.Scalar) else ""
+            if is_secret(section, name):
+                values[name] = self._given(values[name], below.mark, here)
+                if text and "${" not in text:
+                    self.inline.append(".".join(map(str, here)))
+            elif secret != name and is_secret(section, secret):
+                values[secret] = self._from_file(values.pop(name), secret, node, here)
+                self.files.append(text)
+        return values
+
+    def _value(self, node: yaml.Node, path: yaml.KeyPath) -> Any:
+        if isinstance(node, yaml.Keys):
+            return self.mapping(node, path)
+        if isinstance(node, yaml.Items):
+            return [self._value(item, (*path, index)) for index, item in enumerate(node.items)]
+        try:
+            expanded = expand(node.text, self._environment)
+        except ValueError as error:
+            self._problems.add(node.mark, path, str(error))
+            return None
+        return expanded if isinstance(expanded, Expanded) else node.value()
+
+    def _given(self, value: Any, mark: yaml.Mark, path: yaml.KeyPath) -> Any:
+        """A secret; noted where it was to come from a variable and did not."""
+        if not isinstance(value, Expanded) or value:
+            return value
+        self._problems.add(mark, path, f"expected a secret in {value.source}, found nothing")
+        return _UNKNOWN
+
+    def _from_file(self, file: Any, secret: str, node: yaml.Keys, path: yaml.KeyPath) -> str | FileSecret:
+        """The secret in `file`; an empty name means none, as with every key that names a file."""
+        if secret in node.entries:
+            problem = f"expected either {secret} or {path[-1]}, found both"
+        elif not isinstance(file, str):
+            problem = "expected the name of a file, found something else"
+        else:
+            try:
+                return FileSecret(read_secret(file), str(file), read_secret) if file else ""
+            except ValueError as error:
+                problem = str(error)
+        self._problems.add(node.entries[str(path[-1])].mark, path, problem)
+        return _UNKNOWN
+
+
+MAX_FOUND = 60  # characters of a value in a message
+
+_MAPPING = "a mapping"
+_LIST = "a list"
+_EXPECTED = {
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "dict_type": _MAPPING,
+    "tuple_type": _LIST,
+    "list_type": _LIST,
+}
+_SECRET_NAME = re.compile(r"secret|passw", re.IGNORECASE)
+_FREE = ("conf", "headers")  # mappings whose keys are the user's, secrets perhaps among them
+
+
+def explain(error: ValidationError, root: yaml.Keys, problems: yaml.Problems) -> None:
+    """Note each problem of `error` at its place in the document `root`."""
+    spoiled = problems.marks()  # values that could not be expanded have their problem already
+    for detail in error.errors(include_url=False, include_input=False):
+        location = detail["loc"]
+        if detail["type"] == "floe_combination":
+            add_combinations(location, detail["ctx"]["problems"], root, problems)
+            continue
+        place = yaml.locate(root, location)
+        if place.mark not in spoiled or place.node is None:
+            mark = place.key_mark if detail["type"] == "extra_forbidden" else place.mark
+            problems.add(mark, place.path, _message(detail, place))
+
+
+def add_combinations(
+    location: Sequence[str | int], found: Iterable[tuple[str, str]], root: yaml.Keys, problems: yaml.Problems
+) -> None:
+    """Note what is wrong between keys of the section at `location`."""
+    for key, problem in found:
+        parts = (int(part) if part.isdecimal() else part for part in key.split("."))
+        place = yaml.locate(root, (*location, *parts))
+        problems.add(place.mark, place.path, problem)
+
+
+def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown(detail["loc"])
+    if kind == "missing":
+        return "expected a value (required), found nothing"
+    return f"expected {_expected(detail)}, found {found_text(place)}"
+
+
+def _expected(detail: Mapping[str, Any]) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "floe_value":
+        return str(context["expected"])
+    if kind == "literal_error":
+        return "one of " + re.sub(r"'|,| or", "", str(context["expected"])).replace(" ", " | ")
+    return _EXPECTED.get(kind, str(detail["msg"]))
+
+
+def _unknown(location: Sequence[str | int]) -> str:
+    """Asked by where the key would count, which for a key of defaults is the entry."""
+    section = section_at([part for part in location[:-1] if not str(part).startswith("(")])
+    known = list(fields_of(section)) if section else []
+    known += [f"{name}_file" for name in known if is_secret(section, name)]
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    if close:
+        return f"unknown key; did you mean {close[0]}?"
+    return f"unknown key; expected one of {' '.join(known)}"
+
+
+def found_text(place: yaml.Place) -> str:
+    """What stands at `place`, for a message: no secret, no password of a URL, no content of a variable."""
+    node = place.node
+    if isinstance(node, yaml.Keys):
+        return _MAPPING
+    if isinstance(node, yaml.Items):
+        return _LIST if node.items else "an empty list"
+    if node is None or node.value() is None:
+        return "nothing"
+    if _is_private(place.path):
+        return "a secret"
+    text = node.text if len(node.text) <= MAX_FOUND else node.text[:MAX_FOUND] + "…"
+    if "@" in node.text:
+        text = "***" + node.text[node.text.rindex("@") :][:MAX_FOUND]
+    return text if node.is_plain else f'"{text}"'
+
+
+def _is_private(path: yaml.KeyPath) -> bool:
+    names = [part for part in path if isinstance(part, str)]
+    if any(name in _FREE for name in names[:-1]):
+        return True
+    return bool(names) and (
+        _SECRET_NAME.search(names[-1]) is not None or is_secret(section_at(path[:-1]), names[-1])
+    )
+
+
+def refuse_unrunnable(document: ConfigDocument) -> None:
+    """Raises ConfigError with a line for each key whose feature is not built, and each target that flows into
+    itself.
+    """
+    problems = yaml.Problems(document.name)
+    note_unbuilt(document, problems)
+    note_loops(document, problems)
+    yaml.refuse(problems)
+
+
+def note_loops(document: ConfigDocument, problems: yaml.Problems) -> None:
+    """Note each target that flows into itself."""
+    add_combinations((), document.settings.loops(), document.root, problems)
+
+
+def note_unbuilt(document: ConfigDocument, problems: yaml.Problems) -> None:
+    """Note each key that is set and whose feature is not built."""
+    for path in UNBUILT:
+        above, _, key = path.rpartition(".")
+        section: Section = attrgetter(above)(document.settings)
+        if getattr(section, key) != default_of(type(section), key):
+            place = yaml.locate(document.root, path.split("."))
+            default = default_text(fields_of(type(section))[key])
+            why = f"not built yet in this version; remove it or leave it at its default ({default})"
+            problems.add(place.mark, place.path, why)
+
+
+def load(path: str) -> Settings:
+    """The configuration in the file `path`, which holds one document.
+
+    Raises ConfigError with a line for each problem, keys whose feature this version does not have included.
+    """
+    return load_document(path).settings
+
+
+def load_document(path: str) -> ConfigDocument:
+    """As `load`, with the places of all values and the warnings."""
+    documents = read_documents(path)
+    if len(documents) != 1:
+        raise ConfigError(
+            f"{path}: expected one document, found {len(documents)}",
+            hint=f"floe config check {path} checks them all; a command takes a file with one",
+        )
+    refuse_unrunnable(documents[0])
+    return documents[0]
+
+
+def parse(text: str, name: str) -> list[Settings]:
+    """The configurations of all YAML documents in `text`, which `name` stands for in messages.
+
+    Raises ConfigError with a line for each problem. Does not ask whether a key's feature is built.
+    """
+    return [document.settings for document in parse_documents(text.encode(), name)]
+
+
+def read_documents(path: str) -> list[ConfigDocument]:
+    """The documents of the file `path`. Raises ConfigError as `parse`."""
+    data, warnings = read_file(path)
+    return [replace(each, warnings=(*warnings, *each.warnings)) for each in parse_documents(data, path)]
+
+
+def parse_documents(
+    data: bytes, name: str, environment: Mapping[str, str] = os.environ
+) -> list[ConfigDocument]:
+    """As `parse`, with the places of all values. `environment`: for `${VAR}`."""
+    problems = yaml.Problems(name)
+    roots = yaml.parse_yaml(data, problems)
+    found = [_document(root, _Values(problems, environment), problems) for root in roots]
+    yaml.refuse(problems)
+    return [document for document in found if document is not None]
+
+
+def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> ConfigDocument | None:
+    try:
+        settings = Settings.model_validate(values.mapping(root, ()), context=FROM_FILE)
+    except ValidationError as error:
+        explain(error, root, problems)
+        return None
+    cautions = (f"compaction.{key}: {text}" for key, text in settings.compaction.cautions())
+    warnings = (*_insecure(settings), *_exposed(values, problems.name, settings), *cautions)
+    return ConfigDocument(settings, root, problems.name, warnings)
+
+
+def _insecure(settings: Settings) -> list[str]:
+    sections = ("egress.nats.tls", "ingress.nats.tls", "store.tls")
+    found = [
+        f"{section}.insecure: the server's certificate is not checked"
+        for section in sections
+        if attrgetter(section)(settings).insecure
+    ]
+    clear = settings.store.endpoint_url
+    if clear.startswith("http://") and not _is_own(urlsplit(clear).hostname or ""):
+        found.append(f"store.endpoint_url: {clear}: payloads are sent in clear (keys are not); use https://")
+    return found
+
+
+def _is_own(host: str) -> bool:
+    """Whether a host of an address is this one."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _exposed(values: _Values, name: str, settings: Settings) -> list[str]:
+    """Files that hold secrets and that others may read: this one, and those that it names."""
+    nats = (settings.egress.nats, settings.ingress.nats)
+    files = [file for each in nats for file in (each.credentials_file, each.nkey_seed_file, each.tls.key)]
+    warnings = [
+        f"{file}: a secret that others may read: {chmod}"
+        for file in dict.fromkeys([*values.files, *files])
+        if (chmod := chmod_against_others(file))
+    ]
+    if values.inline and (chmod := chmod_against_others(name)):
+        holds = " and ".join(values.inline)
+        warnings.append(f"{name}: holds {holds}, and others may read it: {chmod}")
+    return warnings
+
+
+def chmod_against_others(path: str) -> str:
+    """The command that takes from others what they may read of a file; empty where they may not, or there is
+    no such file.
+
+    The group of the file counts as others only where it is the owner's own, as files are made by default: a
+    file of another owner is read through its group, and another group was chosen.
+    """
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return ""
+    if not stat.S_ISREG(found.st_mode):
+        return ""
+    is_chosen = found.st_uid != os.geteuid() or found.st_gid != os.getegid()
+    if not found.st_mode & (stat.S_IROTH if is_chosen else stat.S_IROTH | stat.S_IRGRP):
+        return ""
+    return f"chmod {640 if is_chosen else 600} {shlex.quote(path)}"
+
+
+def read_file(path: str) -> tuple[bytes, list[str]]:
+    """The content of a file, one byte more than 1 MiB of a longer one, and warnings about its mode.
+
+    Raises ConfigError.
+    """
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(yaml.MAX_BYTES + 1)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{path}: expected a file that can be read, found: {reason}") from error
+    is_open = stat.S_ISREG(mode) and mode & stat.S_IWOTH
+    return data, [f"{path}: every user of this host may write it"] if is_open else []

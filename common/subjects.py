@@ -1,0 +1,62 @@
+"""Which subjects a filter takes, by the rules of NATS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, zip_longest
+
+
+def matches(filter_subject: str, subject: bytes | str) -> bool:
+    """Whether `filter_subject` takes `subject`, a literal one; the empty filter takes all.
+
+    `*` stands for one token, `>` at the end for one or more; anywhere else they are letters like others.
+    """
+    if not filter_subject:
+        return True
+    subject = subject.encode() if isinstance(subject, str) else subject
+    wanted, tokens = filter_subject.encode().split(b"."), subject.split(b".")
+    if wanted[-1] == b">":
+        wanted = wanted[:-1]
+        return len(tokens) > len(wanted) and _agree(wanted, tokens[: len(wanted)])
+    return len(tokens) == len(wanted) and _agree(wanted, tokens)
+
+
+def _agree(wanted: list[bytes], tokens: list[bytes]) -> bool:
+    return all(filter_token in (b"*", token) for filter_token, token in zip(wanted, tokens, strict=True))
+
+
+def covers(wide: str, narrow: str) -> bool:
+    """Whether `wide` takes every subject that `narrow` takes; the empty filter takes all."""
+    if not wide or wide == ">":
+        return True
+    outside, inside = wide.split("."), (narrow or ">").split(".")
+    for its, mine in zip(outside, inside, strict=False):
+        if its == ">":
+            return True
+        if mine == ">" or its not in ("*", mine):
+            return False
+    return len(outside) == len(inside)
+
+
+def overlaps(one: str, other: str) -> bool:
+    """Whether some subject matches both filters, by the rules of NATS; the empty filter takes all."""
+    if not one or not other:
+        return True
+    for left, right in zip_longest(one.split("."), other.split(".")):
+        if left is None or right is None:
+            return False  # the shorter one takes no subject of that many tokens
+        if ">" in (left, right):
+            return True  # it takes whatever is left of the other, one token at least
+        if left != right and "*" not in (left, right):
+            return False
+    return True
+
+
+def first_overlap(filters: Sequence[str]) -> tuple[str, str] | None:
+    """The first two of `filters` that overlap; None if no two do."""
+    return next((pair for pair in combinations(filters, 2) if overlaps(*pair)), None)
+
+
+def first_repeated(filters: Sequence[str]) -> str | None:
+    """The first of `filters` that stands in it once more; None if none does."""
+    return next((each for place, each in enumerate(filters) if each in filters[:place]), None)

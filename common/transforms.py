@@ -1,0 +1,235 @@
+"""Subject transforms as nats-server has them: which subject becomes which, the same one each time.
+
+Tokens of the destination are text, `$n`, or a function of the tokens that wildcards of the source stand for:
+
+    {{wildcard(n)}}              the token itself, as `$n`
+    {{partition(c,n,…)}}         a number below c, by hash of these tokens; without any: of the whole subject
+    {{split(n,text)}}            the token cut wherever `text` stands
+    {{splitFromLeft(n,p)}}       the token cut behind p bytes; splitFromRight: before the last p bytes
+    {{sliceFromLeft(n,s)}}       the token cut into pieces of s bytes; sliceFromRight: counted from its end
+    {{left(n,l)}} {{right(n,l)}} the first, or last, l bytes of the token
+
+`{{random(…)}}` is refused: a message is sent again after an unclear outcome, and must then be the same. What
+the server takes but can only be a mistake (an index below 1, half a function, an empty text to split at) is
+refused too; what is taken maps as the server maps it. A subject that the source does not match stays as it
+is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.subjects import matches
+
+Tokens = Sequence[bytes]
+Part = Callable[[Tokens], bytes]
+
+_FUNCTION = re.compile(r"\{\{\s*(\w+)\s*\((.*)\)\s*\}\}", re.ASCII)
+_NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_MAX_INT32 = 2**31 - 1
+
+# How the server spells them: single letters may be small or capital.
+_NAMES = {
+    "wildcard": "[wW]ildcard",
+    "partition": "[pP]artition",
+    "split": "[sS]plit",
+    "splitfromleft": "[sS]plit[fF]rom[lL]eft",
+    "splitfromright": "[sS]plit[fF]rom[rR]ight",
+    "slicefromleft": "[sS]lice[fF]rom[lL]eft",
+    "slicefromright": "[sS]lice[fF]rom[rR]ight",
+    "left": "[lL]eft",
+    "right": "[rR]ight",
+    "random": "[rR]andom",
+}
+
+
+class TransformError(ValueError):
+    """Why a transform cannot be taken; `where` is `source` or `destination`."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}")
+        self.where, self.why = where, why
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """One transform. `pattern`: a filter that takes all that it makes of matching subjects."""
+
+    source: str
+    destination: str
+    pattern: str
+    _parts: tuple[Part, ...]
+    _rest: int | None
+
+    def apply(self, subject: bytes) -> bytes:
+        """What becomes of `subject`; itself where the source does not match it."""
+        tokens = subject.split(b".")
+        literal = all(token and token not in (b"*", b">") for token in tokens)
+        if not literal or not matches(self.source, subject):
+            return subject
+        made = [part(tokens) for part in self._parts]
+        return b".".join(made if self._rest is None else [*made, *tokens[self._rest :]])
+
+
+def compile_transform(source: str, destination: str) -> Transform:
+    """The transform from `source` to `destination`. Raises TransformError."""
+    wanted, given = _tokens("source", source), _tokens("destination", destination)
+    if "*" in given:
+        raise TransformError("destination", "expected $n or {{wildcard(n)}} in the place of *")
+    if (wanted[-1] == ">") != (given[-1] == ">"):
+        raise TransformError("destination", "expected a last > in both or in none of source and destination")
+    wildcards = [index for index, each in enumerate(wanted) if each == "*"]
+    rest = len(wanted) - 1 if wanted[-1] == ">" else None
+    whole = not wildcards and rest is None
+    texts = given if rest is None else given[:-1]
+    made = [_part(text, wildcards, whole=whole) for text in texts]
+    return Transform(source, destination, _pattern(texts, rest), tuple(made), rest)
+
+
+def _tokens(where: str, subject: str) -> list[str]:
+    tokens = subject.split(".")
+    if "" in tokens or ">" in tokens[:-1]:
+        raise TransformError(
+            where, f"expected a subject without empty tokens, > only last, found {subject!r}"
+        )
+    for token in tokens:
+        is_function = where == "destination" and "{{" in token
+        if _CONTROL.search(token) or (" " in token and not is_function):
+            raise TransformError(where, f"expected no spaces and control characters, found {subject!r}")
+    return tokens
+
+
+def _pattern(texts: Sequence[str], rest: int | None) -> str:
+    """A filter over what these tokens make: as narrow as is certain."""
+    known: list[str] = []
+    for text in texts:
+        if "split" in text.lower() or "slice" in text.lower():
+            return ".".join([*known, ">"])
+        known.append("*" if "{{" in text or text.startswith("$") else text)
+    return ".".join(known if rest is None else [*known, ">"])
+
+
+# One token of the destination
+
+
+def _part(text: str, wildcards: Sequence[int], *, whole: bool) -> Part:
+    if len(text) > 1 and text[0] == "$" and _NUMBER.fullmatch(text[1:]):
+        return _at(_place(text, int(text[1:]), wildcards))
+    if "{{" not in text and "}}" not in text:
+        raw = text.encode()
+        return lambda _tokens: raw
+    name, arguments = _function(text)
+    if name == "partition":
+        return _partition(text, arguments, wildcards, whole=whole)
+    return _of_token(text, name, arguments, wildcards)
+
+
+def _function(text: str) -> tuple[str, list[str]]:
+    found = _FUNCTION.fullmatch(text)
+    name = found[1].lower() if found else ""
+    if found is None or name not in _NAMES or not re.fullmatch(_NAMES[name], found[1]):
+        raise TransformError("destination", f"expected one of {_known()}, found {text}")
+    if name == "random":
+        raise TransformError(
+            "destination", f"expected a function that gives the same each time, found {text}"
+        )
+    return name, re.split(r",\s*", found[2])
+
+
+def _known() -> str:
+    return ", ".join(name for name in _NAMES if name != "random")
+
+
+def _of_token(text: str, name: str, arguments: list[str], wildcards: Sequence[int]) -> Part:
+    """A function of one token of the source."""
+    expected = 1 if name == "wildcard" else 2
+    if len(arguments) != expected or (expected == 1 and not arguments[0]):
+        raise TransformError(
+            "destination", f"{text}: expected {expected} of arguments, found {len(arguments)}"
+        )
+    place = _place(text, _number(text, arguments[0]), wildcards)
+    if name == "wildcard":
+        return _at(place)
+    if name == "split":
+        return _split(text, arguments[1], place)
+    size, cut = _number(text, arguments[1]), _CUTS[name]
+    if abs(size) > _MAX_INT32:
+        raise TransformError("destination", f"{text}: expected a number up to {_MAX_INT32}, found {size}")
+    return lambda tokens: cut(tokens[place], size) if 0 < size < len(tokens[place]) else tokens[place]
+
+
+def _at(place: int) -> Part:
+    return lambda tokens: tokens[place]
+
+
+def _place(text: str, number: int, wildcards: Sequence[int]) -> int:
+    """Where wildcard `number` (1 is the first) stands in the source."""
+    if not 1 <= number <= len(wildcards):
+        found = f"source has {len(wildcards)}" if wildcards else "source has none"
+        raise TransformError("destination", f"{text}: expected the number of a * of the source, {found}")
+    return wildcards[number - 1]
+
+
+def _number(text: str, argument: str) -> int:
+    if not _NUMBER.fullmatch(argument.strip(" ")):
+        raise TransformError("destination", f"{text}: expected a whole number, found {argument!r}")
+    return int(argument.strip(" "))
+
+
+def _partition(text: str, arguments: list[str], wildcards: Sequence[int], *, whole: bool) -> Part:
+    count = _number(text, arguments[0])
+    if not 0 <= count <= _MAX_INT32:
+        raise TransformError("destination", f"{text}: expected 0 to {_MAX_INT32} partitions, found {count}")
+    numbers = [_number(text, argument) for argument in arguments[1:]]
+    # Without a wildcard in the source the server takes the whole subject, whatever tokens are named.
+    places = [] if whole else [_place(text, number, wildcards) for number in numbers]
+    if not places:
+        return lambda tokens: _bucket(b".".join(tokens), count)
+    return lambda tokens: _bucket(b"".join(tokens[place] for place in places), count)
+
+
+def _bucket(key: bytes, count: int) -> bytes:
+    """FNV-1a of 32 bits, modulo `count`; 0 for no partitions."""
+    value = 2166136261
+    for byte in key:
+        value = (value ^ byte) * 16777619 & 0xFFFFFFFF
+    return b"%d" % (value % count if count else 0)
+
+
+def _split(text: str, at: str, place: int) -> Part:
+    if not at or " " in at:
+        raise TransformError(
+            "destination", f"{text}: expected a text without spaces to split at, found {at!r}"
+        )
+    raw = at.encode()
+    return lambda tokens: _split_at(tokens[place], raw)
+
+
+def _split_at(token: bytes, at: bytes) -> bytes:
+    """The pieces of `token`, with a dot wherever the server puts one: not behind an empty first piece, and
+    before no empty one."""
+    pieces, made = token.split(at), b""
+    for index, piece in enumerate(pieces):
+        made += piece
+        following = pieces[index + 1 : index + 2]
+        if following and following[0] and (index or piece):
+            made += b"."
+    return made
+
+
+def _slices(token: bytes, size: int, first: int) -> bytes:
+    ends = [*range(first, len(token), size), len(token)]
+    return b".".join(token[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
+
+
+_CUTS: Mapping[str, Callable[[bytes, int], bytes]] = {
+    "splitfromleft": lambda token, size: token[:size] + b"." + token[size:],
+    "splitfromright": lambda token, size: token[:-size] + b"." + token[-size:],
+    "slicefromleft": lambda token, size: _slices(token, size, size),
+    "slicefromright": lambda token, size: _slices(token, size, len(token) % size or size),
+    "left": lambda token, size: token[:size],
+    "right": lambda token, size: token[-size:],
+}

@@ -1,0 +1,250 @@
+"""The Spark session of a run: made when there is work for it, with the settings that a merge depends on."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError, FloeError, Unavailable
+from common.service.logs import get_logger
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+
+from common.open import open_store
+from common.segments.store import SegmentStore
+from common.service.metrics import version
+from common.settings.root import Settings
+
+log = get_logger("compaction.spark")
+
+
+# Not for a user or a cluster to change: each of them could lose rows, double work or open a port.
+FIXED = {
+    "spark.speculation": "false",
+    "spark.sql.files.ignoreMissingFiles": "false",
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.ui.enabled": "false",
+}
+REFUSED = ("spark.speculation",)
+DEFAULTS = {
+    "spark.sql.session.timeZone": "UTC",
+    # What is shuffled is two numbers of each row, and only where segments overlap.
+    "spark.sql.shuffle.partitions": "8",
+}
+_AUTHENTICATE = "spark.authenticate"
+_SECRETS = ("spark.authenticate.secret", "spark.authenticate.secret.file")
+_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+_LOG_CONFIGURATION = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
+_LOCAL = re.compile(r"local(\[(?P<cores>\*|\d+)\])?")
+_TASK_FAILURES = 4
+# Text that tasks raise and the driver looks for.
+DISTRIBUTION_PROBLEM = "E-COMMON"
+
+
+class Spark:
+    """A context manager that makes the session on first use and stops it at the end."""
+
+    def __init__(self, master: str, conf: Mapping[str, str]) -> None:
+        check_conf(conf)
+        self._master, self._conf = master, conf
+        self._session: SparkSession | None = None
+
+    def session(self) -> SparkSession:
+        """The session. Raises ConfigError where PySpark or Java is missing."""
+        # It warns of versions of pandas, which nothing of Floe goes through.
+        warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
+        if self._session is None:
+            self._session = start(self._master, self._conf)
+        return self._session
+
+    def __enter__(self) -> Spark:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._session is not None:
+            self._session.stop()
+
+
+def check_conf(conf: Mapping[str, str]) -> None:
+    """Raise ConfigError for a setting that would double the work of tasks; warn of those overridden."""
+    for name, value in FIXED.items():
+        found = conf.get(name, value)
+        if found.lower() == value:
+            continue
+        if name in REFUSED:
+            raise ConfigError(f"compaction.spark.conf.{name}: expected {value}, found {found}")
+        log.warning("spark setting overridden", action="spark_conf", name=name, found=found, used=value)
+
+
+def spark_conf(master: str, conf: Mapping[str, str]) -> dict[str, Any]:
+    """All settings of the session: defaults, those of the configuration, and those that are fixed."""
+    own = {"spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower()}
+    if _LOCAL.fullmatch(master):
+        own |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    java = conf.get(_JAVA_OPTIONS, "")
+    if "log4j" not in java:
+        java = f"{java} {_LOG_CONFIGURATION}".strip()
+    return DEFAULTS | own | authentication(master, conf) | dict(conf) | {_JAVA_OPTIONS: java} | FIXED
+
+
+def authentication(master: str, conf: Mapping[str, str]) -> dict[str, str]:
+    """Authentication between driver and executors, where there can be: the store's secrets travel there.
+
+    YARN and Kubernetes make a secret of their own; a cluster of `spark://` has one that must be given.
+    """
+    makes_secret = master == "yarn" or master.startswith("k8s:")
+    return {_AUTHENTICATE: "true"} if makes_secret or any(name in conf for name in _SECRETS) else {}
+
+
+def warn_of_open(master: str, conf: Mapping[str, Any]) -> None:
+    """Say so where executors on other hosts are spoken to without authentication."""
+    if not master.startswith("local") and str(conf.get(_AUTHENTICATE, "false")).lower() != "true":
+        log.warning(
+            "spark without authentication: the store's secrets travel to executors that anybody may pose as; "
+            "set compaction.spark.conf.spark.authenticate.secret to that of the cluster",
+            action="spark_open",
+            master=master,
+        )
+
+
+def with_retries(master: str) -> str:
+    """`local[N]` runs a failed task once only; its other form runs it again, as a cluster does."""
+    match = _LOCAL.fullmatch(master)
+    return f"local[{match['cores'] or 1},{_TASK_FAILURES}]" if match else master
+
+
+def start(master: str, conf: Mapping[str, str]) -> SparkSession:
+    """Start Spark. Raises ConfigError where PySpark or Java is missing, Unavailable where it fails."""
+    try:
+        from pyspark.errors import PySparkException
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise ConfigError(
+            f"engine spark: {error}",
+            hint="install floe-jetstream[spark], or use --engine local",
+            code="E-SPARK",
+        ) from error
+    _set_environment(master, conf)
+    warn_of_open(master, spark_conf(master, conf))
+    try:
+        builder = SparkSession.builder.appName("floe compaction").master(with_retries(master))
+        return builder.config(map=spark_conf(master, conf)).getOrCreate()
+    except PySparkException as error:
+        raise _not_started(error) from error
+    except Exception as error:  # py4j's errors: the JVM is there, the master perhaps is not
+        raise spark_error("start", error) from error
+
+
+def _set_environment(master: str, conf: Mapping[str, str]) -> None:
+    """Executors of this host run this interpreter and this code, whatever `python3` on the PATH is."""
+    if "spark.pyspark.python" not in conf:
+        os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if _LOCAL.fullmatch(master):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    root = str(Path(__file__).parents[1])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
+
+
+def _not_started(error: Exception) -> FloeError:
+    if "JAVA" in str(error).upper():
+        return ConfigError(
+            "engine spark: Java does not start",
+            hint="install Java 17 or 21 and set JAVA_HOME, or use --engine local",
+            code="E-SPARK",
+        )
+    return spark_error("start", error)
+
+
+def spark_error(what: str, error: Exception) -> FloeError:
+    """What an error of Spark is to an operator: its first line; the rest is for the log."""
+    text = str(error)
+    if DISTRIBUTION_PROBLEM in text:
+        found = text[text.index(DISTRIBUTION_PROBLEM) :].splitlines()[0]
+        return ConfigError(
+            found.removeprefix(DISTRIBUTION_PROBLEM).lstrip(": "),
+            hint="run executors in an environment of their own that has this version of floe-jetstream",
+            code=DISTRIBUTION_PROBLEM,
+        )
+    log.debug("spark failed", action="spark_failed", what=what, error=text)
+    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    return Unavailable(f"spark {what}: {line[:300]}", hint="see Spark's log; run it again", code="E-SPARK")
+
+
+I = TypeVar("I")  # noqa: E741
+R = TypeVar("R")
+Batches = Iterable[pa.RecordBatch]
+
+RESULT = "id long, result binary"
+_RESULT_FIELDS: list[Any] = [pa.field("id", pa.int64()), pa.field("result", pa.binary())]
+_RESULT = pa.schema(_RESULT_FIELDS)
+
+
+class SparkRunner:
+    """Spark as a place to work. `settings` travel to the executors, secrets included, and into no log."""
+
+    def __init__(self, spark: Spark, settings: Settings) -> None:
+        self._spark, self._settings = spark, settings
+
+    def map(self, work: Callable[[SegmentStore, I], R], items: Sequence[I]) -> list[R]:
+        """As `Runner.map`. Raises ConfigError (E-COMMON) for executors with other code, Unavailable."""
+        session = self._spark.session()
+        task = task_of(pickle.dumps((self._settings, work, list(items))), version())
+        try:
+            rows = session.range(0, len(items), 1, len(items)).mapInArrow(task, RESULT).collect()
+        except Exception as error:  # Spark raises its own, py4j's and the tasks' errors
+            raise spark_error(work.__name__, error) from error
+        log.info("items done", action="items_done", work=work.__name__, items=len(items))
+        # What our own executors answered, over Spark's own connection.
+        return [pickle.loads(row.result) for row in sorted(rows, key=lambda row: row.id)]  # noqa: S301
+
+
+def task_of(payload: bytes, expected: str) -> Callable[[Batches], Iterator[pa.RecordBatch]]:
+    """The function that tasks run. It imports nothing of Floe before it knows whose `common` it would get."""
+    marker = DISTRIBUTION_PROBLEM
+
+    def task(batches: Batches) -> Iterator[pa.RecordBatch]:
+        import importlib
+        import os.path
+
+        def root(name: str) -> str:
+            return os.path.dirname(os.path.dirname(str(importlib.import_module(name).__file__)))
+
+        try:
+            is_one = root("common") == root("compaction")
+            found = str(importlib.import_module("common.service.metrics").version())
+        except (ImportError, AttributeError) as error:
+            is_one, found = False, str(error)
+        if not is_one or found != expected:
+            raise RuntimeError(
+                f"{marker}: common in executors: expected that of floe-jetstream {expected}, found {found}"
+            )
+        yield from importlib.import_module("compaction.spark").run_items(payload, batches)
+
+    return task
+
+
+def run_items(payload: bytes, batches: Batches) -> Iterator[pa.RecordBatch]:
+    """Do the items whose numbers the batches hold; in an executor."""
+    settings, work, items = pickle.loads(payload)  # noqa: S301 - from our own driver
+    store = open_store(settings)
+    try:
+        for batch in batches:
+            numbers: list[Any] = batch.column(0).to_pylist()
+            for number in numbers:
+                answer = {"id": [number], "result": [pickle.dumps(work(store, items[number]))]}
+                yield pa.RecordBatch.from_pydict(answer, schema=_RESULT)
+    finally:
+        store.close()

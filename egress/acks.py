@@ -1,0 +1,197 @@
+"""What was delivered through a durable and is not acknowledged yet.
+
+Kept are sequences alone, eight bytes each: the replies of one consumer differ in the sequence and in the
+consumer's own number, and that one is the message's place. Whether the server has taken acknowledgements is
+settled by asking the consumer, never by having sent them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from common.clock import Clock
+from common.errors import OutcomeUnknown
+from common.jetstream.api import ConsumerInfo, consumer_info
+from common.jetstream.client import FloeClient
+from common.jetstream.protocol import places
+from common.sequences import SequenceRange, holes
+from egress.memory import MemoryAccount
+from egress.partition import Position
+
+REASONS = (
+    "closed", "consumer_gone", "consumer_taken", "gap", "identity", "malformed", "reconnect", "redelivered",
+    "silent", "stalled", "stream_changed", "unreachable",
+)  # fmt: skip
+
+
+class ReaderResetError(Exception):
+    """The consumer or the stream behind it may not be what it was; `reason` is one of REASONS, for
+    metrics.
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+ENTRY = 8  # bytes kept for a message
+AT_ONCE = 2000  # acknowledgements in one frame
+PATIENCE = 10.0  # seconds without progress until what was sent counts as lost
+PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2)  # seconds between two questions; the last again and again
+
+
+def archived(first: int, place: Position) -> tuple[SequenceRange, ...]:
+    """What a segment accounts for below the position, in a chain that begins at `first`: nobody needs it in
+    the stream any more. What lies in a hole is left out.
+    """
+    if place.first <= first:
+        return ()
+    return tuple(holes(place.lost, SequenceRange(first, place.first - 1)))
+
+
+class Acknowledging:
+    """Acknowledges what `consumer` delivers: each message, or with `whole` all up to one.
+
+    `archived`: what may be acknowledged of the messages before `first`; of the others whatever `upto` is
+    called with. `account`: charged for what is kept.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        stream: str,
+        consumer: ConsumerInfo,
+        clock: Clock,
+        account: MemoryAccount | None,
+        *,
+        whole: bool,
+        first: int,
+        archived: Sequence[SequenceRange] = (),
+    ) -> None:
+        self._client, self._stream, self._consumer, self._clock = client, stream, consumer, clock
+        self._account, self._whole, self._first, self._archived = account, whole, first, tuple(archived)
+        self._kept = array("q")
+        self._number = 1  # of the first one kept, by the consumer's count
+        self._left = 0
+        self._head = self._tail = b""
+        self._generation = client.generation
+        self._is_permitted = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def left(self) -> int:
+        """How many messages are neither archived nor to be read, and stay in the stream."""
+        return self._left
+
+    def delivered(self, reply: bytes, sequences: Sequence[int]) -> None:
+        """The consumer's next messages; `reply`: the reply subject of any of them."""
+        if not self._head:
+            self._head, self._tail = _ends(reply)
+        self._kept.extend(sequences)
+        if self._account is not None:
+            self._account.charge(ENTRY * len(sequences))
+
+    async def upto(self, last: int) -> None:
+        """Acknowledge what was delivered up to `last`, and return when the server has taken it.
+
+        Raises Unavailable, OutcomeUnknown (it may be called again), ReaderResetError where the consumer is
+        gone, Refused without the right to acknowledge.
+        """
+        async with self._lock:
+            size = bisect_right(self._kept, last)
+            stretches = list(self._stretches(size))
+            left = size - sum(map(len, stretches))
+            if not size:
+                return
+            if stretches:
+                if not self._is_permitted:
+                    await self._probe(stretches[0])
+                await self._send(stretches)
+                await self._settle(self._number + stretches[-1].stop - 1, self._left + left)
+            self._drop(size)
+            self._left += left
+
+    def _stretches(self, size: int) -> Iterator[range]:
+        """Places among the first `size` of what is to be acknowledged."""
+        kept = self._kept
+        for each in self._archived:
+            yield from _some(bisect_left(kept, each.first), min(size, bisect_right(kept, each.last)))
+        yield from _some(bisect_left(kept, self._first), size)
+
+    def _drop(self, size: int) -> None:
+        del self._kept[:size]
+        self._number += size
+        if self._account is not None:
+            self._account.release(ENTRY * size)
+
+    async def _send(self, stretches: Sequence[range]) -> None:
+        if self._whole:
+            self._client.send(self._frames(stretches[-1][-1:]))
+            await self._client.flush_writes()
+            return
+        for stretch in stretches:
+            for start in range(0, len(stretch), AT_ONCE):
+                self._client.send(self._frames(stretch[start : start + AT_ONCE]))
+                await self._client.flush_writes()
+
+    def _frames(self, stretch: range) -> bytes:
+        head, tail = b"PUB " + self._head, self._tail + b" 4\r\n+ACK\r\n"
+        chosen, numbers = self._kept[stretch.start : stretch.stop], count(self._number + stretch.start)
+        return b"".join([b"%b%d.%d%b" % (head, each, next(numbers), tail) for each in chosen])
+
+    async def _probe(self, stretch: range) -> None:
+        """Send one acknowledgement and raise Refused where it is not permitted, before a million are."""
+        self._client.send(self._frames(stretch[:1]))
+        await self._info()
+        number = self._number + stretch.start
+        subject = b"%b%d.%d%b" % (self._head, self._kept[stretch.start], number, self._tail)
+        if refused := self._client.refusal(subject):
+            raise refused
+        self._is_permitted = True
+
+    async def _settle(self, number: int, left: int) -> None:
+        """Return when nothing up to the consumer's `number` is pending, but for `left` that stay."""
+        pauses, lowest, since = iter(PAUSES), None, self._clock.monotonic()
+        while True:
+            if self._client.generation != self._generation:
+                raise ReaderResetError("reconnect", "the connection was lost while acknowledging")
+            info = await self._info()
+            if is_settled(info, number, left):
+                return
+            if lowest is None or info.ack_floor > lowest:
+                lowest, since = info.ack_floor, self._clock.monotonic()
+            if self._clock.monotonic() - since > PATIENCE:
+                raise OutcomeUnknown(
+                    f"consumer {info.name} of {self._stream}: expected message {number} acknowledged, "
+                    f"found {info.ack_pending} pending from {info.ack_floor + 1} on"
+                )
+            await self._clock.sleep(next(pauses, PAUSES[-1]))
+
+    async def _info(self) -> ConsumerInfo:
+        info = await consumer_info(self._client, self._stream, self._consumer.name)
+        if info is None or info.created != self._consumer.created:
+            raise ReaderResetError("consumer_gone", "the consumer does not exist any more")
+        return info
+
+
+def is_settled(info: ConsumerInfo, number: int, left: int) -> bool:
+    """Whether of the messages up to the consumer's `number` none but `left` is pending."""
+    delivered = info.consumer_sequence >= number
+    if info.ack_floor >= number or (delivered and not info.ack_pending):
+        return True
+    return left > 0 and delivered and info.ack_pending <= left + info.consumer_sequence - number
+
+
+def _some(first: int, last: int) -> Iterator[range]:
+    if first < last:
+        yield range(first, last)
+
+
+def _ends(reply: bytes) -> tuple[bytes, bytes]:
+    """What stands before the sequence, and behind the consumer's number, in all replies of a consumer."""
+    layout, words = places(reply), reply.split(b".")
+    return b".".join(words[: layout.sequence]) + b".", b"." + b".".join(words[layout.timestamp :])

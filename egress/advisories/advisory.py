@@ -1,0 +1,253 @@
+"""Advisories as stream-replicator publishes them: JSON, id, subject, message; and loops they make."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from common.chain import Chain
+from common.clock import NS_PER_S
+from common.errors import Stopped
+from common.jetstream.api import StreamInfo, stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import build_block
+from common.settings.egress import FeedSettings
+from common.settings.types import EVENT, MAX_VALUE, VALUE
+from common.subjects import overlaps
+from egress.partition import Partition
+
+
+class Event(StrEnum):
+    """What became of a value; the words of stream-replicator."""
+
+    NEW = "new"
+    TIMEOUT = "timeout"
+    RECOVER = "recover"
+    EXPIRE = "expire"
+
+
+@dataclass(frozen=True, slots=True)
+class Advisory:
+    """One event of one value. All of it follows from the log, so that it is the same whoever finds it.
+
+    `seen_ns`: when the value was last seen, by message time: for NEW the message itself, for the others the
+    message before the silence. `moment_ns`: when the event was: of NEW and RECOVER the message's time, of
+    TIMEOUT `seen_ns` and `warn_duration`, of EXPIRE `seen_ns` and `inspect_duration`. Nanoseconds since 1970.
+    """
+
+    event: Event
+    value: str
+    seen_ns: int
+    moment_ns: int
+
+
+PROTOCOL = "io.choria.sr.v2.age_advisory"
+KSUID_EPOCH = 1_400_000_000  # seconds since 1970, as its authors chose
+KSUID_LENGTH = 27
+MAX_KSUID_SECONDS = 2**32 - 1
+BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class AdvisoryDocument(msgspec.Struct, frozen=True):
+    """What is published, key by key in stream-replicator's order.
+
+    `age`: seconds between `seen` and the moment of the event, whole ones where Floe wrote it. `seen`,
+    `timestamp`: seconds since 1970. `replicator`: the site.
+    """
+
+    protocol: str
+    event_id: str
+    inspect_field: str
+    age: int | float
+    seen: int
+    replicator: str
+    timestamp: int
+    event: str
+    value: str
+
+    def to_json(self) -> bytes:
+        """One line of UTF-8; what is no character travels escaped."""
+        try:
+            return _ENCODER.encode(self)
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can carry and UTF-8 cannot
+            value = self.value.encode("utf-8", "backslashreplace").decode()
+            return _ENCODER.encode(msgspec.structs.replace(self, value=value))
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(AdvisoryDocument)
+
+
+def parse(payload: bytes) -> AdvisoryDocument | None:
+    """The advisory that `payload` is, Floe's or stream-replicator's; None for anything else."""
+    try:
+        document = _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return document if document.protocol == PROTOCOL else None
+
+
+def document_of(chain: Chain, inspect_field: str, advisory: Advisory) -> AdvisoryDocument:
+    """The same for the same advisory, whoever finds it and whenever."""
+    age_ns = max(0, advisory.moment_ns - advisory.seen_ns)
+    return AdvisoryDocument(
+        protocol=PROTOCOL,
+        event_id=event_id(chain, advisory),
+        inspect_field=inspect_field,
+        age=(age_ns + NS_PER_S // 2) // NS_PER_S,
+        seen=advisory.seen_ns // NS_PER_S,
+        replicator=chain.site,
+        timestamp=advisory.moment_ns // NS_PER_S,
+        event=advisory.event.value,
+        value=advisory.value,
+    )
+
+
+def inspect_field(feed: FeedSettings) -> str:
+    """What the feed is sampled by, as documents name it: the JSON path, the header, or `subject` or
+    `subject.N`.
+    """
+    if feed.inspect_field or feed.inspect_header:
+        return feed.inspect_field or feed.inspect_header
+    token = feed.inspect_subject_token
+    return f"subject.{token}" if token > 0 else "subject"
+
+
+def event_id(chain: Chain, advisory: Advisory) -> str:
+    """A KSUID: ids sort by the second of their moment, and the rest says which advisory it is."""
+    of_chain = (chain.site, chain.feed, chain.incarnation, chain.partition)
+    of_event = (advisory.event.value, advisory.value, advisory.seen_ns, advisory.moment_ns)
+    digest = hashlib.sha256()
+    for each in (*of_chain, *of_event):
+        raw = str(each).encode("utf-8", "surrogatepass")
+        # With its length, so that no two lists of parts give the same bytes.
+        digest.update(b"%d:%b" % (len(raw), raw))
+    return ksuid(advisory.moment_ns // NS_PER_S, digest.digest()[:16])
+
+
+def ksuid(seconds: int, payload: bytes) -> str:
+    """The KSUID of a time (since 1970, cut to what four bytes hold) and 16 bytes."""
+    since = min(max(0, seconds - KSUID_EPOCH), MAX_KSUID_SECONDS)
+    number = int.from_bytes(since.to_bytes(4, "big") + payload, "big")
+    digits = []
+    for _ in range(KSUID_LENGTH):
+        number, digit = divmod(number, 62)
+        digits.append(BASE62[digit])
+    return "".join(reversed(digits))
+
+
+HASH_DIGITS = 32  # what a value that was cut to MAX_VALUE ends in, after a ~
+
+# Spaces of all kinds, control characters, wildcards, half surrogates; dots that would make an empty token.
+_UNSAFE = re.compile(r"[\s\x00-\x20\x7f-\x9f*>%\ud800-\udfff]|^\.|\.$|(?<=\.)\.")
+_PLACES = re.compile("%[sv]")
+_WHOLE_ESCAPES = re.compile(rb"(?:%[0-9A-F]{2}|[^%])*")
+
+
+def safe(value: str) -> str:
+    """`value` as tokens of a subject: never empty, no dot at either end, at most `MAX_VALUE` bytes."""
+    text = _UNSAFE.sub(_escape, value) or "%"
+    raw = text.encode()
+    if len(raw) <= MAX_VALUE:
+        return text
+    digest = hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()[:HASH_DIGITS]
+    room = raw[: MAX_VALUE - HASH_DIGITS - 1]
+    whole = _WHOLE_ESCAPES.match(room)
+    assert whole is not None
+    return f"{whole[0].decode('utf-8', 'ignore')}~{digest}"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
+
+
+def subject_of(template: str, advisory: Advisory) -> str:
+    """Where `advisory` is published; a subject that can be published to, where the template is valid."""
+    words = {EVENT: advisory.event.value, VALUE: safe(advisory.value)}
+    # Both in one go: what a value brings in is not looked at again.
+    return _PLACES.sub(lambda match: words[match[0]], template)
+
+
+def filter_of(template: str) -> str:
+    """The narrowest filter that takes every subject of the template."""
+    tokens: list[str] = []
+    for token in template.split("."):
+        if VALUE in token:
+            return ".".join([*tokens, ">"])
+        tokens.append("*" if EVENT in token else token)
+    return ".".join(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AdvisoryWriter:
+    """Makes the messages of one chain, for the subjects of `template`."""
+
+    chain: Chain
+    inspect_field: str
+    template: str
+
+    def message(self, advisory: Advisory, max_payload: int) -> tuple[bytes, bytes, bytes]:
+        """Subject, payload, and headers with the id by which the stream knows it again.
+
+        Raises ValueError where the server would not take it, and end the connection.
+        """
+        document = document_of(self.chain, self.inspect_field, advisory)
+        payload, headers = document.to_json(), build_block([b"Nats-Msg-Id: " + document.event_id.encode()])
+        if (size := len(headers) + len(payload)) > max_payload:
+            raise ValueError(f"expected at most {max_payload} bytes, found {size}")
+        return subject_of(self.template, advisory).encode(), payload, headers
+
+
+CODE = "E-ADVISORY-LOOP"
+
+
+def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tuple[str, str] | None:
+    """Advisories and subjects of a stream that can be the same, as filters; None where none can. Pure.
+
+    `subjects`: what the stream takes. `filter_subject`: what is read of it, empty: all.
+    """
+    told = [filter_of(template.replace(EVENT, event.value)) for event in Event]
+    # Filters of which every two overlap have a subject in common.
+    read = [subject for subject in subjects if overlaps(subject, filter_subject)]
+    for each in dict.fromkeys(told):
+        for subject in read:
+            if overlaps(each, subject) and overlaps(each, filter_subject):
+                return each, subject
+    return None
+
+
+def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
+    """Why `partition` cannot be read: the advisories of `chain` would come back with its messages."""
+    template = partition.settings.advisory.subject
+    found = (
+        fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
+    )
+    if found is None:
+        return None
+    told, subject = found
+    read = f"{subject}, of which {partition.filter_subject} is read" if partition.filter_subject else subject
+    return Stopped(
+        f"{chain}: advisories on {told} would be messages of stream {info.name} itself ({read}), "
+        "and each would lead to others",
+        hint="set another advisory.subject, which that stream does not take, or a filter_subject that leaves "
+        f"{filter_of(template)} out",
+        code=CODE,
+    )
+
+
+def refuse_loop(partition: Partition, chain: Chain, info: StreamInfo) -> None:
+    """Raises Stopped where there is a loop."""
+    if (loop := loop_of(partition, chain, info)) is not None:
+        raise loop
+
+
+async def look_for_loop(partition: Partition, chain: Chain, client: FloeClient) -> None:
+    """As `refuse_loop`, of the stream as it is now. Asks only where there are advisories."""
+    info = await stream_info(client, partition.stream) if partition.settings.advisory.subject else None
+    if info is not None:
+        refuse_loop(partition, chain, info)

@@ -1,0 +1,297 @@
+"""Sends the advisories of one chain: reliably, until a stream has stored them, or plainly, once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
+
+from common.chain import Chain
+from common.clock import NS_PER_S, Backoff, Clock
+from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
+from common.jetstream.client import FloeClient
+from common.jetstream.protocol import frame
+from common.jetstream.requests import ApiError
+from common.tasks import wait_for
+from egress.advisories.advisory import Advisory, AdvisoryWriter, event_id, filter_of, inspect_field
+from egress.advisories.outbox import (
+    LIMIT,
+    WAVE,
+    AdvisoryTally,
+    Lateness,
+    Outbox,
+    SendResult,
+    ids_stored,
+    judge_ack,
+)
+from egress.partition import Partition
+
+ACK_TIMEOUT = 5.0  # seconds
+TICK = 0.5  # seconds between looks at what nobody wakes us for
+PROBE = 4  # advisories sent at once where the right to send is missing: the connection logs each subject
+IDS_AT_ONCE = 1000  # made in one turn of the event loop
+
+
+@dataclass(eq=False)
+class AdvisorySender:
+    """Publishes the advisories of `chain`. Made only where `partition.settings.advisory.subject` is set.
+
+    `outbox`: what a snapshot says is not stored yet; some of it may have been sent since. `may_send`: asked
+    before anything is sent, such as whether the lease is usable. `ack_timeout`: seconds.
+    """
+
+    partition: Partition
+    chain: Chain
+    client: FloeClient
+    clock: Clock
+    rng: random.Random
+    outbox: InitVar[Sequence[Advisory]] = ()
+    may_send: Callable[[], bool] = lambda: True
+    ack_timeout: float = ACK_TIMEOUT
+
+    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
+        feed = self.partition.settings
+        self._writer = AdvisoryWriter(self.chain, inspect_field(feed), feed.advisory.subject)
+        self._tally = AdvisoryTally(self.chain, feed.advisory.subject)
+        duration_ns = round(feed.inspect_duration * NS_PER_S)
+        self._lateness = Lateness(self.client, feed.stream, duration_ns, self.clock)
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        """Send these, in this order for each value. Called from the event loop; never waits, never refuses.
+
+        `again`: found while reading again what was read before, so that they may have been sent.
+        """
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Reading again has ended: what may have been sent is looked for in the stream, then sent."""
+
+    @property
+    def has_room(self) -> bool:
+        """False while so many wait to be stored that the reader must ask for no more (stop, don't skip).
+
+        To be asked again at each tick: room comes back by itself.
+        """
+        return True
+
+    def pending(self) -> tuple[Advisory, ...]:
+        """Not known to be stored, those on their way included: goes into snapshots. Empty if not reliable."""
+        return ()
+
+    async def run(self) -> None:
+        """Send until cancelled. Raises nothing for what servers do. May be cancelled anywhere."""
+        raise NotImplementedError
+
+    async def drain(self, timeout: float) -> None:
+        """Return when nothing waits, sending fails, or `timeout` seconds have passed; while `run` runs."""
+        await wait_for(self._idle, timeout)
+
+
+class ReliableSender(AdvisorySender):
+    """Sends what is in its outbox: of each value one at a time, of all values a wave at a time.
+
+    An answer that is lost makes an advisory doubtful. What is doubtful is looked for in the stream, and sent
+    if it is not there. Nothing is given up but what comes too late.
+    """
+
+    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
+        super().__post_init__(outbox)
+        self._backoff, self._outbox = Backoff(self.rng), Outbox()
+        self._failed: set[Advisory] = set()
+        self._is_settled, self._is_compared, self._most = False, True, WAVE
+        self.take(outbox, again=True)
+
+    # What comes in
+
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        self._outbox.add(advisories, doubtful=again)
+        self._changed()
+
+    def settle(self) -> None:
+        self._is_settled = True
+        self._changed()
+
+    @property
+    def has_room(self) -> bool:
+        return self._outbox.has_room
+
+    def pending(self) -> tuple[Advisory, ...]:
+        return self._outbox.pending()
+
+    def _changed(self) -> None:
+        count = len(self._outbox)
+        self._tally.waiting(count)
+        if count:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._wake.set()
+
+    # Sending
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                went_on = self.may_send() and self.client.is_up and await self._step()
+            except FloeError as error:
+                # A line that is down is told elsewhere; a lost answer is looked for next.
+                if self.client.is_up and not isinstance(error, OutcomeUnknown):
+                    self._tally.fails(error)
+                await self.clock.sleep(self._backoff.next())
+            else:
+                if not went_on:
+                    await wait_for(self._wake, TICK)
+
+    async def drain(self, timeout: float) -> None:
+        deadline = self.clock.monotonic() + timeout
+        while not (self._idle.is_set() or self._tally.failing) and self.clock.monotonic() < deadline:
+            await wait_for(self._idle, min(0.05, timeout))
+
+    async def _step(self) -> bool:
+        """Do what is next; False where there is nothing to do."""
+        outbox = self._outbox
+        if outbox.doubtful and (self._is_settled or not outbox.has_room):
+            await self._compare(list(outbox.doubtful))
+        elif wave := outbox.wave(self._most):
+            await self._send(await self._without_late(wave))
+        else:
+            return False
+        self._backoff.reset()
+        if not self._failed:
+            self._tally.works()
+        return True
+
+    async def _without_late(self, advisories: list[Advisory]) -> list[Advisory]:
+        late = await self._lateness.late(advisories)
+        for advisory in late:
+            self._remove(advisory, SendResult.STALE)
+        return [each for each in advisories if each not in late]
+
+    async def _send(self, wave: list[Advisory]) -> None:
+        errors = await asyncio.gather(*map(self._send_one, wave))
+        self._changed()
+        failures = [error for error in errors if error is not None]
+        refused = sum(isinstance(error, Refused) for error in failures)
+        self._most = PROBE if refused and refused == len(wave) else WAVE
+        if failures:
+            raise failures[0]
+
+    async def _send_one(self, advisory: Advisory) -> FloeError | None:
+        """Send it and note what became of it; why not, where it is not stored."""
+        try:
+            subject, payload, headers = self._writer.message(advisory, self.client.max_payload)
+            answer, _ = await self.client.request_raw(subject, payload, headers, timeout=self.ack_timeout)
+            self._remove(advisory, judge_ack(subject.decode(), answer))
+        except FloeError as error:
+            is_unknown = isinstance(error, OutcomeUnknown)
+            self._tally.count(advisory, SendResult.UNKNOWN if is_unknown else SendResult.FAILED)
+            self._outbox.put_back(advisory, doubtful=is_unknown)
+            self._failed.add(advisory)
+            return error
+        except ValueError as error:
+            self._tally.refused(advisory, error)
+            self._forget(advisory)
+        return None
+
+    # What may have been sent
+
+    async def _compare(self, doubtful: list[Advisory]) -> None:
+        """Leave out what the stream holds; the rest may be sent."""
+        advisories, wanted = await self._without_late(doubtful), dict[str, Advisory]()
+        for start in range(0, len(advisories), IDS_AT_ONCE):
+            some = advisories[start : start + IDS_AT_ONCE]
+            wanted |= {event_id(self.chain, each): each for each in some}
+            await asyncio.sleep(0)  # reading goes on meanwhile
+        if wanted:
+            for event in await self._stored(wanted):
+                self._remove(wanted.pop(event), SendResult.STORED)
+        self._outbox.trust(wanted.values())
+        self._changed()
+
+    async def _stored(self, wanted: dict[str, Advisory]) -> set[str]:
+        """The ids that are stored; none where nobody can say. Raises Unavailable where it is to be asked
+        again.
+        """
+        subject, least_ns = filter_of(self._writer.template), min(each.moment_ns for each in wanted.values())
+        why = f"no stream with {subject} is seen"
+        try:
+            found = await ids_stored(self.client, subject, set(wanted), least_ns)
+        except (ApiError, Refused) as error:
+            found, why = None, error.message
+        if found is None and self._is_compared:
+            self._tally.not_compared(why)
+        self._is_compared = found is not None
+        return found or set()
+
+    # What became of it
+
+    def _remove(self, advisory: Advisory, result: SendResult) -> None:
+        self._tally.count(advisory, result)
+        self._forget(advisory)
+
+    def _forget(self, advisory: Advisory) -> None:
+        self._outbox.remove(advisory)
+        self._failed.discard(advisory)
+
+
+class PlainSender(AdvisorySender):
+    """Sends what it takes as soon as it can; drops it, and counts it, where the connection is down."""
+
+    def __post_init__(self, outbox: Sequence[Advisory]) -> None:
+        super().__post_init__(outbox)
+        self._queue: deque[Advisory] = deque()
+
+    def take(self, advisories: Sequence[Advisory], *, again: bool) -> None:
+        if again:
+            return
+        room = LIMIT - len(self._queue)
+        self._queue.extend(advisories[:room])
+        for advisory in advisories[room:]:
+            self._tally.count(advisory, SendResult.DROPPED)
+        if self._queue:
+            self._idle.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            while self._queue and self.may_send():
+                await self._send([self._queue.popleft() for _ in range(min(WAVE, len(self._queue)))])
+            if not self._queue:
+                self._idle.set()
+            await wait_for(self._wake, TICK)
+
+    async def _send(self, wave: list[Advisory]) -> None:
+        try:
+            late = await self._lateness.late(wave)
+        except FloeError:
+            late = set()
+        frames = {each: self._frame(each) for each in wave if each not in late}
+        try:
+            self.client.send(b"".join(frames.values()))
+            await self.client.flush_writes()
+            result = SendResult.PUBLISHED
+        except Unavailable:
+            result = SendResult.DROPPED
+        for advisory in late:
+            self._tally.count(advisory, SendResult.STALE)
+        for advisory in filter(frames.get, frames):
+            self._tally.count(advisory, result)
+
+    def _frame(self, advisory: Advisory) -> bytes:
+        """Empty for what can never be sent."""
+        try:
+            return frame(*self._writer.message(advisory, self.client.max_payload))
+        except ValueError as error:
+            self._tally.refused(advisory, error)
+            return b""
+
+
+def sender_kind(partition: Partition) -> type[AdvisorySender]:
+    """What the settings of `partition` ask for."""
+    return ReliableSender if partition.settings.advisory.reliable else PlainSender

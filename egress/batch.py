@@ -1,0 +1,51 @@
+"""Received messages, and which of them are kept. Hot: whole lists at once."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from common.segments.columns import Columns
+from common.segments.segment import Reason
+
+# One byte for each examined message: 0 is kept, the others say why it is left out.
+KEPT, LOOPED, TOO_OLD, SAMPLED_OUT = range(4)
+REASONS = {LOOPED: Reason.LOOPED, TOO_OLD: Reason.TOO_OLD, SAMPLED_OUT: Reason.SAMPLED_OUT}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageBatch:
+    """`examined`: received messages. `codes`: one for each. `kept`: those with code 0, with sample keys."""
+
+    examined: Columns
+    codes: bytes | bytearray
+    kept: Columns
+
+    @classmethod
+    def whole(cls, columns: Columns) -> MessageBatch:
+        """All of them are kept."""
+        return cls(columns, bytes(len(columns)), columns)
+
+    def __len__(self) -> int:
+        return len(self.examined)
+
+    def part(self, first: int, last: int) -> MessageBatch:
+        """The examined messages at the places `first` up to, not including, `last`."""
+        if len(self.kept) == len(self):
+            rows = self.kept.part(first, last)
+        else:
+            begin = self.codes.count(KEPT, 0, first)
+            rows = self.kept.part(begin, begin + self.codes.count(KEPT, first, last))
+        return MessageBatch(self.examined.part(first, last), self.codes[first:last], rows)
+
+    def behind(self, rows: int) -> int:
+        """How many examined messages it takes until `rows` (at least 1) are kept."""
+        if len(self.kept) == len(self):
+            return rows
+        return bisect_right(self.examined.sequences, self.kept.sequences[rows - 1])
+
+
+def left_out(codes: bytes | bytearray) -> dict[Reason, int]:
+    """How many messages each reason left out; reasons with 0 are left out."""
+    counts = {reason: codes.count(code) for code, reason in REASONS.items()}
+    return {reason: count for reason, count in counts.items() if count}

@@ -1,0 +1,111 @@
+"""The components of egress for a command that ends by itself: what cannot be reached ends it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from common.clock import Clock, SystemClock
+from common.errors import UsageError
+from common.jetstream.buckets import optional_leases, optional_state
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import KeyValue
+from common.jetstream.lease import Leases, new_owner
+from common.objects.open import open_objects
+from common.objects.port import ObjectStore
+from common.open import open_chains, open_store
+from common.service.metrics import version
+from common.service.monitor import Health
+from common.service.process import Threads
+from common.settings.egress import FeedSettings
+from common.settings.root import Settings
+from egress.deps import EgressDeps, PartitionDeps, Pools, Tuning
+from egress.memory import MemoryBudget
+from egress.partition import Partition
+from egress.report import FeedReport
+
+
+@dataclass(frozen=True, slots=True)
+class CommandContext:
+    """What a command works with; its reports go nowhere."""
+
+    settings: Settings
+    deps: EgressDeps
+    leases: Leases
+    pools: Pools
+
+    def of(self, partition: Partition) -> PartitionDeps:
+        """The components of one partition, with a report that nobody reads."""
+        report = FeedReport(partition.chain, partition.stream, Health(self.deps.clock))
+        return self.deps.of(partition, report, self.pools)
+
+
+async def connected(settings: Settings, name: str, clock: Clock) -> FloeClient:
+    """A connection of egress. Raises Unavailable, Refused."""
+    title = f"floe egress {settings.site} {name}"
+    return await connect(settings.nats_for("egress"), name=title, clock=clock)
+
+
+def make_deps(
+    settings: Settings,
+    tuning: Tuning,
+    objects: ObjectStore,
+    client: FloeClient,
+    fresh: Callable[[], Awaitable[FloeClient]],
+    state: KeyValue,
+    clock: Clock,
+    chains: int = 1,
+) -> EgressDeps:
+    """The components of a process that works on so many `chains`; `fresh`: makes a connection."""
+    return EgressDeps(
+        client=client,
+        connect=fresh,
+        state=state,
+        objects=objects,
+        store=open_store(settings, objects),
+        chains=open_chains(settings, objects),
+        budget=MemoryBudget(settings.egress.memory_limit, chains),
+        clock=clock,
+        rng=random.SystemRandom(),
+        writer=f"floe {version()}",
+        tuning=tuning,
+    )
+
+
+@asynccontextmanager
+async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandContext]:
+    """Connect, and close at the end. Raises Unavailable, Refused, ConfigError."""
+    clock, egress = SystemClock(), settings.egress
+    client = await connected(settings, "command", clock)
+    pools = Pools(Threads("egress-command", 2), Threads("encode-command", 1))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.aclose)
+        stack.callback(pools.close)
+        leases = optional_leases(client, egress, new_owner(settings.instance), clock)
+
+        def fresh() -> Awaitable[FloeClient]:
+            return connected(settings, "command", clock)
+
+        deps = make_deps(
+            settings,
+            tuning,
+            open_objects(settings.store),
+            client,
+            fresh,
+            optional_state(client, egress),
+            clock,
+        )
+        stack.callback(deps.store.close)
+        yield CommandContext(settings, deps, leases, pools)
+
+
+def feed_named(settings: Settings, name: str) -> FeedSettings:
+    """The feed of that name. Raises UsageError."""
+    found = next((feed for feed in settings.egress.feeds if feed.name == name), None)
+    if found is None:
+        known = ", ".join(feed.name for feed in settings.egress.feeds)
+        where = f"expected one of {known}" if known else "the configuration has no feed; name the site's file"
+        raise UsageError(f"feed {name}: {where}")
+    return found

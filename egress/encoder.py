@@ -1,0 +1,344 @@
+"""From what the builder emits to finished segments in the spool, in the feed's encoder thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from common.chain import Chain
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.failpoints import failpoint
+from common.jetstream.api import absent
+from common.segments.columns import Columns
+from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
+from common.segments.reader import SegmentWriter, SpooledSegment, record_batch
+from common.segments.segment import Footer, Ledger, Message, Tip
+from common.sequences import SequenceRange
+from common.service.process import Threads
+from common.tasks import Stop
+from egress.acks import ReaderResetError
+from egress.builder import (
+    MESSAGE_OVERHEAD,
+    PIECE_BYTES,
+    Close,
+    Emitted,
+    Piece,
+    attribute,
+    before_first_gap,
+    gaps,
+    gone_before_read,
+    unread,
+)
+from egress.consumers import LIMITS
+from egress.deps import PartitionDeps
+from egress.evidence import Inquiry
+from egress.identity import SourceStream
+from egress.loops import Loops
+from egress.memory import MemoryAccount
+from egress.report import FeedReport
+from egress.sampling.settings import Sampling
+
+T = TypeVar("T")
+
+# Rows of one batch at least: where nearly everything is left out, a piece holds a few, and a batch of those
+# costs more memory than they do.
+BATCH_ROWS = 1024
+
+
+class SegmentFile:
+    """One level-0 segment of `chain`.
+
+    `new_spool`: makes an empty file for it. `writer`: who writes, for the footer. `sampling`: by what its
+    pieces were sampled, None for a whole copy. `subject_statistics`: as `SegmentWriter` has it.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        new_spool: Callable[[], Path],
+        *,
+        writer: str,
+        compression_level: int,
+        filtered: bool,
+        sampling: Sampling | None = None,
+        subject_statistics: bool = True,
+    ) -> None:
+        self._chain, self._writer, self._filtered, self._sampling = chain, writer, filtered, sampling
+        self._file = SegmentWriter(
+            new_spool(),
+            level=0,
+            compression_level=compression_level,
+            subject_statistics=subject_statistics,
+        )
+        self._coverage: SequenceRange | None = None
+        self._ledger = Ledger()
+        self._unread: SequenceRange | None = None
+        self._last: Message | None = None
+        self._few = Columns.empty(sampled=sampling is not None)
+        self._few_bytes = 0
+
+    @property
+    def held(self) -> int:
+        """About how many bytes wait in memory for a row group to be full."""
+        written = self._file.raw_bytes + self._file.rows * ROW_OVERHEAD_BYTES
+        return min(written, ROW_GROUP_BYTES_LEVEL_0) + self._few_bytes
+
+    def add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
+        """Append the piece, which follows the one before. Raises Unavailable where the disk is full.
+
+        `source_first`, `from_hole`: as in `attribute`.
+        """
+        self._add_rows(piece.rows, piece.size)
+        first = self._coverage.first if self._coverage else piece.coverage.first
+        self._coverage = SequenceRange(first, piece.coverage.last)
+        ledger = attribute(piece, source_first, filtered=self._filtered, from_hole=from_hole)
+        self._ledger = self._ledger.plus(ledger)
+        if (gone := unread(piece, source_first, from_hole)) is not None:
+            self._unread = SequenceRange((self._unread or gone).first, gone.last)
+        self._last = piece.last or self._last
+        _let_go()
+
+    def _add_rows(self, rows: Columns, size: int) -> None:
+        if self._few.sequences or (len(rows) < BATCH_ROWS and size < PIECE_BYTES):
+            self._few.extend(rows)
+            self._few_bytes += size + MESSAGE_OVERHEAD * len(rows)
+            rows = self._few
+        if len(rows) >= BATCH_ROWS or max(size, self._few_bytes) >= PIECE_BYTES:
+            self._append(rows)
+
+    def _append(self, rows: Columns) -> None:
+        """Append `rows`, the few among them."""
+        if rows:
+            self._file.append(
+                record_batch(
+                    rows.sequences,
+                    rows.timestamps_ns,
+                    rows.subjects,
+                    rows.headers,
+                    rows.payloads,
+                    rows.sample_keys,
+                )
+            )
+        self._few, self._few_bytes = Columns.empty(sampled=self._sampling is not None), 0
+
+    def finish(self) -> SpooledSegment:
+        """Close and hash the file. Raises ValueError if nothing was added."""
+        if self._coverage is None:
+            raise ValueError("segment: expected at least one piece")
+        self._append(self._few)
+        spooled = self._file.finish(self._footer(self._coverage))
+        _let_go()
+        return spooled
+
+    def _footer(self, coverage: SequenceRange) -> Footer:
+        return Footer(
+            chain=self._chain,
+            level=0,
+            coverage=coverage,
+            rows=self._file.rows,
+            ledger=self._ledger,
+            raw_bytes=self._file.raw_bytes,
+            first_timestamp_ns=None,  # it and the next come from the rows
+            last_timestamp_ns=None,
+            tip=Tip.of(self._last) if self._last else None,
+            writer=self._writer,
+            sampling=self._sampling.to_json() if self._sampling else None,
+            sampling_digest=self._sampling.digest if self._sampling else "",
+            unread=self._unread,
+        )
+
+    def abort(self) -> None:
+        """Remove the file."""
+        self._file.abort()
+
+
+def _let_go() -> None:
+    """Return freed memory: the allocator keeps what this thread has freed, a row group or two, until told."""
+    pa.default_memory_pool().release_unused()
+
+
+QUEUE_BYTES = 24 * 2**20  # of memory waiting to be encoded; more would not make anything faster
+AHEAD = 2  # finished segments waiting in the spool, the one being put included; then encoding waits
+
+
+class SourceQuestions:
+    """What the encoder asks of the stream. Once the session has `ended`, what cannot be asked any more is
+    taken for the least that can be known.
+    """
+
+    def __init__(
+        self, deps: PartitionDeps, chain: Chain, source: SourceStream, inquiry: Inquiry, ended: Stop
+    ) -> None:
+        self._deps, self._inquiry, self._ended = deps, inquiry, ended
+        self._first, self._is_kept = source.first, source.retention == LIMITS
+        self._loops = Loops(deps, chain)
+
+    async def first(self) -> int:
+        """The stream's first sequence; what is sealed after the end goes by the last answer."""
+        if self._deps.partition.filter_subject and not self._is_kept:
+            return 1  # what lies below was acknowledged, by another partition perhaps: nobody can tell
+        if not self._ended.is_set:
+            self._first = await self._asked(self._inquiry.first(), self._first)
+        return self._first
+
+    async def without_looped(self, piece: Piece) -> Piece:
+        """The piece without what came round; what cannot be compared is archived as it is."""
+        return await self._asked(self._loops.without(piece), piece)
+
+    async def gone(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        """Which of the sequences that were not received the stream holds no more.
+
+        A filtered consumer passes what it does not match, so the stream is asked for each of them.
+        """
+        return await self._asked(self._absent(missing), missing)
+
+    async def _absent(self, missing: Sequence[SequenceRange]) -> Sequence[SequenceRange]:
+        partition = self._deps.partition
+        if not partition.filter_subject:
+            return missing
+        gaps = [await absent(self._deps.client, partition.stream, gap) for gap in missing]
+        return [gap for found in gaps for gap in found]
+
+    async def _asked(self, asking: Awaitable[T], otherwise: T) -> T:
+        try:
+            return await asking
+        except FloeError as error:
+            if self._ended.is_set:
+                return otherwise
+            if isinstance(error, Unavailable | OutcomeUnknown):
+                raise ReaderResetError("unreachable", error.message) from error
+            raise
+
+
+class Encoder:
+    """Encodes in order. `sealed`: the finished segments, oldest first; whoever put one removes it.
+
+    `fills_hole`: the segments stand under existing coverage: what was archived once may be gone from the
+    source now. What lies below its first sequence is not covered again; of a gap above, the source says what
+    it holds no more.
+    """
+
+    def __init__(
+        self,
+        thread: Threads,
+        account: MemoryAccount,
+        report: FeedReport,
+        new_file: Callable[[], SegmentFile],
+        source: SourceQuestions,
+        *,
+        fills_hole: bool,
+    ) -> None:
+        self._thread, self._account, self._report = thread, account, report
+        self._new_file, self._source, self._fills_hole = new_file, source, fills_hole
+        self._outbox: deque[Emitted] = deque()
+        self._queued = 0
+        self._open_file: SegmentFile | None = None
+        self._charged = 0
+        self._is_cut = False
+        self._is_torn = False
+        self.sealed: deque[SpooledSegment] = deque()
+        self.wake = asyncio.Event()
+        self.on_sealed = asyncio.Event()
+
+    def emit(self, item: Emitted) -> None:
+        """Take the builder's next item."""
+        if self._is_cut:
+            return
+        self._queued += item.memory if isinstance(item, Piece) else 0
+        self._outbox.append(item)
+        self.wake.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be encoded."""
+        return not self._outbox
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether enough finished segments wait to be put."""
+        return len(self.sealed) >= AHEAD
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more should be read."""
+        return self._queued < QUEUE_BYTES
+
+    async def next(self) -> bool:
+        """Encode the next item; False where the segment was ended because the source moved on in a hole."""
+        item, first = self._outbox[0], 1
+        from_hole: Sequence[SequenceRange] = ()
+        if isinstance(item, Piece):
+            item = await self._source.without_looped(item)
+            first = await self._source.first() if item.missing else 1
+            if self._fills_hole and item.missing and not gone_before_read(item, first):
+                from_hole = await self._source.gone(list(gaps(item)))
+        # Only now: what raises above must not lose the piece. What raises below has: what follows it would
+        # cover its sequences without its rows.
+        self._outbox.popleft()
+        self._is_torn = True
+        goes_on = await self._encode(item, first, from_hole)
+        self._is_torn = False
+        return goes_on
+
+    async def _encode(self, item: Emitted, first: int, from_hole: Sequence[SequenceRange]) -> bool:
+        if isinstance(item, Close):
+            await self._finish(item)
+            return True
+        self._queued -= item.memory
+        if self._fills_hole and gone_before_read(item, first):
+            await self._cut(item)
+            return False
+        await self._add(item, first, from_hole)
+        self._account.release(item.memory)
+        return True
+
+    async def all(self) -> None:
+        """Encode everything that was emitted; nothing more behind a piece that was lost to an error."""
+        while self._outbox and not self._is_torn and await self.next():
+            pass
+
+    def close(self) -> None:
+        """Drop what is not finished, and remove what is from the spool."""
+        self._outbox.clear()
+        if self._open_file is not None:
+            self._open_file.abort()
+        for spooled in self.sealed:
+            spooled.path.unlink(missing_ok=True)
+
+    async def _cut(self, piece: Piece) -> None:
+        """End the segment before the first gap, and drop whatever comes behind it."""
+        leading = before_first_gap(piece)
+        if leading is not None:
+            await self._add(leading, 1)
+        if self._open_file is not None:
+            await self._finish(Close.HOLE)
+        self._outbox.clear()
+        self._is_cut = True
+
+    async def _add(self, piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] = ()) -> None:
+        if self._open_file is None:
+            self._open_file = await self._thread.run(self._new_file)
+        await self._thread.run(self._open_file.add, piece, source_first, from_hole)
+        self._charge_file(self._open_file.held)
+
+    async def _finish(self, why: Close) -> None:
+        assert self._open_file is not None, "a segment closes behind its pieces"
+        spooled = await self._thread.run(self._open_file.finish)
+        self._open_file = None
+        self._charge_file(0)
+        failpoint("egress.sealed")
+        self.sealed.append(spooled)
+        self._report.sealed(spooled, why)
+        self.on_sealed.set()
+
+    def _charge_file(self, held: int) -> None:
+        more, self._charged = held - self._charged, held
+        if more < 0:
+            self._account.release(-more)
+        else:
+            self._account.charge(more)

@@ -1,0 +1,168 @@
+"""The egress service: one task for each partition of a feed, under its lease; readiness, drain.
+
+A feed never ends the service: what only an operator can mend stops its own chain and is looked at again,
+what is unreachable is tried again, an instance without the lease stands by, and an error that nobody foresaw
+ends the session, which begins again after a pause that grows (`common/clock.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.chain import Chain
+from common.clock import Backoff, Clock
+from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
+from common.jetstream.kv import state_key
+from common.jetstream.lease import Lease
+from common.leasing.balancer import LeaseGroup
+from common.service.logs import get_logger
+from common.service.monitor import Health
+from common.service.process import Threads
+from common.tasks import GOOD_WHILE, Stop, StopReason, end, orphaned, wait_for, watched
+from egress import metrics
+from egress.deps import EgressDeps, Pools
+from egress.partition import Partition
+from egress.report import FeedReport
+from egress.worker import Worker
+
+log = get_logger("egress.feed")
+
+REEXAMINE = 30.0  # seconds until a stopped chain is looked at again
+BEAT = 1.0  # seconds
+ABANDON = 2.0  # seconds to let go of what was not drained in time
+
+
+def lease_key(feed: Chain) -> str:
+    """One lease for all incarnations: whoever holds it may begin the next."""
+    return state_key("egress", feed.site, feed.feed, str(feed.partition))
+
+
+class Feed:
+    """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        deps: EgressDeps,
+        sharing: LeaseGroup,
+        health: Health,
+        reexamine: float = REEXAMINE,
+    ) -> None:
+        self._chain, self._reexamine = partition.chain, reexamine
+        name = f"{self._chain.feed}-{self._chain.partition}"
+        self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
+        self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
+        self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
+        self._seat = sharing.seat(lease_key(self._chain), self._report)
+        self._deps = deps.of(partition, self._report, self._pools)
+        self._worker = Worker(self._deps)
+        self._backoff = Backoff(deps.rng)
+
+    async def run(self, stop: Stop) -> None:
+        """Until `stop` is set and everything is put."""
+        try:
+            while (lease := await self._seat.occupy(stop)) is not None:
+                await self._hold(lease, stop)
+        finally:
+            self._pools.close()
+
+    async def _hold(self, lease: Lease, stop: Stop) -> None:
+        """Work under the lease until it is lost or to be given back, or `stop` is set.
+
+        It is given back only when no upload is under way any more: another instance would begin beside it.
+        """
+        self._report.working()
+        leave = Stop(stop, lease.lost, lease.give_back)
+        sides = [
+            watched(lease.keep(), orphaned, name=f"lease {self._chain}"),
+            watched(self._halt(leave), orphaned, name=f"halt {self._chain}"),
+        ]
+        try:
+            while lease.is_usable() and not leave.is_set:
+                await self._work(lease, leave)
+            await self._pools.idle()
+        finally:
+            await end(*sides)
+        was_lost = lease.lost.is_set
+        await lease.release()
+        self._seat.vacate(lost=was_lost)
+
+    async def _halt(self, leave: Stop) -> None:
+        """A lease to be given back waits for its segment's end, but not too long."""
+        await leave.wait()
+        await self._deps.clock.sleep(self._deps.tuning.pace.hand_over)
+        leave.set(StopReason.SHUTDOWN)
+
+    async def _work(self, lease: Lease, leave: Stop) -> None:
+        began = self._deps.clock.monotonic()
+        try:
+            await self._worker.run(lease, leave)
+            self._backoff.reset()
+        except LeaseLost as error:
+            log.warning("lease lost", action="lease_lost", error=str(error), **self._chain.log_context())
+            lease.lost.set(StopReason.LEASE_LOST)
+        except (Unavailable, OutcomeUnknown) as error:
+            self._report.waits(error)
+            await wait_for(leave, self._backoff.next())
+        except Exception as error:
+            if isinstance(error, FloeError) and not isinstance(error, Unforeseen):
+                self._report.stopped(error)
+                await wait_for(leave, self._reexamine)
+                return
+            if self._deps.clock.monotonic() - began >= GOOD_WHILE:
+                self._backoff.reset()
+            self._report.fails(error)
+            await wait_for(leave, self._backoff.next())
+
+
+class Runs(Protocol):
+    """What runs until `stop` is set and it has come to an end."""
+
+    async def run(self, stop: Stop) -> None: ...
+
+
+async def run_feeds(
+    feeds: Sequence[Runs], deps: EgressDeps, health: Health, stop: Stop, shutdown_timeout: float
+) -> bool:
+    """Run until `stop` is set and all `feeds` have drained; whether they have, in `shutdown_timeout` seconds.
+
+    Among them is whatever runs as long as they do.
+
+    What was not drained keeps its lease until it expires: its uploads may still be on their way.
+    """
+    tasks = {
+        asyncio.create_task(_run_all(feeds, stop), name="feeds"),
+        asyncio.create_task(_deadline(stop, deps.clock, shutdown_timeout), name="deadline"),
+        asyncio.create_task(_beat(deps, health), name="beat"),
+    }
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=ABANDON)
+    for task in done:
+        task.result()
+    return any(task.get_name() == "feeds" for task in done)
+
+
+async def _run_all(feeds: Sequence[Runs], stop: Stop) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for feed in feeds:
+            tasks.create_task(feed.run(stop))
+
+
+async def _deadline(stop: Stop, clock: Clock, seconds: float) -> None:
+    await stop.wait()
+    await clock.sleep(seconds)
+    log.error("not drained in time", action="drain_timeout", seconds=seconds)
+
+
+async def _beat(deps: EgressDeps, health: Health) -> None:
+    metrics.memory_limit.set(deps.budget.limit)
+    while True:
+        health.beat()
+        metrics.memory_used.set(deps.budget.used)
+        await deps.clock.sleep(BEAT)

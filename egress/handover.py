@@ -1,0 +1,114 @@
+"""From one incarnation to the next, together with the other partitions of the feed."""
+
+from __future__ import annotations
+
+from common.chain import Chain
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo
+from common.jetstream.lease import Lease
+from common.service.logs import get_logger
+from common.tasks import Stop, wait_for
+from egress.archive import Archive
+from egress.deps import PartitionDeps
+from egress.identity import Evidence, HeldMessage, SourceVerdict, VerdictKind
+from egress.incarnations import Closing, Closings, End, EndDecision, History, Incarnation, NextStream
+
+log = get_logger("egress.succession")
+
+POLL = 2.0  # seconds between two looks at what the other partitions have done, at most
+
+
+class Handover:
+    """Closes incarnations of one partition, and begins the next when all partitions are closed."""
+
+    def __init__(self, deps: PartitionDeps, history: History) -> None:
+        self._deps, self._number, self._history = deps, deps.partition.number, history
+        self._count = len(deps.partition.settings.filters())
+        self._closings = Closings(deps.state)
+
+    async def closing(self, current: Incarnation) -> Closing:
+        """How far the current incarnation is with closing."""
+        return await self._closings.get(current.chain)
+
+    async def begin(self, current: Incarnation, closing: Closing) -> None:
+        """Begin the incarnation behind `current`, which is closed. Raises Stopped."""
+        minted = await self._history.mint(current, closing)
+        log.warning("incarnation closed", action="recreated", first=minted.document.first, **_of(minted))
+
+    async def reopen(self, current: Incarnation, closing: Closing) -> bool:
+        """Let this partition read on: what it noted of its end is withdrawn; False where it is too late.
+
+        A decision about a partition that goes on by itself again is void.
+        """
+        number, decision = self._number, closing.decision
+
+        def step(found: Closing) -> Closing:
+            if decision is not None and number in decision.first and found.decision == decision:
+                found = Closing(found.ends, None, found.next)
+            return found.withdrawn(number)
+
+        if closing == Closing():
+            return True
+        return (await self._closings.change(current.chain, step)).next is None
+
+    async def close(
+        self,
+        current: Incarnation,
+        archive: Archive,
+        info: StreamInfo,
+        first: int,
+        decision: EndDecision | None,
+    ) -> Closing:
+        """Note that the partition ends where `archive` does, and goes on at `first` of the stream `info`.
+
+        Begins the next incarnation where it is the last partition to do so. Nothing is noted where the
+        decision it goes by was taken back.
+        """
+        end = End(archive.end, first, info.created)
+        stream = NextStream(info.created, info.config)
+
+        def step(found: Closing) -> Closing:
+            if found.decision_for(info.created) != decision:
+                return found
+            return found.noted(self._number, end, self._count, stream)
+
+        closing = await self._closings.change(current.chain, step)
+        failpoint("egress.after_end_noted")
+        if closing.next is not None:
+            await self.begin(current, closing)
+        return closing
+
+    async def wait(
+        self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop
+    ) -> None:
+        """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
+        self._deps.report.closing(closing.missing(self._count, created))
+        clock, check = self._deps.clock, self._deps.tuning.pace.check
+        until = clock.monotonic() + check
+        while not stop.is_set and lease.is_usable() and clock.monotonic() < until:
+            await wait_for(stop, min(POLL, check))
+            if await self.closing(current) != closing:
+                return
+
+    async def is_decided(self, chain: Chain, created: str) -> bool:
+        """Whether an operator has decided that the incarnation ends."""
+        return (await self._closings.get(chain)).decision_for(created) is not None
+
+    def adopt(self, evidence: Evidence, verdict: SourceVerdict, closing: Closing) -> SourceVerdict:
+        """The verdict of another partition of the same stream, where this one's own evidence tells nothing.
+
+        A partition without messages has none to compare.
+        """
+        source = evidence.source
+        if verdict.kind is not VerdictKind.UNKNOWN or source is None or source.created == evidence.created:
+            return verdict
+        if closing.decision is not None or any(tip.held is HeldMessage.EQUAL for tip in evidence.tips):
+            return verdict
+        for number, end in sorted(closing.ends.items()):
+            if number != self._number and end.created == source.created:
+                return SourceVerdict(VerdictKind.RECREATED, f"as partition {number} found; {verdict.why}")
+        return verdict
+
+
+def _of(incarnation: Incarnation) -> dict[str, object]:
+    return incarnation.chain.log_context()

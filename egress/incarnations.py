@@ -1,0 +1,466 @@
+"""The incarnations of a feed: which one is current, how the first and the next come to be.
+
+A new incarnation is a high-water mark at 0 for each partition, a `stream.json`, and a `chain.json` for each
+partition, in that order, all put only if absent; what is there counts. `stream.json` says of every partition
+what its `chain.json` will say, so that all hosts begin alike, and a crash between the two leaves what the
+next start completes. The marks come first because the source may let go of the beginning as soon as
+`stream.json` has fixed it: a mark tells an archive into which nothing was put from one that was lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+
+from common.chain import MAX_INCARNATION, Chain
+from common.documents import JsonForm
+from common.errors import DataError, Stopped
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo
+from common.jetstream.kv import KeyValue, KvDocument, state_key
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.sequences import MAX_SEQUENCE
+from common.service.logs import get_logger
+from egress.deps import PartitionDeps
+from egress.hints import believe_listing, repartition, resolve
+from egress.partition import Partition, partitions_of
+
+log = get_logger("egress.incarnations")
+
+First = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCE)]
+
+
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a partition ends (`end` 0: nothing is covered), and its `first` in the next incarnation, which
+    is of the stream created at `created`.
+    """
+
+    end: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+    first: First
+    created: str
+
+
+class EndDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An operator lets the incarnation end for the stream created at `created`.
+
+    `first`: where the partitions that cannot go on by themselves begin; the others begin behind their ends.
+    """
+
+    created: str
+    first: dict[int, First]
+
+
+class NextStream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stream of the next incarnation, as STREAM.INFO had it."""
+
+    created: str
+    config: dict[str, Any]
+
+
+class Closing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
+    """How far closing is. `next`: set once all partitions have their ends; nothing changes any more then."""
+
+    ends: dict[int, End] = {}
+    decision: EndDecision | None = None
+    next: NextStream | None = None
+
+    def noted(self, partition: int, end: End, count: int, stream: NextStream) -> Closing:
+        """With the end of one of `count` partitions; closed for `stream` where that was the last one."""
+        if self.next is not None:
+            return self
+        ends = {**self.ends, partition: end}
+        agree = all(number in ends and ends[number].created == stream.created for number in range(count))
+        return msgspec.structs.replace(self, ends=ends, next=stream if agree else None)
+
+    def withdrawn(self, partition: int) -> Closing:
+        """Without the end of the partition: it reads on. Unchanged once the incarnation is closed."""
+        if self.next is not None or partition not in self.ends:
+            return self
+        return msgspec.structs.replace(
+            self, ends={number: end for number, end in self.ends.items() if number != partition}
+        )
+
+    def decided(self, decision: EndDecision) -> Closing:
+        """With the operator's decision. Unchanged once the incarnation is closed."""
+        return self if self.next is not None else msgspec.structs.replace(self, decision=decision)
+
+    def decision_for(self, created: str) -> EndDecision | None:
+        """The decision, if it is about the stream created at `created`."""
+        return self.decision if self.decision is not None and self.decision.created == created else None
+
+    def missing(self, count: int, created: str) -> list[int]:
+        """The partitions of `count` that have not ended for the stream created at `created`."""
+        return [n for n in range(count) if n not in self.ends or self.ends[n].created != created]
+
+
+CLOSING = JsonForm(Closing)
+MINT_INTERVAL = 3600.0  # seconds between two incarnations without an operator
+FILTERS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One history of a stream, as the store has it, for one partition."""
+
+    chain: Chain
+    stream: StreamDocument
+    document: ChainDocument
+
+    @property
+    def chains(self) -> tuple[ChainDocument, ...]:
+        """What the chains of all partitions are, by their numbers."""
+        return self.stream.chains or (self.document,)
+
+    @property
+    def siblings(self) -> tuple[Chain, ...]:
+        """The chains of the other partitions."""
+        numbers = [number for number in range(len(self.chains)) if number != self.chain.partition]
+        return tuple(replace(self.chain, partition=number) for number in numbers)
+
+    @property
+    def continued(self) -> tuple[Chain, ...]:
+        """The chains of the incarnation before, where that is the same history."""
+        if not self.stream.continues or not self.chain.incarnation:
+            return ()
+        number = self.chain.incarnation - 1
+        parts = sorted(self.stream.previous or {})
+        return tuple(replace(self.chain, incarnation=number, partition=partition) for partition in parts)
+
+
+class _MarkForm:
+    """How the bucket holds a mark."""
+
+    def encode(self, end: int) -> bytes:
+        return json.dumps({"end": end}).encode()
+
+    def decode(self, raw: bytes) -> int:
+        try:
+            end = json.loads(raw)["end"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            end = None
+        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
+            raise ValueError("expected an end, found none")
+        return end
+
+
+class HighWaterMarks:
+    """High-water marks: the last sequence of a chain that was put and read back. No service lowers one.
+
+    Methods raise DataError for a value that is none.
+    """
+
+    def __init__(self, state: KeyValue) -> None:
+        self._state = state
+
+    @staticmethod
+    def key(chain: Chain) -> str:
+        """Where the mark of a chain stands."""
+        parts = (chain.site, chain.feed, f"{chain.incarnation:04d}", str(chain.partition))
+        return state_key("egress", "mark", *parts)
+
+    def _of(self, chain: Chain) -> KvDocument[int]:
+        def unreadable(why: str) -> DataError:
+            hint = f"to believe the listing instead: {believe_listing(chain)}"
+            return DataError(f"high-water mark of {chain}: {why}", hint=hint, code="E-STATE-KV")
+
+        return KvDocument(self._state, self.key(chain), _MarkForm(), unreadable)
+
+    async def get(self, chain: Chain) -> int | None:
+        """The mark; None if there is none."""
+        return (await self._of(chain).get())[0]
+
+    async def begin(self, chain: Chain) -> int:
+        """Have a mark at 0 unless there is one; where it is then."""
+        return 0 if await self._of(chain).create(0) is not None else await self.get(chain) or 0
+
+    async def set(self, chain: Chain, end: int) -> None:
+        """Have the mark at `end`, whatever it was."""
+        await self._of(chain).put(end)
+
+    async def raise_to(self, chain: Chain, end: int) -> None:
+        """Have the mark at `end` or above."""
+        await self._of(chain).change(lambda found: end if found is None else max(found, end))
+
+
+class History:
+    """The incarnations of one partition of a feed."""
+
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._partition, self._feed = deps.partition, deps.partition.chain
+        self._chains, self._objects, self._marks = deps.chains, deps.objects, HighWaterMarks(deps.state)
+        self._threads, self._clock = deps.pools.io, deps.clock
+
+    async def load(self) -> Incarnation | None:
+        """The newest incarnation; None for a new feed. Raises Stopped where it is cut otherwise."""
+        return await self._threads.run(self._load)
+
+    def _load(self) -> Incarnation | None:
+        number = newest_incarnation(self._chains, self._feed)
+        return None if number is None else self._read(replace(self._feed, incarnation=number))
+
+    def _read(self, chain: Chain) -> Incarnation | None:
+        """The incarnation, its `chain.json` made if a crash has left it out.
+
+        None where only a `stream.json` of the first version is there: its partition has not begun.
+        """
+        stream, document = self._chains.read_stream(chain), self._chains.read_chain(chain)
+        if stream is None:
+            raise self._missing(chain)
+        cut = stream.chains or self._cut_of_old(chain, document)
+        if not cut:
+            return None
+        self._check(chain, cut)
+        if document is None:
+            return self._create_chain(chain, stream, cut[chain.partition])
+        self._check_own(chain, document)
+        return Incarnation(chain, stream, document)
+
+    def _cut_of_old(self, chain: Chain, document: ChainDocument | None) -> tuple[ChainDocument, ...]:
+        """What the chains are where `stream.json` does not say so: there was one partition then."""
+        if document is None and chain.partition:
+            document = self._chains.read_chain(replace(chain, partition=0))
+        if document is None and chain.incarnation:
+            document = ChainDocument(self._partition.filters, 1, 1)
+        return () if document is None else (document,)
+
+    def _check(self, chain: Chain, cut: Sequence[ChainDocument]) -> None:
+        """Raises Stopped (E-FILTERS) where the partitions are not those of the configuration."""
+        found, expected = outline(cut), outline(configured(self._partition))
+        if found != expected:
+            now = cut_text(configured(self._partition))
+            raise Stopped(
+                f"{chain}: begun with {cut_text(cut)}, configured with {now}",
+                hint="restore what it was, or stop egress and begin the next incarnation as configured now: "
+                + repartition(chain.feed),
+                code="E-FILTERS",
+            )
+
+    def _check_own(self, chain: Chain, document: ChainDocument) -> None:
+        expected = outline(configured(self._partition))[chain.partition]
+        if outline([document])[0] != expected:
+            raise Stopped(
+                f"{chain}: its chain.json does not say what stream.json says of it",
+                hint=f"put {self._chains.layout.chain_document(chain)} away: it is made again as stream.json "
+                "and the configuration say; or restore what both were",
+                code="E-HISTORY",
+            )
+
+    def _missing(self, chain: Chain) -> Stopped:
+        missing = self._chains.layout.stream_document(chain)
+        return Stopped(
+            f"{chain}: expected {missing} beside its chain.json, found none",
+            hint="restore that object: the feed then goes on by itself; or give the feed another `name`: "
+            "it then begins anew",
+            code="E-HISTORY",
+        )
+
+    # Beginning
+
+    async def begin(self, info: StreamInfo, first: int) -> Incarnation:
+        """Make incarnation 0000 begin at `first`, or load what another instance has made of it.
+
+        Raises Stopped where its archive was lost.
+        """
+        document = StreamDocument(info.config, info.created, None, configured(self._partition, first))
+        found = await self._create_stream(self._feed, document)
+        if found.chains:
+            return await self._threads.run(self._loaded, self._feed)
+        # Of the first version, which resolved where it begins only afterwards.
+        own = document.chains[self._feed.partition]
+        return await self._threads.run(self._create_chain, self._feed, found, own)
+
+    async def _create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
+        """Have the marks of all partitions, then `stream.json`; what that is now."""
+        await self._begin_marks(chain, len(document.chains))
+        failpoint("egress.before_stream_document")
+        found = await self._threads.run(self._chains.create_stream, chain, document)
+        failpoint("egress.after_stream_document")
+        return found
+
+    async def _begin_marks(self, chain: Chain, count: int) -> None:
+        """Say of the partitions of an incarnation that does not exist yet that nothing was put.
+
+        Where a document is there already, a missing mark was lost: it says nothing. Raises Stopped where a
+        mark says that something was put: what others make and put meanwhile shows in `stream.json`, which
+        came before.
+        """
+        if await self._threads.run(self._exists, chain):
+            return
+        parts = [replace(chain, partition=number) for number in range(count)]
+        ends = [(await self._marks.begin(partition), partition) for partition in parts]
+        put = next(((end, partition) for end, partition in ends if end), None)
+        if put is not None and not await self._threads.run(self._exists, chain):
+            raise self._lost(put[1], put[0])
+
+    def _exists(self, chain: Chain) -> bool:
+        """Whether there is any document of the chain's incarnation."""
+        if self._chains.read_stream(chain) is not None:
+            return True
+        listed = self._chains.chains(chain.site, chain.feed)
+        return any(each.incarnation == chain.incarnation for each in listed)
+
+    async def lost(self, chain: Chain) -> Stopped | None:
+        """The error where something was put into a chain of whose incarnation no document is there any more.
+
+        Raises DataError for a mark that is none.
+        """
+        end = await self._marks.get(chain)
+        if not end or await self._threads.run(self._exists, chain):
+            return None
+        return self._lost(chain, end)
+
+    def _lost(self, chain: Chain, end: int) -> Stopped:
+        layout = self._chains.layout
+        return Stopped(
+            f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} "
+            "nor a chain.json",
+            hint="restore the objects of the archive; if they are given up, so that it begins anew, "
+            + believe_listing(chain),
+            code="E-EMPTY-ARCHIVE",
+        )
+
+    async def mint(self, current: Incarnation, closing: Closing) -> Incarnation:
+        """Make the incarnation behind `current`, which `closing` has closed, or load it.
+
+        Raises Stopped where it exists for another stream, or was lost.
+        """
+        stream, chain = closing.next, current.chain.next_incarnation()
+        if stream is None:
+            raise ValueError(f"{current.chain}: not closed")
+        previous = {number: end.end for number, end in closing.ends.items()}
+        cut = [
+            msgspec.structs.replace(each, first=closing.ends[n].first)
+            for n, each in enumerate(current.chains)
+        ]
+        document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
+        await self.open_next(chain, document)
+        return await self._threads.run(self._loaded, chain)
+
+    async def open_next(self, chain: Chain, document: StreamDocument) -> None:
+        """Put `stream.json` of `chain`'s incarnation. Raises Stopped where there is one of another stream."""
+        found = await self._create_stream(chain, document)
+        if (found.created, found.previous) == (document.created, document.previous):
+            return
+        if found.created == document.created:
+            ends = {"expected": dict(document.previous or {}), "found": dict(found.previous or {})}
+            log.warning(
+                "incarnation ended elsewhere", action="previous_differs", **ends, **chain.log_context()
+            )
+            return
+        raise Stopped(
+            f"{chain}: made for the stream created at {found.created}, "
+            f"found one created at {document.created}",
+            hint="two sites under one name? give one of them another `site`, or the feed another `name`; "
+            "or go on behind that incarnation with the next: " + resolve(chain.feed, "--new-incarnation"),
+            code="E-INCARNATION",
+        )
+
+    async def check_interval(self, current: Chain, source_first: int) -> None:
+        """Raises Stopped where the current incarnation was itself made less than an hour ago.
+
+        `source_first`: of the stream, named as where an operator would begin the next.
+        """
+        if current.incarnation == 0:
+            return
+        key = self._chains.layout.stream_document(current)
+        info = await self._threads.run(self._objects.head, key)
+        left = MINT_INTERVAL - (self._clock.now() - info.modified) if info else 0.0
+        if left > 0:
+            raise Stopped(
+                f"{current}: the stream was made anew twice within an hour",
+                hint="something makes it again and again; "
+                f"the next incarnation begins by itself in {left:.0f} s, or at once: "
+                + resolve(current.feed, f"--new-incarnation --from {source_first}"),
+                code="E-MINT-INTERVAL",
+            )
+
+    def _loaded(self, chain: Chain) -> Incarnation:
+        found = self._read(chain)
+        if found is None:
+            raise self._missing(chain)
+        return found
+
+    def _create_chain(self, chain: Chain, stream: StreamDocument, document: ChainDocument) -> Incarnation:
+        found = self._chains.create_chain(chain, document)
+        failpoint("egress.after_chain_document")
+        log.info("incarnation begun", action="incarnation_begun", first=found.first, **chain.log_context())
+        self._check_own(chain, found)
+        return Incarnation(chain, stream, found)
+
+
+def newest_incarnation(chains: ChainStore, feed: Chain) -> int | None:
+    """The newest incarnation of which there is a `stream.json` or a `chain.json`; None for a new feed."""
+    listed = chains.chains(feed.site, feed.feed)
+    newest = max((chain.incarnation for chain in listed), default=-1)
+    following = min(newest + 1, MAX_INCARNATION)
+    if chains.read_stream(replace(feed, incarnation=following)) is not None:
+        return following
+    return None if newest < 0 else newest
+
+
+def configured(partition: Partition, first: int = 1) -> tuple[ChainDocument, ...]:
+    """What the configuration says that the chains of all partitions are; all begin at `first`."""
+    parts, relay = partitions_of(partition.site, partition.settings), partition.settings.relay
+    return tuple(ChainDocument(each.filters, len(parts), first, relay) for each in parts)
+
+
+def outline(cut: Sequence[ChainDocument]) -> list[tuple[tuple[str, ...], int, bool]]:
+    """What may not change within an incarnation."""
+    return [(each.filters, each.partitions, each.relay) for each in cut]
+
+
+def cut_text(cut: Sequence[ChainDocument]) -> str:
+    """What the chains take, for people."""
+    relay = " as a relay" if cut[0].relay else ""
+    return filters_text([each.filters[0] if each.filters else "" for each in cut]) + relay
+
+
+def filters_text(filters: Sequence[str]) -> str:
+    """The filter of each partition, for people; empty: all subjects."""
+    if len(filters) == 1:
+        return f"the filter {filters[0]}" if filters[0] else "the whole stream"
+    more = f" and {len(filters) - FILTERS_SHOWN} more" if len(filters) > FILTERS_SHOWN else ""
+    return f"{len(filters)} partitions ({', '.join(filters[:FILTERS_SHOWN])}{more})"
+
+
+def older(current: Chain) -> Sequence[Chain]:
+    """The chains of the incarnations before `current`, newest first."""
+    return [replace(current, incarnation=number) for number in reversed(range(current.incarnation))]
+
+
+class Closings:
+    """The closing of each incarnation. Methods raise what the bucket raises, and DataError (E-STATE-KV)."""
+
+    def __init__(self, state: KeyValue) -> None:
+        self._state = state
+
+    @staticmethod
+    def key(chain: Chain) -> str:
+        """The key of the chain's incarnation; all its partitions share it."""
+        return state_key("egress", "end", chain.site, chain.feed, f"{chain.incarnation:04d}")
+
+    def _of(self, chain: Chain) -> KvDocument[Closing]:
+        def unreadable(why: str) -> DataError:
+            hint = "without it each partition notes its end again, and a decision is to be made again: "
+            return DataError(
+                f"closing of {chain}: {why}", hint=hint + believe_listing(chain), code="E-STATE-KV"
+            )
+
+        return KvDocument(self._state, self.key(chain), CLOSING, unreadable)
+
+    async def get(self, chain: Chain) -> Closing:
+        """How far closing is; an empty one where nobody has begun."""
+        return (await self._of(chain).get())[0] or Closing()
+
+    async def change(self, chain: Chain, step: Callable[[Closing], Closing]) -> Closing:
+        """Make what `step` makes of it, whoever else changes it meanwhile; what is there then."""
+
+        def changed(found: Closing | None) -> Closing | None:
+            made = step(found or Closing())
+            return None if made == Closing() and found is None else made
+
+        return await self._of(chain).change(changed) or Closing()

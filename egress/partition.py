@@ -1,0 +1,130 @@
+"""One partition of one feed: what a lease is for, and what one worker freezes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from common.chain import Chain
+from common.errors import ConfigError
+from common.sequences import SequenceRange
+from common.service.exits import source
+from common.settings.egress import FeedSettings
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+_DURABLE = re.compile(r"(floe_.+_([0-9]{1,5})_[0-9a-f]{16})_[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Partition `number` of the feed that `settings` describes, at `site`.
+
+    `filter_subject`: the only subjects it takes; empty: all of the stream's.
+    """
+
+    site: str
+    settings: FeedSettings
+    number: int = 0
+    filter_subject: str = ""
+
+    @property
+    def stream(self) -> str:
+        return self.settings.stream
+
+    @property
+    def chain(self) -> Chain:
+        """Its chain in incarnation 0000."""
+        return Chain(self.site, self.settings.name, partition=self.number)
+
+    @property
+    def durable(self) -> str:
+        """What the names of its durable consumers begin with, before a random end."""
+        return _durable(self.site, self.settings.name, self.number)
+
+    def partition_of(self, durable: str) -> int | None:
+        """Whose durable this is: a partition of the same feed, configured or not; None: it is another's."""
+        found = _DURABLE.fullmatch(durable)
+        if found is None or _durable(self.site, self.settings.name, int(found[2])) != found[1]:
+            return None
+        return int(found[2])
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """As `chain.json` holds them."""
+        return (self.filter_subject,) if self.filter_subject else ()
+
+
+def is_of_site(durable: str, site: str) -> bool:
+    """Whether a consumer of this name is the durable of some slice of `site`, configured or not."""
+    return re.fullmatch(rf"floe_{site}_.+_{_hash(site)}[0-9a-f]{{8}}_[0-9a-f]{{8}}", durable) is not None
+
+
+def _durable(site: str, feed: str, partition: int) -> str:
+    """Legal, and unlike that of any other slice: the hashes tell sites and feeds apart whose names look alike
+    when they stand in a row (`A_1` and `B`, `A` and `1_B`).
+    """
+    mark = _hash(site) + _hash(f"{site}/{feed}/{partition}")
+    return f"floe_{site}_{_UNSAFE.sub('-', feed)[:100]}_{partition}_{mark}"
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
+
+
+def partitions_of(site: str, feed: FeedSettings) -> list[Partition]:
+    """All partitions of a feed, in their order."""
+    return [Partition(site, feed, number, subject) for number, subject in enumerate(feed.filters())]
+
+
+def require_feeds(feeds: Sequence[FeedSettings]) -> None:
+    """Raises ConfigError where there is nothing to freeze."""
+    if not feeds:
+        raise ConfigError(f"{source()}: egress.feeds: expected at least one feed, found none")
+
+
+def all_partitions(site: str, feeds: Sequence[FeedSettings]) -> list[Partition]:
+    """All partitions of all feeds, in the order of the configuration."""
+    return [each for feed in feeds for each in partitions_of(site, feed)]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where to read.
+
+    `first`: the sequence to begin with. `until`: the last one to cover, None where reading goes on without
+    end. `lost`: holes below `first` or above it, under existing coverage, that the source no longer holds:
+    they were archived once, so nothing may cover them again. `is_end`: nothing lies behind `until`, the chain
+    ends there.
+    """
+
+    first: int
+    until: int | None = None
+    lost: tuple[SequenceRange, ...] = ()
+    is_end: bool = False
+
+    @property
+    def fills_hole(self) -> bool:
+        """Whether there is coverage behind `until`."""
+        return self.until is not None and not self.is_end
+
+
+def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: int) -> Position:
+    """The first sequence from `first` (where the chain begins) that is not covered and can still be covered.
+
+    `end`: where coverage ends, 0 where there is none. `gaps`: the holes below it that are known, ascending.
+    A hole is read again as far as the source holds it, from `source_first` on; what is before stays a hole.
+    """
+    if end < first:
+        return Position(first)
+    within = [each for gap in gaps if (each := gap.intersection(SequenceRange(first, end)))]
+    lost = tuple(
+        SequenceRange(gap.first, min(gap.last, source_first - 1))
+        for gap in within
+        if gap.first < source_first
+    )
+    held = next((gap for gap in within if gap.last >= source_first), None)
+    if held is None:
+        return Position(end + 1, None, lost)
+    return Position(max(held.first, source_first), held.last, lost)

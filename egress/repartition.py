@@ -1,0 +1,306 @@
+"""Closes the incarnation of a feed and opens the next of the same history, cut as it is configured now.
+
+    take the leases of all partitions, old and new
+    read every old partition on to where the furthest of them is, with its old filter
+    make the durables of the new ones, where the stream keeps messages for those that ask
+    put stream.json of the next incarnation: from here on it counts
+    put chain.json of each new partition
+
+Every step may be done again: a crash before `stream.json` leaves the old incarnation a little longer, one
+behind it what the next run, or the next start of egress, completes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from common.chain import Chain
+from common.errors import LeaseLost, Stopped, Unavailable, UsageError
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo, consumer_names, delete_consumer, stream_info
+from common.jetstream.lease import Lease, owner_text
+from common.segments.documents import ChainDocument, StreamDocument
+from common.service.logs import get_logger
+from common.settings.egress import FeedSettings, PartitionSettings
+from common.tasks import Stop, end, orphaned, watched
+from egress.archive import Archive
+from egress.consumers import INTEREST, WORK_QUEUE, WantedMessages, create
+from egress.context import CommandContext
+from egress.feed import lease_key
+from egress.incarnations import History, Incarnation, configured, newest_incarnation, outline
+from egress.partition import Partition, Position, partitions_of
+from egress.report import LeftOut, look
+from egress.session import Stand
+from egress.worker import Worker
+
+log = get_logger("egress.repartition")
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionReach:
+    """How far an old partition is: where its chain begins, and where its coverage ends (0: there is none)."""
+
+    first: int
+    end: int
+
+    @property
+    def through(self) -> int:
+        """The last sequence that needs no reading any more."""
+        return max(self.end, self.first - 1)
+
+
+def common_end(reaches: Sequence[PartitionReach]) -> int:
+    """Where all partitions are to end: the furthest that one of them is."""
+    return max(reach.through for reach in reaches)
+
+
+def settings_of(cut: Sequence[ChainDocument], settings: FeedSettings) -> FeedSettings:
+    """The settings of a feed as they were when it was cut like that."""
+    filters = tuple(each.filters[0] if each.filters else "" for each in cut)
+    as_list = len(filters) > 1
+    return settings.model_copy(
+        update={
+            "partitions": filters if as_list else PartitionSettings(),
+            "filter_subject": "" if as_list else filters[0],
+            "relay": cut[0].relay,
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RepartitionPlan:
+    """What is to be done. `current`: the incarnation that is open. `old`, `new`: its partitions, as they are
+    and as configured. `reaches`: of the old ones. `is_done`: it is cut as configured already.
+    """
+
+    current: Chain
+    old: Sequence[Partition]
+    new: Sequence[Partition]
+    reaches: Sequence[PartitionReach]
+    is_done: bool
+
+    @property
+    def end(self) -> int:
+        """Where the incarnation will end, if nothing moves it meanwhile."""
+        return common_end(self.reaches)
+
+    @property
+    def behind(self) -> dict[int, int]:
+        """How many sequences each old partition has to be read on."""
+        return {number: self.end - reach.through for number, reach in enumerate(self.reaches)}
+
+
+@dataclass(frozen=True, slots=True)
+class RepartitionResult:
+    """The next incarnation, where its partitions begin, and where those of the one before ended."""
+
+    chain: Chain
+    first: int
+    ends: dict[int, int]
+
+
+class Repartition:
+    """Cuts one feed anew."""
+
+    def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
+        self._opened, self._settings = opened, settings
+        self._site = opened.settings.site
+        self._new = partitions_of(self._site, settings)
+
+    async def plan(self) -> RepartitionPlan:
+        """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
+        deps, io = self._opened.deps, self._opened.pools.io
+        number = await io.run(newest_incarnation, deps.chains, self._new[0].chain)
+        if number is None:
+            raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
+        chain = replace(self._new[0].chain, incarnation=number)
+        cut = await io.run(self._cut, chain)
+        old = partitions_of(self._site, settings_of(cut, self._settings))
+        reaches = [await self._reach(each, number) for each in old]
+        return RepartitionPlan(
+            chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0]))
+        )
+
+    def _cut(self, chain: Chain) -> Sequence[ChainDocument]:
+        chains = self._opened.deps.chains
+        stream, document = chains.read_stream(chain), chains.read_chain(chain)
+        if stream is None or not (stream.chains or document):
+            raise Stopped(
+                f"{chain}: expected stream.json and chain.json, found not both",
+                hint="restore what is missing, or start egress as it was configured: it completes them",
+                code="E-HISTORY",
+            )
+        return stream.chains or ([document] if document else [])
+
+    async def _reach(self, partition: Partition, number: int) -> PartitionReach:
+        current = await self._load(partition)
+        if current.chain.incarnation != number:
+            raise Unavailable(f"{current.chain}: the feed moves on", hint="stop egress, then try again")
+        archive = await self._archive(current)
+        return PartitionReach(archive.first, archive.end)
+
+    async def _load(self, partition: Partition) -> Incarnation:
+        found = await History(self._opened.of(partition)).load()
+        if found is None:
+            raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
+        return found
+
+    async def _archive(self, current: Incarnation) -> Archive:
+        archive = await Archive.of(current, self._opened.of(self._new[0]))
+        await archive.load()
+        return archive
+
+    async def left_out(self, plan: RepartitionPlan) -> list[LeftOut]:
+        """What the stream holds that an old partition takes and no new one does, by old partition."""
+        client, stream = self._opened.deps.client, self._settings.stream
+        filters = [partition.filter_subject for partition in plan.new]
+        if plan.is_done or not all(filters) or await stream_info(client, stream) is None:
+            return []
+        found = []
+        for partition in plan.old:
+            within = partition.filter_subject or ">"
+            left = await look(client, stream, filters, self._opened.pools.io, within=within)
+            found.append(LeftOut(partition.filter_subject, left))
+        return [each for each in found if each.found.messages]
+
+    # Doing it
+
+    async def run(self, stop: Stop) -> RepartitionResult:
+        """Do it, or complete it. Raises Unavailable where egress holds one of the leases: nothing is done."""
+        await self._opened.deps.state.ensure()
+        plan = await self.plan()
+        if plan.is_done:
+            return await self._complete()
+        async with self._leases(plan) as leases:
+            plan = await self.plan()  # nobody moves it any more
+            if not plan.is_done:
+                await self._close(plan, leases, stop)
+            return await self._complete()
+
+    @asynccontextmanager
+    async def _leases(self, plan: RepartitionPlan) -> AsyncIterator[list[Lease]]:
+        """The leases of all partitions, old and new, kept for the length of the block."""
+        longer = max(plan.old, plan.new, key=len)
+        async with AsyncExitStack() as stack:
+            leases = [await self._lease(stack, partition.chain) for partition in longer]
+            yield leases
+            await self._opened.pools.idle()
+
+    async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:
+        key = lease_key(chain)
+        lease = await self._opened.leases.acquire(key)
+        if lease is None:
+            holder = owner_text(await self._opened.leases.holder(key) or "another instance")
+            raise Unavailable(
+                f"partition {chain.partition} of feed {chain.feed} is frozen by {holder}",
+                hint="stop egress on all hosts, then try again; nothing was done",
+                code="E-LEASE",
+            )
+        stack.push_async_callback(lease.release)
+        stack.push_async_callback(end, watched(lease.keep(), orphaned, name=f"lease {chain}"))
+        return lease
+
+    async def _close(self, plan: RepartitionPlan, leases: Sequence[Lease], stop: Stop) -> None:
+        """Bring all old partitions to one end, and put the `stream.json` behind it."""
+        ends: dict[int, int] = {}
+        info: StreamInfo | None = None
+        for partition, lease in zip(plan.old, leases, strict=False):
+            catching = _CatchingUp(self, partition, lease)
+            ends[partition.number] = await catching.run(plan.end, stop)
+            info = await catching.inquiry.info()
+        if info is None:
+            raise Unavailable(f"stream {self._settings.stream} does not exist any more")
+        configured_now = configured(self._new[0])
+        cut = tuple(msgspec.structs.replace(each, first=plan.end + 1) for each in configured_now)
+        document = StreamDocument(info.config, info.created, ends, cut, continues=True)
+        await self._make_durables(info, plan.end + 1)
+        failpoint("repartition.before_stream")
+        if not all(lease.is_usable() for lease in leases):
+            raise LeaseLost(f"feed {self._settings.name}: a lease was lost; nothing was cut, try again")
+        await History(self._opened.of(self._new[0])).open_next(plan.current.next_incarnation(), document)
+        failpoint("repartition.after_stream")
+        await self._drop_durables(info, plan.old)
+
+    async def _make_durables(self, info: StreamInfo, first: int) -> None:
+        """An interest stream keeps only what somebody asked for: the new ones ask before the old ones go."""
+        if info.config.get("retention") == INTEREST:
+            for partition in self._new:
+                await create(self._opened.deps.client, WantedMessages(partition, INTEREST, first))
+
+    async def _drop_durables(self, info: StreamInfo, old: Sequence[Partition]) -> None:
+        """A work queue takes no two consumers of one subject: the old ones make room."""
+        if info.config.get("retention") == WORK_QUEUE:
+            client = self._opened.deps.client
+            for name in await consumer_names(client, info.name):
+                if any(WantedMessages(partition, WORK_QUEUE).is_ours(name) for partition in old):
+                    await delete_consumer(client, info.name, name)
+
+    async def _complete(self) -> RepartitionResult:
+        """Make what is missing of the incarnation that is open now."""
+        found = []
+        for partition in self._new:
+            found.append(await self._load(partition))
+            failpoint("repartition.after_chain")
+        first, ends = found[0].document.first, dict(found[0].stream.previous or {})
+        log.info("cut", action="repartitioned", first=first, ends=ends, **found[0].chain.log_context())
+        return RepartitionResult(found[0].chain, first, ends)
+
+    # For one old partition
+
+    @property
+    def opened(self) -> CommandContext:
+        return self._opened
+
+    async def current(self, partition: Partition) -> tuple[Incarnation, Archive]:
+        """The open incarnation and its archive, with all holes: nothing reads it again."""
+        current = await self._load(partition)
+        archive = await self._archive(current)
+        await archive.survey()
+        return current, archive
+
+
+class _CatchingUp:
+    """Reads one old partition on, to where the furthest one is and no further."""
+
+    def __init__(self, repartition: Repartition, partition: Partition, lease: Lease) -> None:
+        deps = repartition.opened.of(partition)
+        self._repartition, self._partition, self._lease = repartition, partition, lease
+        self._worker = Worker(deps)
+        self.inquiry = self._worker.inquiry
+
+    async def run(self, last: int, stop: Stop) -> int:
+        """Cover everything up to `last` that the stream still holds; where coverage ends (0: nothing is).
+
+        Raises Stopped where the stream is not what was archived, Unavailable where `stop` comes first.
+        """
+        while not stop.is_set and not self._lease.lost.is_set:
+            stand = await self._judged(*await self._repartition.current(self._partition))
+            archive = stand.archive
+            place = await self.inquiry.place(archive, stand.source)
+            if place.first > last:
+                await archive.mend()
+                return archive.end
+            until = last if place.until is None else min(place.until, last)
+            bounded = Position(place.first, until, place.lost, is_end=place.until is None)
+            await self._worker.read_at(bounded, stand, self._lease, stop)
+        raise Unavailable(
+            f"{self._partition.chain}: stopped before it was read up to {last}", hint="try again"
+        )
+
+    async def _judged(self, current: Incarnation, archive: Archive) -> Stand:
+        """Where it stands, where the stream is the same. Raises Stopped."""
+        evidence, verdict = await self._worker.judge(current, archive)
+        if not verdict.is_same or evidence.source is None:
+            raise await self._worker.stopped(current, archive, evidence, verdict)
+        self._worker.discard()
+        closing = await self._worker.handover.closing(current)
+        if not await self._worker.handover.reopen(current, closing):
+            raise Unavailable(
+                f"{current.chain}: being closed already, though the stream is {verdict.kind.value}",
+                hint="start egress as it was configured, wait until it has gone on, then try again",
+            )
+        return Stand(current, archive, evidence.source)

@@ -1,0 +1,133 @@
+"""`floe egress repartition`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.open import load_settings
+from common.service.cli import config_option, confirm, json_option, print_json, run_command
+from common.service.logs import escaped
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from egress.partition import Partition
+    from egress.repartition import RepartitionPlan, RepartitionResult
+    from egress.report import LeftOut
+
+
+@click.command()
+@click.option("--feed", "name", required=True, help="The feed.")
+@click.option("--dry-run", is_flag=True, help="Show what would be done.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@config_option
+@run_command
+async def repartition(config: str, name: str, dry_run: bool, yes: bool, as_json: bool) -> int:
+    """Cut a feed into the partitions that are configured now.
+
+    Its incarnation is closed where the furthest partition is, and the next one begins behind it. Stop egress
+    first. May be run again after a crash, and does nothing where the feed is cut as configured.
+
+    Example: floe egress repartition -c site.yaml --feed NODE_DATA
+    """
+    from common.service.process import stop_on_signals
+    from egress.context import feed_named, opened
+    from egress.deps import Tuning
+    from egress.repartition import Repartition
+
+    settings = load_settings(config, quiet=True)
+    feed = feed_named(settings, name)
+    async with opened(settings, Tuning()) as components, stop_on_signals() as stop:
+        work = Repartition(components, feed)
+        plan = await work.plan()
+        left = await work.left_out(plan)
+        if dry_run:
+            _print(_planned(plan, left), _planned_lines(plan, left), as_json)
+            return 0
+        if not plan.is_done:
+            _confirm(plan, left, yes)
+        result = await work.run(stop)
+    _print(_done(result, plan), _done_lines(result, plan), as_json)
+    return 0
+
+
+def _confirm(plan: RepartitionPlan, left: Sequence[LeftOut], yes: bool) -> None:
+    for each in left:
+        click.echo(escaped(f"warning: {each}"), err=True)
+    cut = f"cut {_filters(plan.old)} into {_filters(plan.new)}"
+    confirm(escaped(f"close {plan.current} at {plan.end} and {cut}?"), yes)
+
+
+def _planned(plan: RepartitionPlan, left: Sequence[LeftOut]) -> dict[str, Any]:
+    return {
+        "chain": str(plan.current),
+        "nothing_to_do": plan.is_done,
+        "from": [partition.filter_subject for partition in plan.old],
+        "to": [partition.filter_subject for partition in plan.new],
+        "ends_at": None if plan.is_done else plan.end,
+        "still_to_read": {} if plan.is_done else plan.behind,
+        "left_out": [{"filter": each.filter_subject, **each.found.told()} for each in left],
+    }
+
+
+def _planned_lines(plan: RepartitionPlan, left: Sequence[LeftOut]) -> list[str]:
+    from egress.report import counted
+
+    if plan.is_done:
+        return [f"{_feed(plan.current)} is cut as configured"]
+    behind = [
+        f"partition {number}: {counted(count, 'sequence') if count else 'nothing'} still to read"
+        for number, count in plan.behind.items()
+    ]
+    return [
+        f"{_feed(plan.current)} would be closed at {plan.end}, and the next incarnation begin behind it",
+        f"from: {_filters(plan.old)}",
+        f"to: {_filters(plan.new)}",
+        *behind,
+        *map(str, left),
+    ]
+
+
+def _done(result: RepartitionResult, plan: RepartitionPlan) -> dict[str, Any]:
+    return {
+        "chain": str(result.chain),
+        "nothing_to_do": plan.is_done,
+        "to": [partition.filter_subject for partition in plan.new],
+        "first": result.first,
+        "ends": result.ends,
+    }
+
+
+def _done_lines(result: RepartitionResult, plan: RepartitionPlan) -> list[str]:
+    if plan.is_done:
+        return [f"{_feed(result.chain)} is cut as configured"]
+    ends = [
+        f"partition {number} of {_feed(plan.current)}: " + (f"ends at {end}" if end else "holds nothing")
+        for number, end in sorted(result.ends.items())
+    ]
+    return [
+        *ends,
+        f"{_feed(result.chain)} begins at {result.first}: {_filters(plan.new)}",
+        "start egress: it goes on with the new partitions",
+    ]
+
+
+def _feed(chain: Chain) -> str:
+    """All partitions of an incarnation."""
+    return str(chain).rpartition("/")[0]
+
+
+def _filters(parts: Sequence[Partition]) -> str:
+    from egress.incarnations import filters_text
+
+    return filters_text([partition.filter_subject for partition in parts])
+
+
+def _print(found: dict[str, Any], lines: Sequence[str], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        click.echo("\n".join(map(escaped, lines)))

@@ -1,0 +1,288 @@
+"""What a stopped partition looks like to an operator: verdict, evidence, bounds, choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.chain import MAX_INCARNATION, Chain
+from common.errors import DataError, FloeError, Unavailable, UsageError
+from common.jetstream.api import stream_info
+from common.sequences import SequenceRange
+from common.service.logs import get_logger
+from egress.archive import Archive
+from egress.consumers import check_start
+from egress.context import CommandContext
+from egress.deps import PartitionDeps
+from egress.evidence import Inquiry
+from egress.identity import (
+    CODES,
+    Acceptance,
+    Choice,
+    Evidence,
+    SourceVerdict,
+    VerdictKind,
+    acceptance_of,
+    bounds,
+    can_be_same,
+    choices,
+    gone_advice,
+    never_begun,
+    parting,
+)
+from egress.incarnations import (
+    Closings,
+    EndDecision,
+    HighWaterMarks,
+    History,
+    Incarnation,
+    newest_incarnation,
+)
+from egress.partition import Partition
+
+log = get_logger("egress.resolve")
+
+
+# What is wrong with the listing, or with what is remembered of it; the listing may be believed instead.
+OF_LISTING = ("E-LISTING", "E-EMPTY-ARCHIVE", "E-STATE-KV")
+OF_FEED = ("E-FILTERS",)  # the same for all partitions, which may be others than the feed has
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One partition. `current`: None for one that has not begun. `end`: where the listing ends now, 0 where
+    it is empty. `error`: what keeps it from being judged. `proposal`: where its next incarnation should
+    begin, None where nothing is wrong. `incarnation`: the newest, where `current` cannot be read.
+    """
+
+    partition: Partition
+    current: Incarnation | None = None
+    first: int = 1
+    end: int = 0
+    evidence: Evidence | None = None
+    verdict: SourceVerdict | None = None
+    proposal: int | None = None
+    error: FloeError | None = None
+    incarnation: int = 0
+
+    @property
+    def chain(self) -> Chain:
+        if self.current is None:
+            return replace(self.partition.chain, incarnation=self.incarnation)
+        return self.current.chain
+
+    @property
+    def code(self) -> str:
+        """Why it stops; empty where it does not."""
+        if self.error is not None:
+            return self.error.code
+        if self.verdict is None or self.verdict.is_same:
+            return ""
+        return CODES.get(self.verdict.kind, "")
+
+    @property
+    def bounds(self) -> SequenceRange | None:
+        """Where the next incarnation may begin."""
+        return bounds(self.evidence.source) if self.evidence and self.evidence.source else None
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The ways on by command."""
+        if self.code in OF_LISTING:
+            what = f"the listing is right: it ends at {self.end}" if self.end else "nothing was ever archived"
+            return [Choice("--believe-listing", what)]
+        if self.evidence is None or self.verdict is None or self.verdict.is_same:
+            return []
+        is_cut = len(self.partition.settings.filters()) > 1
+        return choices(self.evidence, self.verdict, self.proposal, is_cut=is_cut)
+
+    @property
+    def advice(self) -> str:
+        """What to do where no command decides it; empty where one does, or where nothing is wrong."""
+        if self.choices:
+            return ""
+        if self.verdict is not None and self.verdict.kind is VerdictKind.GONE:
+            continues = self.current is not None and self.current.stream.continues
+            return gone_advice(self.partition, self.chain, continues=continues)
+        return self.error.hint if self.error else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json` and for people, flat."""
+        evidence, verdict = self.evidence, self.verdict
+        source = evidence.source if evidence else None
+        why = self.error.message if self.error else verdict.why if verdict else "not begun"
+        if evidence is not None and self.error is None:
+            why += parting(evidence, self.proposal)
+        return {
+            "chain": str(self.chain),
+            "stream": self.partition.stream,
+            "code": self.code,
+            "verdict": verdict.kind.value if verdict else "",
+            "why": why,
+            "archive_first": self.first,
+            "archive_end": self.end,
+            "stream_first": source.first if source else None,
+            "stream_last": source.last if source else None,
+            "created_archived": self.current.stream.created if self.current else "",
+            "created_found": source.created if source else "",
+            "evidence": [
+                {"sequence": witness.tip.sequence, "held": witness.held.value}
+                for witness in (evidence.tips if evidence else ())
+            ],
+            "from_first": self.bounds.first if self.bounds else None,
+            "from_last": self.bounds.last if self.bounds else None,
+            "choices": [{"options": each.options, "meaning": each.meaning} for each in self.choices],
+            "advice": self.advice,
+        }
+
+
+async def look(opened: CommandContext, partition: Partition) -> Case:
+    """One partition as it is now. Raises Unavailable where nothing can be asked."""
+    deps = opened.of(partition)
+    history = History(deps)
+    number = 0
+    try:
+        newest = await deps.pools.io.run(newest_incarnation, deps.chains, partition.chain)
+        number = newest or 0
+        following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
+        if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
+            return Case(partition, error=lost, incarnation=following)
+        current = await history.load()
+        if current is None:
+            await _check_beginning(opened, partition)
+    except FloeError as error:
+        return Case(partition, error=error, incarnation=number)
+    if current is None:
+        return Case(partition)
+    archive = await Archive.of(current, deps)
+    try:
+        await archive.load()
+    except (Unavailable, DataError) as error:
+        if error.code not in OF_LISTING:
+            raise
+        await archive.survey()
+        return Case(partition, current, archive.first, archive.end, error=error)
+    return await _judged(deps, current, archive)
+
+
+async def _lost(history: History, chain: Chain) -> FloeError | None:
+    """What keeps an incarnation from being made: an archive of it that was lost, or a mark that is none."""
+    try:
+        return await history.lost(chain)
+    except DataError as spoiled:
+        return spoiled
+
+
+async def _check_beginning(opened: CommandContext, partition: Partition) -> None:
+    """Raises Stopped where a feed cannot begin."""
+    info = await stream_info(opened.deps.client, partition.stream)
+    if info is None:
+        raise never_begun(partition)
+    check_start(info, partition.settings)
+
+
+async def _judged(deps: PartitionDeps, current: Incarnation, archive: Archive) -> Case:
+    partition, inquiry = deps.partition, Inquiry(deps)
+    try:
+        inquiry.acceptance, _ = await acceptance_of(deps.state, current.chain).get()
+        await Closings(deps.state).get(current.chain)
+    except DataError as spoiled:
+        return Case(partition, current, archive.first, archive.end, error=spoiled)
+    evidence, verdict = await inquiry.look(current, archive)
+    source = evidence.source
+    is_hollow = verdict.is_same and source is not None and archive.is_hollow(source.first)
+    error = archive.hollow(source.first) if is_hollow and source is not None else None
+    asked = not verdict.is_same and verdict.kind is not VerdictKind.GONE
+    proposal = await inquiry.proposal(current, archive, evidence, verdict) if asked else None
+    return Case(partition, current, archive.first, archive.end, evidence, verdict, proposal, error)
+
+
+def plan_incarnation(cases: Sequence[Case], sequence: int | None) -> EndDecision:
+    """Where the partitions that cannot go on begin anew: at `sequence`, or where each one's proposal is.
+
+    The others begin behind their ends by themselves. Raises UsageError where that cannot be decided now.
+    """
+    for case in cases:
+        if case.error is not None or case.evidence is None or case.evidence.source is None:
+            why, hint = case.as_json()["why"], case.advice or "deal with that first"
+            raise UsageError(f"{case.chain}: {why.removeprefix(f'{case.chain}: ')}", hint=hint)
+    stopped = [case for case in cases if case.code]
+    if not stopped:
+        raise UsageError("nothing stops this feed: a new incarnation would only cut its history")
+    created = {case.evidence.source.created for case in cases if case.evidence and case.evidence.source}
+    if len(created) > 1:
+        raise UsageError("the stream was made anew while it was looked at", hint="look again")
+    first = {case.partition.number: _first(case, sequence) for case in stopped}
+    return EndDecision(created.pop(), first)
+
+
+def _first(case: Case, sequence: int | None) -> int:
+    bounds = case.bounds
+    first = sequence or case.proposal
+    if bounds is None or first is None:
+        raise UsageError(f"{case.chain}: where to begin cannot be told", hint="name it: --from SEQ")
+    if first not in bounds:
+        raise UsageError(f"--from: expected a sequence within {bounds}, found {first}")
+    return first
+
+
+def warnings(case: Case, first: int) -> str:
+    """What beginning at `first` would repeat or leave out; empty where it does neither."""
+    if case.proposal is None or first == case.proposal:
+        return ""
+    if first < case.proposal:
+        return f"{case.chain}: {first}..{case.proposal - 1} is archived already, and will be once more"
+    return f"{case.chain}: {case.proposal}..{first - 1} is not archived, and will not be"
+
+
+async def new_incarnation(opened: CommandContext, cases: Sequence[Case], decision: EndDecision) -> None:
+    """Let the incarnation of all partitions end. Raises UsageError where it has ended already."""
+    chain = cases[0].chain
+    closing = await Closings(opened.deps.state).change(chain, lambda found: found.decided(decision))
+    if closing.next is not None:
+        raise UsageError(f"{chain}: its incarnation has ended meanwhile", hint="look again")
+    log.info("decided", action="decided", what="new incarnation", **chain.log_context())
+
+
+def check_same(case: Case) -> Acceptance:
+    """What accepting the stream as the same would be. Raises UsageError where that cannot be."""
+    evidence, verdict = case.evidence, case.verdict
+    if evidence is None or verdict is None or evidence.source is None or not case.code or case.error:
+        raise UsageError(f"{case.chain}: --same is not a choice here: {case.as_json()['why']}")
+    if evidence.source.last < evidence.end:
+        raise UsageError(
+            f"{case.chain}: the stream ends at {evidence.source.last}, the archive at {evidence.end}: "
+            f"what is stored next up to {evidence.end} would be lost",
+            hint="--new-incarnation loses nothing",
+        )
+    if not can_be_same(evidence, verdict):
+        is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, parting(evidence, case.proposal)
+        why = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
+        raise UsageError(
+            f"{case.chain}: --same is not a choice {why}", hint="--new-incarnation loses nothing"
+        )
+    return Acceptance(evidence.source.created, evidence.end)
+
+
+async def same(opened: CommandContext, case: Case) -> None:
+    """Accept the stream of this partition as the one that was archived."""
+    await acceptance_of(opened.deps.state, case.chain).put(check_same(case))
+    log.info("decided", action="decided", what="same stream", **case.chain.log_context())
+
+
+async def believe_listing(opened: CommandContext, case: Case) -> int:
+    """Have the mark where the listing ends, and forget what cannot be read; the mark."""
+    if case.code not in OF_LISTING:
+        raise UsageError(f"{case.chain}: nothing is wrong with its listing")
+    deps, chain = opened.deps, case.chain
+    end = max(case.end, case.first - 1)
+    await HighWaterMarks(deps.state).set(chain, end)
+    acceptance, closings = acceptance_of(deps.state, chain), Closings(deps.state)
+    for read, key in ((acceptance.get(), acceptance.key), (closings.get(chain), closings.key(chain))):
+        try:
+            await read
+        except DataError:
+            await deps.state.delete(key)
+    log.info("decided", action="decided", what="listing", end=end, **chain.log_context())
+    return end

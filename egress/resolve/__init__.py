@@ -1,1 +1,0 @@
-"""Decisions of an operator about a chain that stopped."""

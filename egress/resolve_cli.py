@@ -1,0 +1,153 @@
+"""`floe egress resolve`: an operator's decision about a feed that stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from common.errors import UsageError
+from common.open import load_settings
+from common.service.cli import SequenceType, config_option, confirm, json_option, print_json, run_command
+from common.service.exits import DIFFERENCES
+
+if TYPE_CHECKING:
+    from egress.context import CommandContext
+    from egress.resolve import Case
+
+
+@click.command()
+@click.argument("feed")
+@click.option("--partition", type=click.IntRange(0), help="Only this partition.")
+@click.option("--same", "is_same", is_flag=True, help="It is the stream that was archived.")
+@click.option("--new-incarnation", "is_new", is_flag=True, help="Freeze what it is now as what follows.")
+@click.option("--from", "sequence", type=SequenceType(), help="Where the new incarnation begins.")
+@click.option("--believe-listing", "is_believed", is_flag=True, help="What the bucket shows is all there is.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@config_option
+@run_command
+async def resolve(
+    config: str,
+    feed: str,
+    partition: int | None,
+    is_same: bool,
+    is_new: bool,
+    sequence: int | None,
+    is_believed: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Show why FEED has stopped and what can be done about it, or decide it.
+
+    The running service looks again every 30 seconds and goes on by itself. Exit 3 where something is to be
+    decided.
+
+    \b
+    Example: floe egress resolve -c site.yaml NODE_DATA
+             floe egress resolve -c site.yaml NODE_DATA --new-incarnation --from 1201
+    """
+    from egress import resolve as resolving
+    from egress.context import feed_named, opened
+    from egress.deps import Tuning
+    from egress.partition import partitions_of
+
+    if is_same + is_new + is_believed > 1 or (sequence is not None and not is_new):
+        raise UsageError("expected one of --same, --new-incarnation [--from SEQ] and --believe-listing")
+    settings = load_settings(config, quiet=True)
+    partitions = partitions_of(settings.site, feed_named(settings, feed))
+    if partition is not None and partition >= len(partitions):
+        raise UsageError(f"--partition: expected 0 to {len(partitions) - 1}, found {partition}")
+    async with opened(settings, Tuning()) as components:
+        cases = [await resolving.look(components, each) for each in partitions]
+        chosen = cases if partition is None else [cases[partition]]
+        if is_new:
+            result = await _new_incarnation(components, cases, sequence, yes)
+        elif is_same:
+            result = await _same(components, chosen, yes)
+        elif is_believed:
+            result = await _believe(components, chosen, yes)
+        else:
+            return _show(chosen, as_json)
+    if as_json:
+        print_json(result)
+    else:
+        click.echo("decided; a running egress looks again every 30 seconds and goes on by itself")
+    return 0
+
+
+async def _new_incarnation(
+    opened: CommandContext, cases: Sequence[Case], sequence: int | None, yes: bool
+) -> dict[str, object]:
+    from egress.resolve import new_incarnation, plan_incarnation, warnings
+
+    decision = plan_incarnation(cases, sequence)
+    for text in filter(None, (warnings(cases[number], first) for number, first in decision.first.items())):
+        click.echo(f"warning: {text}", err=True)
+    begins = ", ".join(f"partition {number} at {first}" for number, first in sorted(decision.first.items()))
+    confirm(f"end the incarnation of {cases[0].chain}, and begin the next with {begins}?", yes)
+    await new_incarnation(opened, cases, decision)
+    return {"decided": "new incarnation", "first": decision.first}
+
+
+async def _same(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
+    from egress.resolve import check_same, same
+
+    stopped = [case for case in cases if case.code] or cases
+    accepted = {str(case.chain): check_same(case).end for case in stopped}
+    for chain, end in accepted.items():
+        confirm(
+            f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?", yes
+        )
+    for case in stopped:
+        await same(opened, case)
+    return {"decided": "same", "accepted": accepted}
+
+
+async def _believe(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dict[str, object]:
+    from egress.resolve import OF_LISTING, believe_listing
+
+    stopped = [case for case in cases if case.code in OF_LISTING] or cases[:1]
+    for case in stopped:
+        confirm(f"believe that the archive of {case.chain} ends at {case.end}?", yes)
+    return {"decided": "listing", "marks": {str(c.chain): await believe_listing(opened, c) for c in stopped}}
+
+
+def _show(cases: Sequence[Case], as_json: bool) -> int:
+    from egress.resolve import OF_FEED
+
+    if as_json:
+        print_json([case.as_json() for case in cases])
+    else:
+        # One for each partition; one alone where what is wrong is the feed's.
+        of_feed = next((case for case in cases if case.code in OF_FEED), None)
+        for case in cases if of_feed is None else [of_feed]:
+            click.echo("\n".join(_lines(case)))
+    return DIFFERENCES if any(case.code for case in cases) else 0
+
+
+def _lines(case: Case) -> list[str]:
+    from common.service.logs import escaped
+    from egress.hints import resolve as command
+    from egress.resolve import OF_FEED
+
+    found, chain = case.as_json(), str(case.chain)
+    named = chain.rpartition("/")[0] if case.code in OF_FEED else chain
+    state = case.code or "nothing to decide"
+    lines = [f"{named}  {state}: {found['why'].removeprefix(f'{chain}: ')}"]
+    if case.current is not None:
+        lines.append(f"  archive ends at {found['archive_end']}, created {found['created_archived'] or '-'}")
+    if found["stream_last"] is not None:
+        held = f"{found['stream_first']}..{found['stream_last']}"
+        lines.append(f"  stream holds {held}, created {found['created_found']}")
+    lines += [f"  sequence {witness['sequence']}: {witness['held']}" for witness in found["evidence"]]
+    if case.bounds is not None and case.code:
+        lines.append(f"  a new incarnation may begin within {case.bounds}")
+    for choice in case.choices:
+        partition = None if choice.options.startswith("--new") else case.partition.number or None
+        lines.append(f"  {choice.meaning}:")
+        lines.append(f"    {command(case.partition.settings.name, choice.options, partition)}")
+    if case.advice:
+        lines += [f"  {line}" for line in case.advice.split("\n")]
+    return [escaped(line) for line in lines]

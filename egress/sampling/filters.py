@@ -1,0 +1,278 @@
+"""Which received messages are kept, and what is told of their keys, on the way to the builder.
+
+Reasons for leaving out, in this order: looped, too old, sampled out. What a reason leaves out is not shown to
+the next one: a message that is too old never touches the sampler. Nor does one that claims to have come round
+(`egress.loops`): it passes, and is compared before it is written.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from common.jetstream.headers import REPLAY, SOURCE, hops, is_replayed
+from common.segments.columns import Columns
+from egress.advisories.advisory import Advisory
+from egress.advisories.senders import AdvisorySender
+from egress.batch import LOOPED, SAMPLED_OUT, TOO_OLD, MessageBatch
+from egress.builder import Builder
+from egress.loops import Claims
+from egress.sampling.sampler import SampledBatch, Sampler
+
+# From whether a message is kept (1 or 0) to its code, and from its code to whether it is still in question.
+_FROM_CHOICE = bytes([SAMPLED_OUT, 0]) + bytes(254)
+_IN_QUESTION = bytes([1]) + bytes(255)
+
+
+class PreFilter:
+    """Made where a feed has `max_age`, is a relay or is sampled.
+
+    `site`: messages that came through it are left out where `relay` is true. `keep_ns`: messages older than
+    this before the newest one seen are left out; 0 keeps all. `newest_ns`: the newest seen so far, 0 if none
+    was. `sampler`: None keeps what the others let pass. `claims`: which messages it is not shown. `choices`:
+    what it chose of the last batch, if asked.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        *,
+        relay: bool = False,
+        keep_ns: int = 0,
+        newest_ns: int = 0,
+        sampler: Sampler | None = None,
+        claims: Claims | None = None,
+    ) -> None:
+        self._site, self._relay, self._keep_ns, self._sampler = site, relay, keep_ns, sampler
+        self._claims = claims
+        self.newest_ns = newest_ns
+        self.choices: SampledBatch | None = None
+
+    def saw(self, timestamp_ns: int) -> bool:
+        """The source holds a message as new as this; whether older ones are left out because of it."""
+        older = self.newest_ns
+        self.newest_ns = max(older, timestamp_ns)
+        return bool(self._keep_ns) and timestamp_ns - self._keep_ns > older
+
+    def sift(self, columns: Columns) -> MessageBatch:
+        """Judge messages that were received, in sequence order and behind those before; at least one."""
+        codes, self.choices = self._codes(columns), None
+        if codes is None:
+            return self._sampled(columns)
+        rest = columns.chosen(codes.translate(_IN_QUESTION))
+        if self._sampler is None or not rest:
+            return MessageBatch(columns, codes, rest)
+        sampled = self._sampled(rest)
+        return MessageBatch(columns, _merged(codes, sampled.codes), sampled.kept)
+
+    def _codes(self, columns: Columns) -> bytearray | None:
+        """Why messages are left out before sampling, one byte for each; None where none is."""
+        old = self._too_old(columns)
+        looped = self._looped(columns)
+        if not old and not looped:
+            return None
+        codes = bytearray(len(columns))
+        for places, code in ((old, TOO_OLD), (looped, LOOPED)):
+            for place in places:
+                codes[place] = code
+        return codes
+
+    def _looped(self, columns: Columns) -> list[int]:
+        """The places of the messages that this site froze before and no replay brought back."""
+        places: list[int] = []
+        for place, block in enumerate(columns.headers if self._relay else ()):
+            if block is not None and SOURCE in block:
+                sites = [hop.site for hop in hops(block)]
+                is_back = REPLAY in block and is_replayed(block) and sites[:1] == [self._site]
+                if self._site in sites and not is_back:
+                    places.append(place)
+        return places
+
+    def _too_old(self, columns: Columns) -> list[int]:
+        """The places of the messages that are too old beside the newest one before them."""
+        times = columns.timestamps_ns
+        before, self.newest_ns = self.newest_ns, max(self.newest_ns, max(times))
+        if not self._keep_ns or min(times) >= self.newest_ns - self._keep_ns:
+            return []
+        newest = accumulate(times, max, initial=before)
+        next(newest)
+        pairs = enumerate(zip(times, newest, strict=True))
+        return [place for place, (time, seen) in pairs if time < seen - self._keep_ns]
+
+    def _sampled(self, columns: Columns) -> MessageBatch:
+        if self._sampler is None:
+            return MessageBatch.whole(columns)
+        claiming = [] if self._claims is None else self._claims.places(columns)
+        self.choices = choices = _around(self._sampler, columns, claiming)
+        codes = bytes(choices.kept).translate(_FROM_CHOICE)
+        return MessageBatch(columns, codes, columns.chosen(choices.kept, choices.keys))
+
+
+def _around(sampler: Sampler, columns: Columns, claiming: list[int]) -> SampledBatch:
+    """What the sampler chooses of all but those at the places `claiming`, which pass without a key."""
+    if not claiming:
+        return sampler.fold(columns)
+    shown = bytearray(b"\1") * len(columns)
+    for place in claiming:
+        shown[place] = 0
+    choices = sampler.fold(columns.chosen(shown))
+    kept, keys = iter(choices.kept), iter(choices.keys)
+    return replace(
+        choices,
+        kept=bytearray(next(kept) if each else 1 for each in shown),
+        keys=[next(keys) if each else None for each in shown],
+    )
+
+
+def _merged(codes: bytearray, rest: bytes | bytearray) -> bytearray:
+    """`codes`, with those of `rest` in the places of its zeros."""
+    following = iter(rest)
+    return bytearray(code or next(following) for code in codes)
+
+
+class Tracking:
+    """Tells what the sampler finds out about keys, and lets time pass for it.
+
+    `advisories`: None where the feed has none; then time only lets the sampler forget. `again_last`: up to
+    this sequence a former session may have found the same already. `again_until_ns`: and it may have let this
+    time pass, if by then all messages up to `again_last` are folded in; 0 if not.
+    """
+
+    def __init__(
+        self, sampler: Sampler, advisories: AdvisorySender | None, again_last: int, again_until_ns: int = 0
+    ) -> None:
+        self._sampler, self._advisories = sampler, advisories
+        self._again_last, self._again_until_ns = again_last, again_until_ns
+        self._advanced_ns = 0
+        self.is_again = True
+
+    def found(self, advisories: list[Advisory], *, again: bool = False) -> None:
+        """Hand these over; `again`: they may have been sent, though nothing is read again any more."""
+        if self._advisories is not None and advisories:
+            self._advisories.take(advisories, again=again or self.is_again)
+
+    def reached(self, sequence: int) -> None:
+        """All up to `sequence` is folded in."""
+        if self.is_again and sequence >= self._again_last:
+            self.advance(max(self._sampler.watermark_ns, self._again_until_ns))
+            self.is_again = False
+            if self._advisories is not None:
+                self._advisories.settle()
+
+    def advance(self, now_ns: int, *, again: bool = False) -> None:
+        """No message older than `now_ns` is still to come; `again` as in `found`."""
+        if now_ns > self._advanced_ns:
+            self._advanced_ns = now_ns
+            self.found(self._sampler.advance(now_ns), again=again)
+
+
+class Sifting:
+    """For a feed that is not sampled, but has `max_age` or is a relay."""
+
+    def __init__(self, builder: Builder, sieve: PreFilter) -> None:
+        self._builder, self._sieve = builder, sieve
+
+    def messages(self, columns: Columns) -> None:
+        """The next messages."""
+        if not self._builder.is_done:
+            self._builder.sifted(self._sieve.sift(columns))
+
+    def passed(self, sequence: int) -> None:
+        """The consumer delivers no more up to `sequence`."""
+        self._builder.passed(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStretch:
+    """What a session of a sampled feed reads.
+
+    `read_from`, `write_from`: what lies between them is archived, and is only folded. `until`: the end of the
+    hole that is filled, None without one. `source_newest_ns`: time of the newest message that the source
+    holds; it counts for `max_age` only from `write_from` on, so that reading again judges as the first
+    reading did.
+    """
+
+    read_from: int
+    write_from: int
+    until: int | None = None
+    source_newest_ns: int = 0
+
+
+class SamplingStage:
+    """For a sampled feed.
+
+    `on_writing`: called once, where writing begins, with whether messages are judged by a time that no
+    snapshot knows. `on_batch`: called before each batch that is written; `on_choices`: behind it.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        sieve: PreFilter,
+        tracking: Tracking,
+        stretch: SampledStretch,
+        *,
+        on_writing: Callable[[bool], None],
+        on_batch: Callable[[], None],
+        on_choices: Callable[[SampledBatch], None],
+    ) -> None:
+        self._builder, self._sieve, self._tracking, self._stretch = builder, sieve, tracking, stretch
+        self._on_writing, self._on_batch, self._on_choices = on_writing, on_batch, on_choices
+        self._is_writing = False
+        #: The last sequence folded in, or known to hold nothing to fold.
+        self.end = stretch.read_from - 1
+
+    def begin(self) -> None:
+        """To be called once, before the first message."""
+        self._reached(self.end)
+
+    def messages(self, columns: Columns) -> None:
+        """The next messages; what is archived of them is only folded."""
+        if count := bisect_left(columns.sequences, self._stretch.write_from):
+            self._sift(columns.part(0, count))
+            self._reached(columns.sequences[count - 1])
+            columns = columns.part(count, len(columns))
+        if columns and not self._builder.is_done:
+            self._write(columns)
+
+    def passed(self, sequence: int) -> None:
+        """The consumer delivers no more up to `sequence`."""
+        self._builder.passed(sequence)
+        self._reached(max(self.end, self._inside(sequence)))
+
+    def _inside(self, sequence: int) -> int:
+        return sequence if self._stretch.until is None else min(sequence, self._stretch.until)
+
+    def _sift(self, columns: Columns) -> MessageBatch:
+        sifted = self._sieve.sift(columns)
+        if self._sieve.choices is not None:
+            self._tracking.found(self._sieve.choices.advisories)
+        return sifted
+
+    def _write(self, columns: Columns) -> None:
+        self._begin_writing()
+        last = self._inside(columns.sequences[-1])
+        inside = columns.part(0, bisect_right(columns.sequences, last))
+        if inside:
+            self._on_batch()
+            sifted = self._sift(inside)
+            if self._sieve.choices is not None:
+                self._on_choices(self._sieve.choices)
+            self._builder.sifted(sifted)
+        if last < columns.sequences[-1]:
+            self._builder.passed(last)
+        self._reached(last)
+
+    def _reached(self, sequence: int) -> None:
+        if sequence >= self._stretch.write_from - 1:
+            self._begin_writing()
+        self.end = sequence
+        self._tracking.reached(sequence)
+
+    def _begin_writing(self) -> None:
+        if not self._is_writing:
+            self._is_writing = True
+            self.end = self._stretch.write_from - 1
+            self._on_writing(self._sieve.saw(self._stretch.source_newest_ns))

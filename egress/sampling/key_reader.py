@@ -1,0 +1,298 @@
+"""Reads the key of a message: from a JSON field, a header or the subject; and its force field.
+
+Values of JSON are found by typed decoders of msgspec: they check the document whole, and skip what is not
+asked for. Where that is not enough (a list on the way, two things under one name) the slow walk finds the
+same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from common.segments.columns import Columns
+from egress.sampling.settings import MAX_KEY_BYTES, Sampling
+
+Path = tuple[str, ...]
+
+#: What a decoder raises for a document that cannot be read: nesting beyond the interpreter's limit included.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_OBJECT, _ARRAY, _STRING = b"{", b"[", b'"'
+_SPACE = b" \t\r\n"
+_text = msgspec.json.Decoder(str).decode
+_check = msgspec.json.Decoder(msgspec.Raw).decode
+_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def parse_path(text: str) -> Path:
+    r"""The names in a dotted path: dots separate them, a backslash takes what follows as it is (`a\.b`)."""
+    names, characters = [""], iter(text)
+    for character in characters:
+        if character == ".":
+            names.append("")
+        else:
+            names[-1] += next(characters, "\\") if character == "\\" else character
+    return tuple(names)
+
+
+def scalar(raw: bytes) -> str | None:
+    """A JSON value as a key: a string itself, a number, true and false as written; None for any other."""
+    if raw.startswith(_STRING):
+        return _text(raw) or None
+    return None if raw[:1] in b"n{[" else raw.decode("ascii")
+
+
+def _walk(path: Path) -> Callable[[bytes], bytes | None]:
+    """Finds the JSON of the value at `path`, whatever the document looks like; None if there is none.
+
+    The last of several members of one name counts, and what stands behind the value is checked too. Raises
+    one of `UNREADABLE`.
+    """
+    steps = list(map(_step, path))
+
+    def find(document: bytes) -> bytes | None:
+        found: bytes | None = document
+        for step in steps:
+            found = None if found is None else step(found)
+        return found
+
+    return find
+
+
+def _step(name: str) -> Callable[[bytes], bytes | None]:
+    """From an object to its member, from an array to its item; None where there is none."""
+    member = _member(name)
+    # More digits than that name no item of a payload.
+    index = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
+
+    def step(value: bytes) -> bytes | None:
+        start = value.lstrip(_SPACE)[:1]
+        if start == _OBJECT:
+            return member(value)
+        if start == _ARRAY and index is not None:
+            items = _items(value)
+            return bytes(items[index]) if index < len(items) else None
+        _check(value)
+        return None
+
+    return step
+
+
+def _member(name: str) -> Callable[[bytes], bytes | None]:
+    if not _is_plain(name):
+        return lambda value: _bytes(_members(value).get(name))
+    decode = msgspec.json.Decoder(_struct({name: 0}, [msgspec.Raw], "", [""])).decode
+    return lambda value: _bytes(decode(value).m0)
+
+
+def _bytes(raw: msgspec.Raw | None) -> bytes | None:
+    return None if raw is None else bytes(raw)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether msgspec takes it as the name of a field."""
+    return not any(character in '"\\' or character < " " for character in name)
+
+
+Find = Callable[[Any], Any]
+Branch = dict[str, "Branch | int"]
+
+
+def _grow(branch: Branch, path: Path, place: int) -> bool:
+    """Add a path to the branch; False where it collides with another."""
+    for name in path[:-1]:
+        below = branch.setdefault(name, {})
+        if isinstance(below, int):
+            return False
+        branch = below
+    return branch.setdefault(path[-1], place) == place
+
+
+def _struct(branch: Branch, kinds: Sequence[Any], prefix: str, attributes: list[str]) -> Any:
+    """The type of a branch. What is absent is None at its end, and an empty struct on the way there.
+
+    `attributes` takes for each path the attributes that lead to its value from the root, `prefix` those that
+    lead here.
+    """
+    fields: list[tuple[str, Any, Any]] = []
+    for number, below in enumerate(branch.values()):
+        attribute = f"m{number}"
+        if isinstance(below, int):
+            attributes[below] = prefix + attribute
+            fields.append((attribute, kinds[below], None))
+        else:
+            kind = _struct(below, kinds, f"{prefix}{attribute}.", attributes)
+            fields.append((attribute, kind, kind()))
+    names = {f"m{number}": name for number, name in enumerate(branch)}
+    return msgspec.defstruct("Document", fields, rename=names, frozen=True, gc=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to read a document. All of them may raise one of `UNREADABLE`; then the next way is tried."""
+
+    decode: Callable[[bytes], Any]
+    key: Callable[[Any], str | None]
+    forced: Callable[[Any], bool]
+
+
+class JsonReader:
+    """Reads the key at one path, and whether `true` stands at another; either may be None.
+
+    It begins with a decoder of text. A document that holds something else there is read once more, as JSON
+    values, and after the first key that is found so this way comes first; what neither can read is walked
+    through. The answer depends on the document alone, not on what was read before.
+    """
+
+    def __init__(self, key: Path | None, force: Path | None) -> None:
+        self._ways = _ways(key, force)
+        self._first = 0
+
+    def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
+        """The key of each; None for a document without one, and for what is no document."""
+        keys: list[str | None] = []
+        append, first = keys.append, self._ways[self._first]
+        decode, key = first.decode, first.key
+        for payload in payloads:
+            try:
+                append(key(decode(payload)) or None)
+            except UNREADABLE:
+                append(self._otherwise(payload)[0])
+        return keys
+
+    def both(self, payloads: Sequence[bytes]) -> tuple[list[str | None], list[bool]]:
+        """The key of each, as above, and whether it is to pass; False for what is no document."""
+        keys: list[str | None] = []
+        forces: list[bool] = []
+        first = self._ways[self._first]
+        decode, key, forced = first.decode, first.key, first.forced
+        for payload in payloads:
+            try:
+                document = decode(payload)
+                found, force = key(document) or None, forced(document)
+            except UNREADABLE:
+                found, force = self._otherwise(payload)
+            keys.append(found)
+            forces.append(force)
+        return keys, forces
+
+    def _otherwise(self, payload: bytes) -> tuple[str | None, bool]:
+        for number, way in enumerate(self._ways):
+            try:
+                document = way.decode(payload)
+                key, forced = way.key(document) or None, way.forced(document)
+            except UNREADABLE:
+                continue
+            if number == 1 and key is not None:
+                self._first = 1
+            return key, forced
+        return None, False
+
+
+def _ways(key: Path | None, force: Path | None) -> list[Way]:
+    by_walk = _way(bytes, _walk(key) if key else None, _walk(force) if force else None)
+    ways = [_tree(key, force, str | None), _tree(key, force, msgspec.Raw), by_walk]
+    return [way for way in ways if way is not None]
+
+
+def _tree(key: Path | None, force: Path | None, kind: Any) -> Way | None:
+    """One decoder for both paths, with a value of the type `kind` as the key.
+
+    None where only a walk finds them: a name that could be an index, or one path that leads through another.
+    """
+    paths = [path for path in (key, force) if path is not None]
+    if not all(_is_plain(name) and not name.isdigit() for path in paths for name in path):
+        return None
+    root: Branch = {}
+    if not all(_grow(root, path, place) for place, path in enumerate(paths)):
+        return None
+    attributes = [""] * len(paths)
+    document = _struct(root, [kind, msgspec.Raw][key is None :], "", attributes)
+    find = list(map(attrgetter, attributes))
+    decode = msgspec.json.Decoder(document).decode
+    way = _way(decode, find[0] if key else None, find[-1] if force else None)
+    return way if key is None or kind is msgspec.Raw else replace(way, key=find[0])
+
+
+def _way(decode: Callable[[bytes], Any], find_key: Find | None, find_force: Find | None) -> Way:
+    """`find_key`, `find_force`: give the JSON of a value, None where it is absent; None where nobody asks."""
+
+    def key(document: Any) -> str | None:
+        found = find_key(document) if find_key else None
+        return None if found is None else scalar(bytes(found))
+
+    def forced(document: Any) -> bool:
+        found = find_force(document) if find_force else None
+        return found is not None and bytes(found) == b"true"
+
+    return Way(decode, key, forced)
+
+
+Keys = list[str | None]
+Forces = list[bool] | None
+
+
+class KeyReader:
+    """Reads the keys of messages as `sampling` says; made once per session, for one thread."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._read = _reader(sampling)
+
+    def read(self, columns: Columns) -> tuple[Keys, Forces]:
+        """The key of each message, None where it has none; and whether each is forced to pass, None where the
+        settings name no force field.
+        """
+        keys, forced = self._read(columns)
+        # A character is four bytes at most: mostly this one comparison is all.
+        if max(map(len, filter(None, keys)), default=0) > MAX_KEY_BYTES // 4:
+            keys = [None if key is None or len(key.encode()) > MAX_KEY_BYTES else key for key in keys]
+        return keys, forced
+
+
+def _reader(sampling: Sampling) -> Callable[[Columns], tuple[Keys, Forces]]:
+    force = parse_path(sampling.force_field) if sampling.force_field else None
+    if sampling.field:
+        json = JsonReader(parse_path(sampling.field), force)
+        if force is None:
+            return lambda columns: (json.keys(columns.payloads), None)
+        return lambda columns: json.both(columns.payloads)
+    keys = _by_header(sampling.header) if sampling.header else _by_token(sampling.subject_token)
+    if force is None:
+        return lambda columns: (keys(columns), None)
+    forces = JsonReader(None, force)
+    return lambda columns: (keys(columns), forces.both(columns.payloads)[1])
+
+
+def _by_header(name: str) -> Callable[[Columns], Keys]:
+    """By the first header of this name, in any case, without the spaces around its value."""
+    line = rb"\r\n[ \t]*" + re.escape(name.encode()) + rb"[ \t]*:([^\r\n]*)"
+    find = re.compile(line, re.IGNORECASE).search
+
+    def key(block: bytes | None) -> str | None:
+        found = None if block is None else find(block)
+        return None if found is None else _key_text(found[1].strip())
+
+    return lambda columns: list(map(key, columns.headers))
+
+
+def _by_token(token: int) -> Callable[[Columns], Keys]:
+    """By one token of the subject, counted from 1, or by all of it (-1)."""
+    if token < 0:
+        return lambda columns: list(map(_key_text, columns.subjects))
+
+    def key(subject: bytes) -> str | None:
+        tokens = subject.split(b".", token)
+        return _key_text(tokens[token - 1]) if len(tokens) >= token else None
+
+    return lambda columns: list(map(key, columns.subjects))
+
+
+def _key_text(raw: bytes) -> str | None:
+    return raw.decode("utf-8", "backslashreplace") or None

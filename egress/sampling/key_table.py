@@ -1,0 +1,251 @@
+"""What is known about each key: places for keys, and parallel columns with one entry for each place.
+
+Columns and not an object for each key: a million keys fit in 200 MB, are frozen in a few milliseconds, and
+Arrow finds the silent ones at once. The fold reads and writes the columns itself; only keys come and go here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2b
+from itertools import chain
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from common.clock import NS_PER_S
+
+#: A publisher with a period of `inspect_duration` is never quite on time: it may be early by this much.
+SLACK_PART = 100
+
+
+def period_ns(key: str, duration_ns: int) -> int:
+    """After how many nanoseconds since its last copy a message of `key` passes again.
+
+    That is `duration_ns`, less a slack of a hundredth of it (at most one second), less a share of a tenth of
+    it that follows from the key alone: copies that began together drift apart, and none is late.
+    """
+    digest = blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    spread = int.from_bytes(digest, "big") * duration_ns // (10 << 64)
+    return duration_ns - min(NS_PER_S, duration_ns // SLACK_PART) - spread
+
+
+#: Values that stand in one list; such a list is copied before it is changed, where a frozen state holds it.
+CHUNK = 4096
+
+
+class Notice(IntEnum):
+    """What was told about a key since it was last seen."""
+
+    NONE = 0
+    TIMEOUT = 1
+    EXPIRE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """One key, as `floe state` shows it. Times are nanoseconds since 1970.
+
+    `seen_ns`, `size`: time and payload bytes of its last message. `copied_ns`: the message of that time was
+    the last that passed. From `due_ns` on the next one passes.
+    """
+
+    value: str
+    seen_ns: int
+    copied_ns: int
+    due_ns: int
+    size: int
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """What a sampler knew at one moment, at first nothing. Made by `Sampler.freeze` and by `decode`.
+
+    `watermark_ns`: the newest message time folded in. `values`: lists of `CHUNK` keys (the last may be
+    shorter), None where a place is free. The other fields hold the columns, one entry for each place: `seen`
+    and `due` 8 bytes (ns), `sizes` 4, `notices` 1, in the byte order of this machine.
+    """
+
+    duration_ns: int
+    watermark_ns: int = 0
+    values: tuple[list[str | None], ...] = ()
+    seen: bytes = b""
+    due: bytes = b""
+    sizes: bytes = b""
+    notices: bytes = b""
+
+    def count(self) -> int:
+        """How many keys are known."""
+        return sum(len(chunk) - chunk.count(None) for chunk in self.values)
+
+    def known(self) -> Iterator[KnownKey]:
+        """Every key with what is known about it, in no order that means anything."""
+        columns = zip(
+            chain.from_iterable(self.values),
+            array("q", self.seen),
+            array("q", self.due),
+            array("I", self.sizes),
+            self.notices,
+            strict=True,
+        )
+        for value, seen, due, size, notice in columns:
+            if value is not None:
+                copied = due - period_ns(value, self.duration_ns)
+                yield KnownKey(value, seen, copied, due, size, Notice(notice))
+
+
+#: `seen` of a free place: later than any message.
+NEVER = 2**63 - 1
+
+
+def later(time_ns: int, by_ns: int) -> int:
+    """`time_ns + by_ns`, as far as a column holds it: message times may be any that a server can write."""
+    return min(NEVER, time_ns + by_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class DueLimits:
+    """Keys last seen before `timeout`, not after `expire` or not after `forget` (ns) are due.
+
+    Only what was not told yet is due to be told.
+    """
+
+    timeout: int
+    expire: int
+    forget: int
+
+
+class Table:
+    """Keys and columns. A place is reused only after `forget`.
+
+    `places`: where each key stands. `seen`, `due`: ns; `sizes`: bytes; `notices`: of type `Notice`.
+    """
+
+    def __init__(self, state: SamplerState) -> None:
+        self.seen = array("q", state.seen)
+        self.due = array("q", state.due)
+        self.sizes = array("I", state.sizes)
+        self.notices = bytearray(state.notices)
+        self.places: dict[str, int] = {}
+        self._chunks = list(state.values)
+        self._shared = bytearray(b"\1" * len(self._chunks))
+        self._free: list[int] = []
+        for place, key in enumerate(chain.from_iterable(self._chunks)):
+            if key is None:
+                self._free.append(place)
+            else:
+                self.places[key] = place
+
+    def __len__(self) -> int:
+        """How many keys stand here."""
+        return len(self.places)
+
+    def key(self, place: int) -> str:
+        """The key at a place that is not free."""
+        key = self._chunks[place // CHUNK][place % CHUNK]
+        assert key is not None
+        return key
+
+    def add(self, key: str, seen: int, due: int, size: int) -> None:
+        """A key that does not stand here yet."""
+        if not self._free:
+            place = len(self.seen)
+            if place % CHUNK == 0:
+                self._chunks.append([])
+                self._shared.append(0)
+            self._own(place).append(key)
+            self.seen.append(seen)
+            self.due.append(due)
+            self.sizes.append(size)
+            self.notices.append(Notice.NONE)
+        else:
+            place = self._free.pop()
+            self._own(place)[place % CHUNK] = key
+            self.seen[place], self.due[place], self.sizes[place] = seen, due, size
+        self.places[key] = place
+
+    def forget(self, place: int) -> None:
+        """Free a place that is not free."""
+        del self.places[self.key(place)]
+        self._own(place)[place % CHUNK] = None
+        self.seen[place], self.due[place], self.sizes[place] = NEVER, 0, 0
+        self.notices[place] = Notice.NONE
+        self._free.append(place)
+
+    def freeze(self, duration_ns: int, watermark_ns: int) -> SamplerState:
+        """What stands here now. The keys are not copied: their lists are shared until one of them changes."""
+        self._shared = bytearray(b"\1" * len(self._chunks))
+        return SamplerState(
+            duration_ns,
+            watermark_ns,
+            tuple(self._chunks),
+            self.seen.tobytes(),
+            self.due.tobytes(),
+            self.sizes.tobytes(),
+            bytes(self.notices),
+        )
+
+    def _own(self, place: int) -> list[str | None]:
+        """The list of keys that `place` is in, copied if a frozen state holds it too."""
+        number = place // CHUNK
+        if self._shared[number]:
+            self._chunks[number] = list(self._chunks[number])
+            self._shared[number] = 0
+        return self._chunks[number]
+
+    # By Arrow: no key can be added while its arrays exist.
+
+    def _columns(self) -> tuple[pa.Array[Any], pa.Array[Any]]:
+        """`seen` and `notices`, not copied."""
+        count = len(self.seen)
+        seen = pa.Array.from_buffers(pa.int64(), count, [None, pa.py_buffer(self.seen)])
+        notices = pa.Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(self.notices)])
+        return seen, notices
+
+    def due_places(self, limits: DueLimits, most: int) -> list[int]:
+        """The first places of keys that are due, so many at most."""
+        seen, notices = self._columns()
+        is_silent = pc.less(seen, _time(max(limits.timeout, limits.expire + 1, limits.forget + 1)))
+        silent = cast("pa.Array[Any]", pc.call_function("indices_nonzero", [is_silent]))
+        if not len(silent):
+            return []
+        seen, notices = seen.take(silent), notices.take(silent)
+        forget = pc.less_equal(seen, _time(limits.forget))
+        expire = pc.and_(pc.less_equal(seen, _time(limits.expire)), pc.less(notices, _told(Notice.EXPIRE)))
+        timeout = pc.and_(pc.less(seen, _time(limits.timeout)), pc.equal(notices, _told(Notice.NONE)))
+        due = silent.filter(pc.or_(pc.or_(forget, expire), timeout))
+        return cast(list[int], due.slice(0, most).to_pylist())
+
+    def oldest(self) -> tuple[int, int, int]:
+        """The least `seen` of keys nothing was told about, of those with a timeout, and of all keys.
+
+        `NEVER` where there is none.
+        """
+        seen, notices = self._columns()
+        least = _least(seen)
+        if not len(seen) or not pc.max(notices).as_py():
+            return least, NEVER, least
+        found = []
+        for notice in (Notice.NONE, Notice.TIMEOUT):
+            # The mask becomes the validity of the column, so that nothing is copied.
+            validity = pc.equal(notices, _told(notice)).buffers()[1]
+            found.append(_least(pa.Array.from_buffers(pa.int64(), len(seen), [validity, seen.buffers()[1]])))
+        return found[0], found[1], least
+
+
+def _time(time_ns: int) -> pa.Int64Scalar:
+    return pa.scalar(time_ns, pa.int64())
+
+
+def _told(notice: Notice) -> pa.UInt8Scalar:
+    return pa.scalar(int(notice), pa.uint8())
+
+
+def _least(seen: pa.Array[Any]) -> int:
+    least = pc.min(seen).as_py()
+    return NEVER if least is None else int(least)

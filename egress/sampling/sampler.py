@@ -1,0 +1,276 @@
+"""The sampler: a pure fold over the log. The same settings and messages lead to the same choices (I8).
+
+All times are message times in ns, made to run forward (`stretches`). Nothing here reads a clock, and
+whether and when a silent key is forgotten changes no choice: a key that was silent for `inspect_duration` is
+as unknown as one never seen, and it is forgotten only once the messages have come that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import cast
+
+from common.segments.columns import Columns
+from egress.advisories.advisory import Advisory, Event
+from egress.sampling.key_reader import KeyReader
+from egress.sampling.key_table import (
+    NEVER,
+    DueLimits,
+    Notice,
+    SamplerState,
+    Table,
+    later,
+    period_ns,
+)
+from egress.sampling.settings import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRun:
+    """Messages from the place `first` of a batch on, with their times, which never run backwards.
+
+    `is_set_back`: the clock was set back before them, to the first of these times.
+    """
+
+    first: int
+    times: Sequence[int]
+    is_set_back: bool
+
+
+def stretches(timestamps_ns: Sequence[int], newest_ns: int, tolerance_ns: int) -> list[MessageRun]:
+    """The batch as stretches of time, one behind the other; one, nearly always, and none of nothing.
+
+    `newest_ns`: the newest time before the batch.
+    """
+    if timestamps_ns and timestamps_ns[0] >= newest_ns and sorted(timestamps_ns) == timestamps_ns:
+        return [MessageRun(0, timestamps_ns, False)]
+    times: list[int] = []
+    found = [MessageRun(0, times, False)]
+    for place, timestamp_ns in enumerate(timestamps_ns):
+        if timestamp_ns < newest_ns - tolerance_ns:
+            times, newest_ns = [], timestamp_ns
+            found.append(MessageRun(place, times, True))
+        newest_ns = max(newest_ns, timestamp_ns)
+        times.append(newest_ns)
+    return [stretch for stretch in found if stretch.times]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """What a batch led to.
+
+    `kept`: 1 for each message that passes, else 0. `keys`: the key of each, None where it has none.
+    `missing`: how many have none; `forced`: how many have a force field that is true. `advisories`: in the
+    order of the messages that led to them.
+    """
+
+    kept: bytearray
+    keys: list[str | None]
+    missing: int
+    forced: int
+    advisories: list[Advisory]
+
+
+class Sampler:
+    """Chooses which messages pass, and finds out which keys are new, silent or back.
+
+    `state`: what it knows to begin with; None: nothing. `tracks`: False where nobody wants advisories; then
+    none are made.
+    """
+
+    def __init__(self, sampling: Sampling, state: SamplerState | None = None, *, tracks: bool = True) -> None:
+        state = state or SamplerState(sampling.duration_ns)
+        self._duration = sampling.duration_ns
+        self._warn = sampling.warn_ns
+        self._size_trigger = sampling.size_trigger or NEVER
+        self._tracks = tracks
+        self._keys = KeyReader(sampling)
+        self._table = Table(state)
+        #: The newest message time folded in; 0 before the first.
+        self.watermark_ns = state.watermark_ns
+        self._look_again()
+
+    @property
+    def values(self) -> int:
+        """How many keys are known and not expired."""
+        return len(self._table) - self._table.notices.count(Notice.EXPIRE)
+
+    def fold(self, columns: Columns) -> SampledBatch:
+        """Take the next messages of the log, in sequence order, and choose."""
+        keys, forced = self._keys.read(columns)
+        return self.choose(keys, forced, columns.timestamps_ns, list(map(len, columns.payloads)))
+
+    def choose(
+        self,
+        keys: list[str | None],
+        forced: list[bool] | None,
+        timestamps_ns: Sequence[int],
+        sizes: Sequence[int],
+    ) -> SampledBatch:
+        """As `fold`, of messages whose keys are read: with lists of equal length."""
+        kept = bytearray(len(keys))
+        found: list[Advisory] = []
+        for stretch in stretches(timestamps_ns, self.watermark_ns, self._duration):
+            if stretch.is_set_back:
+                self._set_back(stretch.times[0], found)
+            self._take(stretch, keys, forced, sizes, kept, found)
+            self.watermark_ns = stretch.times[-1]
+        return SampledBatch(kept, keys, keys.count(None), forced.count(True) if forced else 0, found)
+
+    def advance(self, now_ns: int, most: int = NEVER) -> list[Advisory]:
+        """Time has come to `now_ns` at least: what is to be told about silent keys, by moment and value.
+
+        `now_ns`: the watermark, or the server's time where the source holds nothing newer. `most`: so many
+        keys are handled, and the next call goes on with the others, so that a whole site that fell silent
+        holds nobody up. Cheap where nothing is due; else it looks at the whole table.
+        """
+        now_ns = max(now_ns, self.watermark_ns)
+        is_quiet = not self._tracks or now_ns < self._quiet_until
+        if is_quiet and self.watermark_ns < self._whole_until:
+            return []
+        return self._silent(now_ns, most)
+
+    def settle(self, at_ns: int) -> None:
+        """Every known key counts as seen at `at_ns` at least, and nothing was told about it.
+
+        To be called behind `learn`: what is silent then is told from there on, and not all at once.
+        """
+        table = self._table
+        for place, seen in enumerate(table.seen):
+            if seen < at_ns:
+                table.seen[place] = at_ns
+        table.notices[:] = bytes(len(table.notices))
+        self._look_again()
+
+    def learn(self, keys: Sequence[str | None], timestamps_ns: Sequence[int], sizes: Sequence[int]) -> None:
+        """Messages that passed before, in their order: each key was seen and copied then. No advisories."""
+        forced = [True] * len(keys)
+        tracks, self._tracks = self._tracks, False
+        self.choose(list(keys), forced, timestamps_ns, sizes)
+        self._tracks = tracks
+        self._look_again()
+
+    def freeze(self) -> SamplerState:
+        """What is known now, as a value: some milliseconds for a million keys."""
+        return self._table.freeze(self._duration, self.watermark_ns)
+
+    def _take(
+        self,
+        stretch: MessageRun,
+        keys: list[str | None],
+        forced: list[bool] | None,
+        sizes: Sequence[int],
+        kept: bytearray,
+        found: list[Advisory],
+    ) -> None:
+        """Choose for the messages of one stretch. Run for every message: no look-ups, no objects."""
+        first, last = stretch.first, stretch.first + len(stretch.times)
+        whole = last - first == len(keys)
+        forces: Iterable[bool] = repeat(False) if forced is None else forced[first:last]
+        table, duration, size_trigger = self._table, self._duration, self._size_trigger
+        # Where nobody is told, silence is of no interest: after a long one the key is due anyway.
+        loud = self._warn if self._tracks else NEVER
+        place_of, seen_at, due_at = table.places.get, table.seen, table.due
+        size_of, notice_of = table.sizes, table.notices
+        messages = zip(
+            range(first, last),
+            # None among them is no key of the table.
+            cast(list[str], keys if whole else keys[first:last]),
+            stretch.times,
+            sizes if whole else sizes[first:last],
+            forces,
+            strict=False,
+        )
+        for number, key, now, size, passes in messages:
+            place = place_of(key)
+            if place is None:
+                kept[number] = 1
+                if key is not None:
+                    self._meet(key, now, size, found)
+                continue
+            if now - seen_at[place] > loud or notice_of[place]:
+                passes = self._return(key, place, now, found) or passes
+            seen_at[place] = now
+            before = size_of[place]
+            if size != before:
+                size_of[place] = size
+                passes = passes or not before or abs(size - before) >= size_trigger
+            if passes or now >= due_at[place]:
+                kept[number] = 1
+                due_at[place] = later(now, period_ns(key, duration))
+
+    def _meet(self, key: str, now: int, size: int, found: list[Advisory]) -> None:
+        """A key that is not in the table."""
+        self._table.add(key, now, later(now, period_ns(key, self._duration)), size)
+        self._wait(now)
+        if self._tracks:
+            found.append(Advisory(Event.NEW, key, now, now))
+
+    def _return(self, key: str, place: int, now: int, found: list[Advisory]) -> bool:
+        """A key that was silent, or that something was told about; whether it is unknown by now."""
+        seen, notice = self._table.seen[place], self._table.notices[place]
+        unknown = now - seen >= self._duration
+        self._table.notices[place] = Notice.NONE
+        self._wait(now)
+        if self._tracks:
+            if notice == Notice.NONE:
+                found.append(Advisory(Event.TIMEOUT, key, seen, later(seen, self._warn)))
+            if unknown and notice < Notice.EXPIRE:
+                found.append(Advisory(Event.EXPIRE, key, seen, later(seen, self._duration)))
+            if unknown or notice == Notice.EXPIRE:
+                found.append(Advisory(Event.NEW, key, now, now))
+            else:
+                found.append(Advisory(Event.RECOVER, key, seen, now))
+        return unknown
+
+    def _silent(self, now_ns: int, most: int) -> list[Advisory]:
+        """Handle what is due, of so many keys at most."""
+        table, found = self._table, list[Advisory]()
+        # By the server's time keys are only told about: forgotten, they would be chosen anew by a clock that
+        # is not the messages'.
+        forget = self.watermark_ns - self._duration
+        limits = DueLimits(timeout=forget, expire=forget, forget=forget)
+        if self._tracks:
+            limits = DueLimits(timeout=now_ns - self._warn, expire=now_ns - self._duration, forget=forget)
+        for place in table.due_places(limits, min(most, len(table))):
+            key, seen, notice = table.key(place), table.seen[place], table.notices[place]
+            if self._tracks and notice == Notice.NONE and seen < limits.timeout:
+                found.append(Advisory(Event.TIMEOUT, key, seen, later(seen, self._warn)))
+                table.notices[place] = Notice.TIMEOUT
+            if self._tracks and notice < Notice.EXPIRE and seen <= limits.expire:
+                found.append(Advisory(Event.EXPIRE, key, seen, later(seen, self._duration)))
+                table.notices[place] = Notice.EXPIRE
+            if seen <= limits.forget:
+                table.forget(place)
+        # Until when nothing is due, whatever messages of known keys come meanwhile.
+        untold, timed_out, least = table.oldest()
+        self._quiet_until = min(untold + self._warn + 1, timed_out + self._duration)
+        self._whole_until = least + self._duration
+        found.sort(key=lambda advisory: (advisory.moment_ns, advisory.value))
+        return found
+
+    def _set_back(self, to_ns: int, found: list[Advisory]) -> None:
+        """The clock was set back: what lies behind `to_ns` by now counts as of then.
+
+        What is due at the watermark is handled first, so that it does not matter when that was done last.
+        """
+        table, duration = self._table, self._duration
+        found.extend(self._silent(self.watermark_ns, NEVER))
+        for key, place in table.places.items():
+            if table.seen[place] > to_ns:
+                table.seen[place] = to_ns
+                table.notices[place] = Notice.NONE
+                table.due[place] = min(table.due[place], later(to_ns, period_ns(key, duration)))
+        self.watermark_ns = to_ns
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Nothing is known about when the next key is due."""
+        self._quiet_until = self._whole_until = 0
+
+    def _wait(self, now: int) -> None:
+        """A key is to be looked after from `now` on, when perhaps no other was."""
+        self._quiet_until = min(self._quiet_until, now + self._warn + 1)
+        self._whole_until = min(self._whole_until, now + self._duration)

@@ -1,0 +1,296 @@
+"""A chain's snapshots in the store: read and put, the one to go on from, and when to save the next.
+
+A name carries its content, so nothing is ever overwritten with other bytes, and what a late or a second
+instance writes harms nobody. Whoever can write to the bucket can write here: what is read is bounded, held
+against its name, and used only if it says of itself what its key says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.errors import DataError, FloeError
+from common.failpoints import failpoint
+from common.objects.port import sha256_of, size_of
+from common.segments.documents import (
+    SnapshotRef,
+    list_snapshots,
+    newest_first,
+    sampling_of,
+    snapshot_metadata,
+)
+from common.segments.keys import DIGEST_LENGTH, StateName
+from common.segments.store import SegmentStore
+from common.segments.writer import spool_error
+from common.service.logs import get_logger
+from common.service.process import Threads
+from egress.report import SamplingReport
+from egress.sampling.snapshot import Snapshot, decode, encode
+
+log = get_logger("egress.snapshots")
+
+
+__all__ = ["SnapshotRef", "Snapshots"]
+
+
+# Beyond this an object is not read: 1,000,000 values of the greatest length allowed stay below.
+MAX_SNAPSHOT_BYTES = 1 << 30
+READ_PAUSES = (0.1, 0.5)  # seconds before one that arrived damaged is fetched again
+
+
+class Snapshots:
+    """The snapshots of `chain` in `store`. Blocking; safe to use from several threads.
+
+    Every method raises what the object store raises.
+    """
+
+    def __init__(self, store: SegmentStore, chain: Chain, *, clock: Clock | None = None) -> None:
+        self.chain = chain
+        self._store, self._objects = store, store.objects
+        self._clock = clock or SystemClock()
+
+    def list(self) -> builtins.list[SnapshotRef]:
+        """All of them, newest first: the greatest position, and of one position what was stored last."""
+        return list_snapshots(self._objects, self._store.layout, self.chain)
+
+    def label(self, ref: SnapshotRef) -> str:
+        """The digest of the settings that the object says it was made by; empty where it does not say.
+
+        A hint that saves reading a snapshot of other settings.
+        """
+        info = self._objects.head(ref.key)
+        return "" if info is None else sampling_of(info.metadata)
+
+    def read(self, ref: SnapshotRef) -> Snapshot:
+        """The snapshot. Raises DataError (E-SNAPSHOT) where it is gone or not what its name promises."""
+        raw = self._fetch(ref)
+        try:
+            snapshot = decode(raw)
+        except (ValueError, MemoryError) as error:
+            raise _spoiled(ref, str(error)) from error
+        if (snapshot.chain, snapshot.position) != (ref.chain, ref.position):
+            found = f"{snapshot.chain} at {snapshot.position}"
+            raise _spoiled(ref, f"expected {ref.chain} at {ref.position} as in the key, found {found}")
+        return snapshot
+
+    def _fetch(self, ref: SnapshotRef) -> bytes:
+        """The bytes that the name promises."""
+        if ref.size > MAX_SNAPSHOT_BYTES:
+            raise _spoiled(ref, f"expected at most {MAX_SNAPSHOT_BYTES} bytes, found {ref.size}")
+        found = ""
+        for pause in (0.0, *READ_PAUSES):
+            if found:
+                # The line may have damaged what the store keeps well.
+                log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
+                self._clock.pause(pause)
+            raw = self._objects.get(ref.key, length=ref.size + 1)
+            if raw is None:
+                raise _spoiled(ref, "not in the store any more")
+            digest = hashlib.sha256(raw).hexdigest()
+            if len(raw) == ref.size and digest.startswith(ref.state.digest):
+                return raw
+            found = f"{len(raw)} with {digest[:DIGEST_LENGTH]}…"
+        expected = f"{ref.size} bytes with SHA-256 {ref.state.digest}…"
+        raise _spoiled(ref, f"expected {expected}, found {found}")
+
+    def write(self, position: int, body: Path | bytes, *, sampling_digest: str = "") -> SnapshotRef:
+        """Put an encoded snapshot and read it back; returning means that the store holds these very bytes.
+
+        `sampling_digest`: as in the snapshot; others read it without opening the object. The same bytes may
+        be written again, by anybody. Raises Unavailable, code E-READ-BACK, where it never reads back.
+        """
+        sha256 = sha256_of(body)
+        name = StateName(self.chain, position, sha256[:DIGEST_LENGTH])
+        ref = SnapshotRef(name, self._store.layout.state(name), size_of(body), 0.0)
+        metadata = snapshot_metadata(sampling_digest, sha256)
+        info = self._store.put_verified(ref, body, metadata, point="egress.snapshot_")
+        return replace(ref, modified=info.modified)
+
+    def save(self, snapshot: Snapshot) -> SnapshotRef:
+        """Encode `snapshot` into a new spool file, step by step, and `write` it.
+
+        Raises Unavailable, code E-SPOOL, where the disk under the spool fails.
+        """
+        spool = self._store.new_spool()
+        try:
+            try:
+                with spool.open("wb") as file:
+                    file.writelines(encode(snapshot))
+            except OSError as error:
+                raise spool_error(spool.parent, error) from error
+            return self.write(snapshot.position, spool, sampling_digest=snapshot.sampling_digest)
+        finally:
+            spool.unlink(missing_ok=True)
+
+
+def _spoiled(ref: SnapshotRef, cause: str) -> DataError:
+    return DataError(
+        f"snapshot {ref.key}: {cause}",
+        hint="nothing to do: an older one is used, or the state is built again from the segments",
+        code="E-SNAPSHOT",
+    )
+
+
+def to_follow(refs: Iterable[SnapshotRef], place_first: int, source_first: int) -> list[SnapshotRef]:
+    """The snapshots from which reading can go on at `place_first` as if it had never stopped; newest first.
+
+    `source_first`: the first sequence that the source holds.
+    """
+    return [ref for ref in to_build_upon(refs, place_first) if ref.position >= source_first]
+
+
+def to_build_upon(refs: Iterable[SnapshotRef], place_first: int) -> list[SnapshotRef]:
+    """The snapshots that say something of what was before `place_first` and nothing of the rest; newest
+    first.
+    """
+    return sorted((ref for ref in refs if ref.position <= place_first), key=newest_first)
+
+
+def may_be_of(label: str, digest: str) -> bool:
+    """Whether an object with `label` can be a snapshot of the settings `digest`; a label may be lost."""
+    return label in ("", digest)
+
+
+def reason(is_known: bool, is_followed: bool, written_by: str, digest: str) -> str:
+    """Why there was nothing to go on from: `settings`, `damaged` or `source`.
+
+    `is_known`, `is_followed`: whether any snapshot says it is of the settings `digest`, and whether the
+    source still follows one of those. `written_by`: the digest of the settings of the newest segment.
+    """
+    if is_known:
+        return "damaged" if is_followed else "source"
+    return "damaged" if written_by == digest else "settings"
+
+
+ASKED = 200  # snapshots that are looked at before the archive is asked instead
+
+
+class Candidates:
+    """For settings with `digest`. Blocking; raises what the store raises.
+
+    One that turns out to be damaged is told once and left out.
+    """
+
+    def __init__(self, snapshots: Snapshots, digest: str) -> None:
+        self._snapshots, self._digest = snapshots, digest
+        self._labels: dict[str, str] = {}
+        self._damaged: set[str] = set()
+
+    def newest(self, refs: Sequence[SnapshotRef]) -> tuple[SnapshotRef, Snapshot] | None:
+        """The first readable one of the settings among `refs`, newest first; None if there is none.
+
+        Of several at one position the one that knows of the newest message: a store's clock ticks in seconds.
+        """
+        found: tuple[SnapshotRef, Snapshot] | None = None
+        for ref in refs[:ASKED]:
+            if found is not None and ref.position < found[0].position:
+                break
+            snapshot = self._open(ref) if may_be_of(self._label(ref), self._digest) else None
+            if snapshot is None or snapshot.sampling_digest != self._digest:
+                continue
+            if found is None or snapshot.newest_ns > found[1].newest_ns:
+                found = ref, snapshot
+        return found
+
+    def newest_of_any(self, refs: Sequence[SnapshotRef]) -> Snapshot | None:
+        """The first readable one, whatever its settings."""
+        return next((found for ref in refs[:ASKED] if (found := self._open(ref)) is not None), None)
+
+    def known(self, refs: Sequence[SnapshotRef]) -> list[SnapshotRef]:
+        """Those that were found, or say without being read, to be of the settings."""
+        return [ref for ref in refs if self._labels.get(ref.key) == self._digest]
+
+    def _label(self, ref: SnapshotRef) -> str:
+        """By what settings it was made, as far as the object says."""
+        if ref.key not in self._labels:
+            self._labels[ref.key] = self._snapshots.label(ref)
+        return self._labels[ref.key]
+
+    def _open(self, ref: SnapshotRef) -> Snapshot | None:
+        """None where it cannot be read."""
+        if ref.key in self._damaged:
+            return None
+        try:
+            snapshot = self._snapshots.read(ref)
+        except DataError as error:
+            self._damaged.add(ref.key)
+            told = {"code": error.code, "error": str(error), **ref.log_context()}
+            log.warning("snapshot left out", action="snapshot_left_out", **told)
+            return None
+        self._labels[ref.key] = snapshot.sampling_digest
+        return snapshot
+
+
+class Saving:
+    """Holds one frozen snapshot at most. `interval`: seconds from one to the next."""
+
+    def __init__(
+        self,
+        snapshots: Snapshots,
+        threads: Threads,
+        clock: Clock,
+        interval: float,
+        report: SamplingReport,
+    ) -> None:
+        self._snapshots, self._threads = snapshots, threads
+        self._clock, self._interval, self._report = clock, interval, report
+        self._frozen: Snapshot | None = None
+        self._frozen_at = clock.monotonic()
+        self._segments = 0
+        self._reached, self._free = asyncio.Event(), asyncio.Event()
+        self._free.set()
+
+    def is_due(self, segments: int) -> bool:
+        """Whether to freeze now, when so many segments were closed.
+
+        Only behind one that was closed since the last time: then the snapshot mostly stands where a segment
+        ends, and little is to be read again.
+        """
+        is_time = self._clock.monotonic() - self._frozen_at >= self._interval
+        return self._frozen is None and is_time and segments > self._segments
+
+    def hold(self, snapshot: Snapshot, segments: int) -> None:
+        """Keep it until `covered` says that it may be stored. To be called while none is held."""
+        self._frozen, self._frozen_at, self._segments = snapshot, self._clock.monotonic(), segments
+        self._free.clear()
+
+    def covered(self, last: int) -> None:
+        """The archive holds everything up to `last`."""
+        if self._frozen is not None and self._frozen.position - 1 <= last:
+            self._reached.set()
+
+    async def free(self) -> None:
+        """Return when none is held: the last one is stored, or has failed."""
+        await self._free.wait()
+
+    async def run(self) -> None:
+        """Store what is held and covered, until cancelled."""
+        while True:
+            await self._reached.wait()
+            self._reached.clear()
+            if self._frozen is not None:
+                await self._save(self._frozen)
+            self._frozen = None
+            self._free.set()
+
+    async def _save(self, snapshot: Snapshot) -> None:
+        started = self._clock.monotonic()
+        try:
+            ref = await self._threads.run(self._write, snapshot)
+        except (FloeError, OSError) as error:
+            self._report.failed(snapshot.position, error)
+        else:
+            self._report.written(ref, self._clock.monotonic() - started)
+
+    def _write(self, snapshot: Snapshot) -> SnapshotRef:
+        failpoint("egress.before_snapshot")
+        ref = self._snapshots.save(snapshot)
+        failpoint("egress.after_snapshot")
+        return ref

@@ -1,0 +1,216 @@
+"""What a session does besides, where its feed is sampled: sift, track, advise, and write snapshots.
+
+Begun from what `resume` found. The session owns the loops (`side`), asks for room, says what was put, and
+at a clean end lets the last snapshot be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from common.chain import Chain
+from common.clock import NS_PER_S
+from common.errors import FloeError
+from common.jetstream.api import StreamInfo
+from common.jetstream.lease import Lease
+from common.service.logs import get_logger
+from egress.advisories.senders import sender_kind
+from egress.builder import Builder
+from egress.deps import PartitionDeps
+from egress.evidence import source_of
+from egress.identity import SourceStream
+from egress.loops import Claims
+from egress.partition import Position
+from egress.report import SamplingReport
+from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
+from egress.sampling.resume import Resumed
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot
+from egress.sampling.snapshot_store import Saving, Snapshots
+
+log = get_logger("egress.sampling")
+
+
+class Quiet:
+    """The answers about one stream, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._times: list[int] = []
+        self._last = 0
+
+    def waits(self, end: int) -> bool:
+        """Whether it is too early to ask again: up to `end` all is folded in."""
+        return self._last > end
+
+    def heard(self, last: int, now_ns: int) -> None:
+        """At `now_ns` the stream ended at the sequence `last`."""
+        self._times, self._last = [*self._times[-1:], now_ns], last
+
+    def forget(self) -> None:
+        """Nobody answered, or not for this stream."""
+        self._times, self._last = [], 0
+
+    def until(self, end: int) -> int | None:
+        """Up to what time (ns) all messages are folded in, if all up to `end` are; None if nobody knows."""
+        return self._times[0] if len(self._times) > 1 and not self.waits(end) else None
+
+
+# Seconds at a clean end: for advisories that wait, and for the last snapshot.
+DRAIN_ADVISORIES = 3.0
+LAST_SNAPSHOT = 5.0
+
+
+class Sampled:
+    """Of a session that reads on at `position` and fills `builder`. `source`: the stream as it was judged."""
+
+    def __init__(
+        self,
+        deps: PartitionDeps,
+        chain: Chain,
+        lease: Lease,
+        source: SourceStream,
+        position: Position,
+        resumed: Resumed,
+        builder: Builder,
+    ) -> None:
+        feed = deps.partition.settings
+        sampling = Sampling.of(feed)
+        assert sampling is not None, "resumed is what is sampled"
+        self._clock, self._pace = deps.clock, deps.tuning.pace
+        self._chain, self._digest = chain, sampling.digest
+        self._sampler, self._builder, self._source = resumed.sampler, builder, source
+        self._report = SamplingReport(chain)
+        self._advisories = None
+        if feed.advisory.subject:
+            self._advisories = sender_kind(deps.partition)(
+                deps.partition, chain, deps.client, deps.clock, deps.rng, resumed.outbox, lease.is_usable
+            )
+        self._sieve = PreFilter(
+            chain.site,
+            relay=sampling.relay,
+            keep_ns=sampling.max_age_ns,
+            newest_ns=resumed.newest_ns,
+            sampler=resumed.sampler,
+            claims=Claims(chain),
+        )
+        # How far a former session may have come: one that ended before it put what it had read. Reliable
+        # advisories are compared with what is stored, so the doubt may be generous; others that are in doubt
+        # are dropped, so it goes no further than what is archived.
+        again = position.first - 1, 0
+        if feed.advisory.reliable:
+            again = max(position.first - 1, source.last), source.asked_ns or 0
+        self._tracking = Tracking(resumed.sampler, self._advisories, *again)
+        # What fills a hole stands below snapshots that are there already.
+        self._saving = None
+        if not position.fills_hole:
+            snapshots = Snapshots(deps.store, chain, clock=deps.clock)
+            interval, io = feed.snapshot_interval, deps.pools.io
+            self._saving = Saving(snapshots, io, deps.clock, interval, self._report)
+        self.target = SamplingStage(
+            builder,
+            self._sieve,
+            self._tracking,
+            SampledStretch(resumed.read_from, position.first, position.until, source.last_timestamp_ns or 0),
+            on_writing=self._on_writing,
+            on_batch=self._freeze_if_due,
+            on_choices=lambda found: self._report.chose(found.missing, found.forced),
+        )
+        # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
+        self._doubts_silence = feed.advisory.reliable and not source.asked_ns
+        self._advanced = deps.clock.monotonic()
+        self._is_opening = False
+        self.target.begin()
+
+    @property
+    def has_room(self) -> bool:
+        """False while advisories wait to be stored: then no more is read (stop, don't skip)."""
+        return self._advisories is None or self._advisories.has_room
+
+    def tick(self) -> None:
+        """To be called every now and then, between two batches."""
+        self._freeze_if_due()
+        if self._clock.monotonic() - self._advanced >= self._pace.advance:
+            self._advanced = self._clock.monotonic()
+            self._tracking.advance(self._sampler.watermark_ns)
+            self._report.tracks(self._sampler.values)
+
+    # Snapshots
+
+    def _freeze(self) -> Snapshot:
+        """What is known before the first sequence that was not folded in."""
+        return Snapshot(
+            self._chain,
+            self.target.end + 1,
+            self._digest,
+            self._sieve.newest_ns,
+            self._sampler.freeze(),
+            () if self._advisories is None else self._advisories.pending(),
+        )
+
+    def _freeze_if_due(self) -> None:
+        if self._saving is not None and self._saving.is_due(self._builder.closed):
+            self._saving.hold(self._freeze(), self._builder.closed)
+
+    def _on_writing(self, is_news: bool) -> None:
+        """Where the source's newest message makes others too old, nothing else would tell a later session."""
+        if is_news and self._saving is not None:
+            self._is_opening = True
+            self._saving.hold(self._freeze(), self._builder.closed)
+            self._saving.covered(self.target.end)
+
+    async def before_first_put(self) -> None:
+        """Return when the snapshot is stored, or has failed, that the first segment must not go before."""
+        if self._is_opening and self._saving is not None:
+            await self._saving.free()
+            self._is_opening = False
+
+    def covered(self, last: int) -> None:
+        """Everything up to `last` was put."""
+        if self._saving is not None:
+            self._saving.covered(last)
+
+    async def finish(self) -> None:
+        """After the last put of a clean end, while the loops run: send what waits, store a last snapshot."""
+        if self._advisories is not None and not self._tracking.is_again:
+            await self._advisories.drain(DRAIN_ADVISORIES)
+        if (saving := self._saving) is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_SNAPSHOT):
+                    saving.covered(self.target.end)
+                    await saving.free()
+                    saving.hold(self._freeze(), self._builder.closed)
+                    saving.covered(self.target.end)
+                    await saving.free()
+
+    # Loops
+
+    def side(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside reading until it is cancelled. `ask`: how the stream stands."""
+        loops = [] if self._saving is None else [self._saving.run()]
+        if self._advisories is not None:
+            loops += [self._advisories.run(), self._let_time_pass(ask)]
+        return loops
+
+    async def _let_time_pass(self, ask: Callable[[], Awaitable[StreamInfo | None]]) -> None:
+        """Where nothing comes, the server's clock says for how long values have been silent."""
+        quiet = Quiet()
+        while True:
+            await self._clock.sleep(self._pace.idle)
+            until_ns = quiet.until(self.target.end)
+            if until_ns is not None:
+                self._tracking.advance(until_ns, again=self._doubts_silence)
+            if quiet.waits(self.target.end):
+                continue
+            asked_ns = round(self._clock.now() * NS_PER_S)
+            try:
+                info = await ask()
+            except FloeError:
+                info = None
+            source = None if info is None else source_of(info)
+            if source is None or source.created != self._source.created:
+                quiet.forget()
+            else:
+                quiet.heard(source.last, source.asked_ns or asked_ns)

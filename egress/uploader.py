@@ -1,0 +1,141 @@
+"""Puts finished segments, strictly one after the other, each only if it still may be put."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.clock import Backoff
+from common.errors import LeaseLost, OutcomeUnknown, Unavailable
+from common.failpoints import failpoint
+from common.jetstream.lease import Lease
+from common.segments.reader import SpooledSegment
+from common.segments.segment import SegmentRef, Tip
+from common.service.logs import get_logger
+from common.tasks import Stop, wait_for
+from egress.acks import ReaderResetError
+from egress.archive import Archive
+from egress.deps import PartitionDeps
+from egress.reader import Reader
+
+T = TypeVar("T")
+
+log = get_logger("egress.uploader")
+
+
+class RetakeError(Exception):
+    """The position must be taken from the listing again; the text says why."""
+
+
+class Uploader:
+    """Puts into one archive under a lease. `reader` says whether its history is in doubt.
+
+    What cannot be reached is tried again until `ended` is set.
+    """
+
+    def __init__(
+        self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop
+    ) -> None:
+        self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
+        self._report, self._clock, self._backoff = deps.report, deps.clock, Backoff(deps.rng)
+        self.puts = 0
+
+    async def put(self, spooled: SpooledSegment) -> None:
+        """Put, read back, announce, mark, acknowledge. Raises LeaseLost, RetakeError, ReaderResetError."""
+        started = self._clock.monotonic()
+        ref = await self._persist(lambda: self._put_checked(spooled))
+        require(self._lease, self._archive)
+        await self._persist(self._archive.write_tail)
+        await self._persist(self._archive.raise_mark)
+        self.puts += 1
+        self._report.put(spooled, self._clock.monotonic() - started)
+        log.info("segment put", action="segment_put", rows=spooled.footer.rows, **ref.log_context())
+        failpoint("egress.before_ack")
+        await self._persist(lambda: self._reader.acknowledge(spooled.footer.coverage.last))
+        failpoint("egress.after_ack")
+
+    async def _put_checked(self, spooled: SpooledSegment) -> SegmentRef:
+        """Put what still belongs into this history, is not there yet, and is this instance's to put."""
+        await self._reader.check()
+        if await self._archive.is_covered(spooled.footer.coverage.first):
+            raise RetakeError("another instance has covered it")
+        if await self._archive.is_closed():
+            raise closed(self._archive)
+        require(self._lease, self._archive)
+        return await self._archive.put(spooled)
+
+    async def _persist(self, step: Callable[[], Awaitable[T]]) -> T:
+        """Do the step until it is done or the session ends; then raises what the step raised last."""
+        while True:
+            try:
+                result = await step()
+            except LeaseLost:
+                raise
+            except (Unavailable, OutcomeUnknown) as error:
+                self._report.waits(error)
+                if await wait_for(self._ended, self._backoff.next()):
+                    raise
+            else:
+                self._backoff.reset()
+                self._report.works()
+                return result
+
+
+@dataclass(frozen=True, slots=True)
+class Unflushed:
+    """Sealed segments of one history, not put; `received`: the tip of the last message received."""
+
+    archive: Archive
+    sealed: deque[SpooledSegment]
+    received: Tip | None
+
+    async def put(self, lease: Lease) -> None:
+        """Put them into the history that they came from; each goes as it is put. Raises LeaseLost.
+
+        Into one that has ended meanwhile nothing is put: nobody would deliver it.
+        """
+        while self.sealed:
+            require(lease, self.archive)
+            if await self.archive.is_closed():
+                await self.drop()
+                return
+            await self._put_one(self.sealed[0])
+            self.sealed.popleft().path.unlink(missing_ok=True)
+
+    async def _put_one(self, spooled: SpooledSegment) -> None:
+        coverage = spooled.footer.coverage
+        # Another instance may have put a beginning of it alone, and there is no other copy of the rest.
+        if await self.archive.is_covered(coverage.first) and not await self.archive.uncovered(coverage):
+            return
+        ref = await self.archive.put(spooled)
+        await self.archive.write_tail()
+        await self.archive.raise_mark()
+        log.info("held segment put", action="held_put", **ref.log_context())
+
+    async def drop(self) -> None:
+        """Throw them away, though they are not read again; says what is archived nowhere."""
+        for spooled in self.sealed:
+            missing = await self.archive.uncovered(spooled.footer.coverage)
+            if missing and (rows := spooled.footer.rows):
+                ranges, chain = ", ".join(map(str, missing)), self.archive.chain
+                context = {"ranges": ranges, "rows": rows, **chain.log_context()}
+                log.error("held rows dropped", action="held_dropped", **context)
+        self.discard()
+
+    def discard(self) -> None:
+        """Throw them away: they are read again."""
+        for spooled in self.sealed:
+            spooled.path.unlink(missing_ok=True)
+
+
+def closed(archive: Archive) -> ReaderResetError:
+    """Why nothing is put any more: somebody began the next incarnation, of this source or of another one."""
+    return ReaderResetError("closed", f"{archive.chain}: the next incarnation exists")
+
+
+def require(lease: Lease, archive: Archive) -> None:
+    """Raises LeaseLost unless the lease may be used."""
+    if not lease.is_usable():
+        raise LeaseLost(f"lease of {archive.chain}: not renewed in time")

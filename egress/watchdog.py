@@ -1,0 +1,250 @@
+"""Does the chain move? A pure judge of what a session says of itself at each check.
+
+- Something was received, passed or archived since the last check: it moves. Nothing waits: it moves.
+- Messages wait in the stream, there is room for them, and nothing came for `patience` seconds: a stall that a
+  fresh reader may heal.
+- The same without room, because memory or advisories are held up: a stall; what holds them up is at fault.
+- What was received is not archived `patience` seconds after its segment had to close: a stall; the store is
+  at fault.
+
+Only the first kind ends the session: what was received and not put is thrown away with it, and read again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from common.clock import NS_PER_S, Clock, parse_time
+from common.errors import FloeError
+from common.jetstream.api import StreamInfo, next_message, stream_info
+from common.service.logs import get_logger
+from egress.acks import ReaderResetError
+from egress.deps import PartitionDeps
+from egress.report import FeedReport
+
+log = get_logger("egress.watchdog")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStanding:
+    """Where a session stands.
+
+    `count`: messages received; `received`: the last sequence accounted for; `archived`: the last one put;
+    `source`: the last one of the stream. `asks`: whether it may ask for more. `is_done`: whether it has
+    received all that it is to read.
+    """
+
+    count: int
+    received: int
+    archived: int
+    source: int
+    asks: bool = True
+    is_done: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the stream holds more to read."""
+        return self.source > self.received and not self.is_done
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something was received and is not archived."""
+        return self.received > self.archived
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """`since`: seconds without progress. `unread`: messages wait in the stream. `heals`: whether a fresh
+    reader may help.
+    """
+
+    pending: str
+    since: float
+    unread: bool = False
+    heals: bool = False
+
+
+class ProgressCheck:
+    """Compares each standing with the one before; `patience` and `segment_age` in seconds.
+
+    `moves`: whether the last one showed progress, or nothing to do.
+    """
+
+    def __init__(self, patience: float, segment_age: float, now: float) -> None:
+        self._patience, self._segment_age = patience, segment_age
+        self._seen: SessionStanding | None = None
+        self.moves = False
+        self._received_at = self._archived_at = now
+
+    def judge(self, standing: SessionStanding, now: float) -> Stall | None:
+        """What holds the chain up at `now` (monotonic seconds); None while it moves or has nothing to do."""
+        seen = self._seen
+        if seen is None or _reading(standing) != _reading(seen) or not standing.waits:
+            self._received_at = now
+        if seen is None or standing.archived != seen.archived or not seen.is_open or not standing.is_open:
+            self._archived_at = now
+        self.moves = not (standing.waits or standing.is_open) or (
+            standing.count > 0 if seen is None else _reading(standing) != _reading(seen)
+        )
+        self._seen = standing
+        return self._unread(standing, now) or self._unarchived(standing, now)
+
+    def excuse(self, standing: SessionStanding, now: float) -> Stall | None:
+        """What seemed to wait does not; whether something else holds the chain up."""
+        self._received_at = now
+        self.moves = not standing.is_open
+        return self._unarchived(standing, now)
+
+    def _unread(self, standing: SessionStanding, now: float) -> Stall | None:
+        since = now - self._received_at
+        if since < self._patience:
+            return None
+        pending = f"sequences {standing.received + 1}..{standing.source} are not received"
+        return Stall(pending, since, unread=True, heals=standing.asks)
+
+    def _unarchived(self, standing: SessionStanding, now: float) -> Stall | None:
+        since = now - self._archived_at
+        if since < self._segment_age + self._patience:
+            return None
+        pending = f"sequences {standing.archived + 1}..{standing.received} are received and not archived"
+        return Stall(pending, since)
+
+
+def _reading(standing: SessionStanding) -> tuple[int, int, int]:
+    # What was archived counts too: memory that is given back lets the reader ask again.
+    return standing.count, standing.received, standing.archived
+
+
+class Liveness:
+    """Looks at one session at each of its checks, and tells its report.
+
+    `waiting`: whether the stream holds a message of the feed at or after a sequence; asked only before a
+    stall is told, because sequences alone may stand for nothing.
+    """
+
+    def __init__(
+        self,
+        patience: float,
+        segment_age: float,
+        waiting: Callable[[int], Awaitable[bool]],
+        report: FeedReport,
+        clock: Clock,
+    ) -> None:
+        self._progress = ProgressCheck(patience, segment_age, clock.monotonic())
+        self._waiting, self._report, self._clock = waiting, report, clock
+
+    async def look(self, standing: SessionStanding) -> ReaderResetError | None:
+        """Why the reader is to be given up; None where it is not. Raises what `waiting` raises."""
+        now = self._clock.monotonic()
+        stall = self._progress.judge(standing, now)
+        if stall is not None and stall.unread and not await self._waiting(standing.received + 1):
+            stall = self._progress.excuse(standing, now)
+        if stall is None:
+            if self._progress.moves:
+                self._report.moves()
+            return None
+        self._report.stalled(stall.pending, stall.since)
+        return (
+            ReaderResetError("stalled", f"{stall.pending} for {stall.since:.0f} s") if stall.heals else None
+        )
+
+
+LOOKS = 10  # of the first sequence; the pace is taken from the oldest to the newest
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """`max_age_ns`: 0 without one. `by_size`: whether a number or a size makes the stream drop its oldest."""
+
+    max_age_ns: int = 0
+    by_size: bool = False
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> StreamLimits:
+        """Those of a stream's configuration as STREAM.INFO gives it."""
+        limited = int(config.get("max_msgs", -1)) > 0 or int(config.get("max_bytes", -1)) > 0
+        drops = config.get("discard", "old") == "old" and config.get("retention", "limits") == "limits"
+        return cls(int(config.get("max_age", 0)), limited and drops)
+
+
+def left_by_age(limits: StreamLimits, waiting_since_ns: int, server_ns: int) -> float:
+    """Seconds until a message of that time expires, not below 0; infinite without a limit."""
+    if not limits.max_age_ns:
+        return math.inf
+    return max(0.0, (waiting_since_ns + limits.max_age_ns - server_ns) / NS_PER_S)
+
+
+def left_by_size(limits: StreamLimits, waiting: int, first: int, pace: float) -> float:
+    """Seconds until the stream's first sequence has risen from `first` to above `waiting`, at `pace`
+    sequences a second; infinite where it does not rise.
+    """
+    if not limits.by_size or pace <= 0:
+        return math.inf
+    return max(0.0, (waiting - first) / pace)
+
+
+class Rise:
+    """How fast the first sequence of a stream rises."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, int]] = deque(maxlen=LOOKS)
+
+    def look(self, now: float, first: int) -> float:
+        """Sequences a second up to `now` (monotonic seconds); 0 at the first look, or after a fall."""
+        if self._looks and first < self._looks[-1][1]:
+            self._looks.clear()
+        self._looks.append((now, first))
+        then, former = self._looks[0]
+        return (first - former) / (now - then) if now > then else 0.0
+
+
+class Expiry:
+    """Looks every now and then, and tells the report. `position`: the first sequence not archived."""
+
+    def __init__(self, deps: PartitionDeps) -> None:
+        self._partition, self._client = deps.partition, deps.client
+        self._report, self._clock = deps.report, deps.clock
+        self._rise = Rise()
+        self.position: Callable[[], int] | None = None
+
+    async def run(self, every: float) -> None:
+        """Look every `every` seconds until cancelled; what cannot be asked leaves the last answer standing,
+        and its time running out.
+        """
+        while True:
+            try:
+                if self.position is not None:
+                    self._tell(await self._left(self.position()))
+            except FloeError as error:
+                log.info("expiry not known", action="expiry_unknown", error=str(error))
+            await self._clock.sleep(every)
+
+    def _tell(self, left: float) -> None:
+        """Time goes on while nobody can be asked."""
+        at = self._clock.monotonic() + left
+        self._report.expires(lambda: max(0.0, at - self._clock.monotonic()))
+
+    async def _left(self, position: int) -> float:
+        info = await stream_info(self._client, self._partition.stream)
+        if info is None:
+            return math.inf
+        pace = self._rise.look(self._clock.monotonic(), info.first_sequence)
+        limits = StreamLimits.of(info.config)
+        if limits == StreamLimits() or position > info.last_sequence:
+            return math.inf
+        partition = self._partition
+        waiting = await next_message(
+            self._client, partition.stream, max(1, position), partition.filter_subject
+        )
+        if waiting is None:
+            return math.inf
+        by_age = left_by_age(limits, waiting.timestamp_ns, self._server_ns(info))
+        return min(by_age, left_by_size(limits, waiting.sequence, info.first_sequence, pace))
+
+    def _server_ns(self, info: StreamInfo) -> int:
+        """The server's time; this host's, where the server does not tell (before 2.10)."""
+        return parse_time(info.time) if info.time else int(self._clock.now() * NS_PER_S)

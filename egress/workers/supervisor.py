@@ -1,0 +1,151 @@
+"""The workers of one parent: started, started again where one ends unexpectedly, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from common.clock import Backoff, Clock, SystemClock
+from common.errors import FloeError
+from common.service.exits import is_debug
+from common.service.logs import flush, get_logger
+from common.service.metrics import counter, gauge
+from common.service.monitor import Health, Monitor
+from common.service.process import exit_at_once, hangups, stop_on_signals
+from common.settings.root import Settings
+from common.tasks import Stop, end, orphaned, wait_for, watched
+from egress.partition import require_feeds
+from egress.workers.pages import WorkerPages
+from egress.workers.process import FINAL, WorkerProcess, worst
+
+log = get_logger("egress.workers")
+
+
+GOOD_WHILE = 60.0  # seconds that a worker runs before its end counts as the first
+BEAT = 1.0  # seconds between two of the parent's event loop
+KILL_MARGIN = 10.0  # seconds beyond the shutdown timeout until a worker that does not end is killed
+
+
+WORKER = ("worker",)
+running_workers = gauge("egress_worker_running", "1 while the process runs under this monitor.", WORKER)
+restarts = counter("egress_worker_restarts", "Times it was started again after an unexpected end.", WORKER)
+
+
+class Crew:
+    """Runs `workers`. `shutdown_timeout`: what each takes to drain, at most."""
+
+    def __init__(
+        self, workers: Sequence[WorkerProcess], shutdown_timeout: float, clock: Clock, rng: random.Random
+    ) -> None:
+        self.workers = workers
+        self._patience, self._clock, self._rng = shutdown_timeout + KILL_MARGIN, clock, rng
+        self._ending = Stop()
+
+    async def run(self, stop: Stop) -> int:
+        """Until `stop` is set, or one ended as a restart would again, and all have ended.
+
+        Returns the worst of their exit codes.
+        """
+        self._ending = Stop(stop)
+        async with asyncio.TaskGroup() as tasks:
+            keeping = [tasks.create_task(self._keep(worker)) for worker in self.workers]
+        return worst(task.result() for task in keeping)
+
+    def send(self, number: int) -> None:
+        """For all; may be called from a signal handler."""
+        for worker in self.workers:
+            worker.send(number)
+
+    async def _keep(self, worker: WorkerProcess) -> int:
+        """Run one worker until all are to end; the exit code of its last process."""
+        backoff = Backoff(self._rng)
+        while True:
+            started = self._clock.monotonic()
+            code = await self._run_once(worker)
+            if code in FINAL and not self._ending.is_set:
+                log.error("all workers end", action="workers_end", worker=worker.index, exit_code=code)
+                self._ending.set()
+            if self._ending.is_set:
+                return code
+            if self._clock.monotonic() - started > GOOD_WHILE:
+                backoff.reset()
+            seconds = backoff.next()
+            log.error(
+                "worker ended, to be started again",
+                action="worker_restart",
+                worker=worker.index,
+                exit_code=code,
+                seconds=round(seconds, 2),
+            )
+            if await wait_for(self._ending, seconds):
+                return code
+            worker.restarts += 1
+            restarts.labels(str(worker.index)).inc()
+
+    async def _run_once(self, worker: WorkerProcess) -> int:
+        running = running_workers.labels(str(worker.index))
+        running.set(1)
+        try:
+            return await worker.run_once(self._ending, self._patience)
+        except OSError as error:
+            log.error("worker not started", action="worker_failed", worker=worker.index, error=str(error))
+            return 1
+        finally:
+            running.set(0)
+
+
+def command(config: str) -> list[str]:
+    """What runs one worker: this Python, this Floe, the same file."""
+    # As a script its own folder comes first, whatever the folder is that the parent was started in.
+    found = importlib.util.find_spec("floe")
+    if found is None or found.origin is None:
+        raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
+    return [sys.executable, found.origin, "egress", "run", "-c", config]
+
+
+async def run_workers(config: str, settings: Settings, count: int) -> int:
+    """Run `count` workers of the configuration file `config` until a signal; the worst of their exit codes.
+
+    The first signal has them drain, the second kills them.
+    """
+    require_feeds(settings.egress.feeds)
+    clock = SystemClock()
+    environment = {**os.environ, **({"FLOE_DEBUG": "1"} if is_debug() else {})}
+    workers = [WorkerProcess(index, count, command(config), environment) for index in range(count)]
+    crew = Crew(workers, settings.egress.shutdown_timeout, clock, random.SystemRandom())
+    health = Health(clock)
+    monitor = Monitor(settings.egress.monitor.listen, health, pages=WorkerPages(health, workers))
+    monitor.start()
+    try:
+        return await _run(crew, health, clock)
+    finally:
+        monitor.close()
+
+
+async def _run(crew: Crew, health: Health, clock: Clock) -> int:
+    def kill(number: int) -> None:
+        crew.send(signal.SIGKILL)
+        flush()
+        exit_at_once(number)
+
+    hang_up = partial(crew.send, signal.SIGHUP)
+    hangups.append(hang_up)
+    async with stop_on_signals(second=kill) as stop:
+        beating = watched(_beat(health, clock), orphaned, name="beat")
+        try:
+            return await crew.run(stop)
+        finally:
+            hangups.remove(hang_up)
+            await end(beating)
+
+
+async def _beat(health: Health, clock: Clock) -> None:
+    while True:
+        health.beat()
+        await clock.sleep(BEAT)

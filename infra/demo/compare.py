@@ -1,0 +1,343 @@
+"""The demo's last step: every chain read in three places, by Floe's own code and by Spark, and compared."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+
+from common.chain import Chain
+from common.errors import FloeError
+from common.jetstream.client import FloeClient
+from common.open import open_chains, open_store
+from common.segments.segment import Message, Reason, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import Stretch, cover
+from common.settings import loader
+from infra.demo.world import ADVISORIES, AWKWARD, NODES, PREFIX, SITES, STREAMS, TARGET, World, run_command
+from infra.oracle import (
+    Arrived,
+    Comparison,
+    Trace,
+    allow,
+    archive_holes,
+    archived,
+    compare,
+    prefixed,
+    read_stream,
+    source_trace,
+    target_traces,
+    total,
+)
+
+MIB = 2**20
+COLUMNS = ("chain", "source", "left out", "archive", "target", "segments", "MiB", "ratio", "behind")
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """One chain as it stands in three places.
+
+    `delays`: milliseconds from source to target, unsorted. `segments`: how many by level. `stored_bytes`: of
+    the segments that account for the chain; `waiting_bytes`: of those that were merged into others since.
+    `left_out`: messages that were left out by choice, as the ledgers of the segments say.
+    """
+
+    chain: Chain
+    source: Trace
+    archive: Trace
+    target: Trace
+    delays: Sequence[int] = ()
+    segments: Mapping[int, int] = field(default_factory=dict)
+    stored_bytes: int = 0
+    waiting_bytes: int = 0
+    left_out: int = 0
+
+    def compared(self) -> list[Comparison]:
+        """The archive against the source, the target against the archive, and the target against the source.
+
+        What the source has deleted since, by a limit or by hand, is still in the archive and the target;
+        between those two nothing may differ. As much must be missing as the ledgers say was sampled out.
+        """
+        name = f"{self.chain.site}/{self.chain.feed}"
+        return [
+            self._from_source(self.archive, f"{name} source to archive"),
+            compare(self.archive, self.target, name=f"{name} archive to target"),
+            self._from_source(self.target, f"{name} source to target"),
+        ]
+
+    def _from_source(self, found: Trace, name: str) -> Comparison:
+        return allow(compare(self.source, found, name=name, may_be_gone=True), self.left_out)
+
+    def ratio(self) -> float:
+        """How many times smaller the segments are than their messages; 0 without segments."""
+        return self.archive.raw_bytes / self.stored_bytes if self.stored_bytes else 0.0
+
+    def delay(self, share: float) -> float:
+        """Seconds behind that `share` (0 to 1) of the messages did not exceed; 0 without messages."""
+        ordered = sorted(self.delays)
+        return ordered[min(int(len(ordered) * share), len(ordered) - 1)] / 1000 if ordered else 0.0
+
+    def row(self) -> tuple[str, ...]:
+        """This chain's line of the table."""
+        return (
+            f"{self.chain.site}/{self.chain.feed}",
+            f"{len(self.source):,}",
+            f"{self.left_out:,}",
+            f"{len(self.archive):,}",
+            f"{len(self.target):,}",
+            "+".join(str(self.segments.get(level, 0)) for level in (0, 1)),
+            f"{self.stored_bytes / MIB:.1f}",
+            f"{self.ratio():.1f}x",
+            f"{self.delay(0.5):.1f} s",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The end of a demo. `problems`: what else is wrong, beside messages; `seconds`: how long all took."""
+
+    readings: tuple[Readings, ...]
+    published: int
+    publishing_seconds: float
+    seconds: float
+    problems: tuple[str, ...] = ()
+
+    def comparison(self) -> Comparison:
+        """All chains together: of the three comparisons of a chain the worst counts."""
+        return total(worst(readings.compared()) for readings in self.readings)
+
+    @property
+    def ok(self) -> bool:
+        return self.comparison().ok and not self.problems and bool(self.readings)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The lines of the table."""
+        return [readings.row() for readings in self.readings]
+
+    def figures(self) -> tuple[str, ...]:
+        """What the table leaves out, each as a sentence."""
+        target = sum(len(r.target) for r in self.readings)
+        raw, stored = (
+            sum(r.archive.raw_bytes for r in self.readings),
+            sum(r.stored_bytes for r in self.readings),
+        )
+        waiting = sum(readings.waiting_bytes for readings in self.readings)
+        left_out = sum(readings.left_out for readings in self.readings)
+        gone = sum(readings.compared()[0].gone for readings in self.readings)
+        latest = max((readings.delay(1.0) for readings in self.readings), default=0.0)
+        return (
+            f"{self.published:,} messages published in {self.publishing_seconds:.0f} s, {target:,} arrived",
+            f"{left_out:,} of them were sampled out: source = stored + sampled out, by the segments' ledgers",
+            f"{gone:,} of them the sources no longer hold: deleted, or over a limit per subject",
+            f"{raw / MIB:.1f} MiB of messages are {stored / MIB:.1f} MiB of segments;"
+            f" {waiting / MIB:.1f} MiB of merged ones wait until their grace is over",
+            f"behind: half of a chain's messages at most as the table says, all at most {latest:.1f} s",
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The same for programs."""
+        comparison = self.comparison()
+        return {
+            "ok": self.ok,
+            "verdict": comparison.line(),
+            **{k: v for k, v in asdict(comparison).items() if k not in ("name", "examples")},
+            "lost": comparison.lost,
+            "examples": list(comparison.examples),
+            "problems": list(self.problems),
+            "published": self.published,
+            "publishing_seconds": round(self.publishing_seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "chains": [_chain_json(readings) for readings in self.readings],
+        }
+
+
+def worst(comparisons: Sequence[Comparison]) -> Comparison:
+    """The comparison with the most damage; of equals the last."""
+    return max(
+        comparisons, key=lambda c: (c.lost + c.repeated + c.out_of_order + c.altered + c.unexpected, c.found)
+    )
+
+
+def _chain_json(readings: Readings) -> dict[str, object]:
+    return {
+        "chain": str(readings.chain),
+        "source": len(readings.source),
+        "left_out": readings.left_out,
+        "archive": len(readings.archive),
+        "target": len(readings.target),
+        "segments": {str(level): count for level, count in sorted(readings.segments.items())},
+        "raw_bytes": readings.archive.raw_bytes,
+        "stored_bytes": readings.stored_bytes,
+        "waiting_bytes": readings.waiting_bytes,
+        "seconds_behind": {"median": readings.delay(0.5), "most": readings.delay(1.0)},
+    }
+
+
+# What may follow on what: a node appears, falls silent, and comes back or is forgotten.
+FOLLOWS = {
+    "": {"new"},
+    "new": {"timeout"},
+    "timeout": {"recover", "expire"},
+    "recover": {"timeout"},
+    "expire": {"new"},
+}
+MAX_PROBLEMS = 5
+
+
+@dataclass(slots=True)
+class Stories:
+    """The advisories of one stream. `counts`: by event; `problems`: what cannot be true, a few lines."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    _last: dict[str, str] = field(default_factory=dict)
+    _ids: set[str] = field(default_factory=set)
+
+    def take(self, message: Message) -> None:
+        """Note one advisory."""
+        document = json.loads(message.payload)
+        event, value, identity = document["event"], document["value"], document["event_id"]
+        before, self._last[value] = self._last.get(value, ""), event
+        self.counts[event] += 1
+        if event not in FOLLOWS[before]:
+            self._note(f"{value}: {event} after {before or 'nothing'}")
+        if identity in self._ids:
+            self._note(f"{value}: {event} twice under one id")
+        self._ids.add(identity)
+
+    def _note(self, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+
+async def stories(client: FloeClient, stream: str) -> Stories:
+    """Read all advisories of the stream."""
+    told = Stories()
+    await read_stream(client, stream, told.take)
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedChain:
+    """One chain of the archive, read through the cover rule. `segments`: how many by level.
+
+    `stored_bytes`: of the segments that the cover takes; `waiting_bytes`: of those merged into others since.
+    `left_out`: messages left out by choice, as the ledgers of those segments say.
+    """
+
+    trace: Trace = field(default_factory=Trace)
+    segments: Mapping[int, int] = field(default_factory=dict)
+    stored_bytes: int = 0
+    waiting_bytes: int = 0
+    left_out: int = 0
+    holes: tuple[str, ...] = ()
+
+
+def read_archive(world: World) -> dict[Chain, ArchivedChain]:
+    """All chains in the bucket, with subjects as the target has them."""
+    settings = loader.load(str(world.central_config))
+    with closing(open_store(settings)) as store:
+        return {chain: _read_chain(store, chain) for chain in open_chains(settings).chains()}
+
+
+def _read_chain(store: SegmentStore, chain: Chain) -> ArchivedChain:
+    refs = store.list(chain)
+    taken = {stretch.segment.key: stretch.segment.size for stretch in cover(refs, 1)}
+    return ArchivedChain(
+        Trace.of(archived(store, chain), prefixed(PREFIX)),
+        Counter(ref.level for ref in refs),
+        sum(taken.values()),
+        sum(ref.size for ref in refs if ref.key not in taken),
+        sum(_left_out(store, stretch) for stretch in cover(refs, 1)),
+        tuple(str(hole) for hole in archive_holes(store, chain)),
+    )
+
+
+def _left_out(store: SegmentStore, stretch: Stretch[SegmentRef]) -> int:
+    """Messages that the segment leaves out by choice, of those that it accounts for in the cover."""
+    footer = store.footer(stretch.segment)
+    chosen = sum(footer.ledger.counts.get(reason, 0) for reason in (Reason.SAMPLED_OUT, Reason.TOO_OLD))
+    if stretch.rows == footer.coverage or not chosen:
+        return chosen
+    with store.open(stretch.segment, rows=stretch.rows) as reader:
+        # Of a part the ledger does not tell; nothing is deleted from the sampled stream, so the rest is.
+        return len(stretch.rows) - sum(batch.num_rows for batch in reader.batches(stretch.rows))
+
+
+async def read_chains(
+    clients: Mapping[str, FloeClient], archive: Mapping[Chain, ArchivedChain]
+) -> tuple[list[Readings], list[str]]:
+    """Each chain as it stands in source, archive and target; and what is wrong beside the messages."""
+    arrived = await target_traces(clients["central"], TARGET)
+    expected = [Chain(site, stream) for site in clients if site != "central" for stream in STREAMS]
+    problems = _strangers(expected, archive, arrived)
+    readings = []
+    for chain in expected:
+        source = await source_trace(clients[chain.site], chain.feed, prefixed(PREFIX))
+        held = archive.get(chain, ArchivedChain())
+        problems += [f"{chain}: a hole in the archive: {hole}" for hole in held.holes]
+        target, delays = arrived.traces.get(chain, Trace()), arrived.delays.get(chain, ())
+        sizes = (held.segments, held.stored_bytes, held.waiting_bytes, held.left_out)
+        readings.append(Readings(chain, source, held.trace, target, delays, *sizes))
+    return readings, problems
+
+
+async def ask_advisories(clients: Mapping[str, FloeClient]) -> tuple[str, list[str]]:
+    """What the sites' advisories say of their nodes, in a sentence; and what cannot be true of it."""
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    for site, client in clients.items():
+        if site != "central":
+            told = await stories(client, ADVISORIES)
+            counts += told.counts
+            problems += [f"{site}: {problem}" for problem in told.problems]
+    return "advisories: " + ", ".join(f"{count:,} {event}" for event, count in counts.items()), problems
+
+
+def _strangers(expected: list[Chain], archive: Mapping[Chain, object], arrived: Arrived) -> list[str]:
+    """Chains and messages that nobody published."""
+    found = sorted({*archive, *arrived.traces} - set(expected))
+    problems = [f"{chain}: a chain that no site has" for chain in found]
+    if arrived.foreign:
+        problems.append(f"{arrived.foreign} messages in {TARGET} without provenance")
+    return problems
+
+
+async def ask_spark(world: World, readings: list[Readings]) -> tuple[str, list[str]]:
+    """Count the archive's rows with a Spark query; a sentence about it, and what differs from our reading."""
+    out = await run_command(world.folder, "spark query", "compaction.report", "-c", str(world.central_config))
+    try:
+        rows = {Chain.parse(row["chain"]): row for row in json.loads(out)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FloeError(f"spark query: expected JSON, found {out[:80]!r}", code="E-DEMO") from error
+    problems = []
+    for reading in readings:
+        counted = rows.get(reading.chain, {}).get("messages", 0)
+        if counted != len(reading.archive):
+            problems.append(f"{reading.chain}: expected {len(reading.archive)} rows, Spark found {counted}")
+    total = sum(row["messages"] for row in rows.values())
+    senders = sum(row.get("subjects", 0) for chain, row in rows.items() if chain.feed == NODES)
+    return f"Spark, reading the segments: {total:,} messages, {senders:,} nodes registered", problems
+
+
+WHERE = (SITES[0], AWKWARD)  # the feed that holds every kind of message that is hard to carry
+
+
+async def ask_drill(world: World) -> tuple[str, list[str]]:
+    """Restore one feed into a scratch stream; a sentence about it, and what differs from the archive.
+
+    Raises FloeError where the drill fails, or says nothing that can be read.
+    """
+    site, feed = WHERE
+    command = ("floe", "drill", "-c", str(world.central_config), "--site", site, "--feed", feed, "--json")
+    out = await run_command(world.folder, "drill", *command)
+    try:
+        found = json.loads(out)
+        rows, seconds, is_well = found["rows"], found["seconds"], found["ok"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FloeError(f"floe drill --json: expected a report, found {out[:80]!r}", code="E-DEMO") from error
+    problems = [] if is_well and rows else [f"drill of {site}/{feed}: {out[:500]}"]
+    return f"{site}/{feed}: {rows:,} messages restored into a scratch stream in {seconds:.1f} s", problems

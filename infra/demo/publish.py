@@ -1,0 +1,106 @@
+"""What the demo publishes: a fleet at each site, and bursts of awkward messages beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.jetstream.api import create_stream
+from common.jetstream.client import FloeClient
+from common.tasks import Stop, wait_for
+from infra.awkward import AwkwardReport, publish_awkward
+from infra.demo.world import AWKWARD, NODES, STREAMS
+from infra.emulator import Emulator, PublishSchedule
+from infra.fleet import Facts, Fleet
+
+BURSTS = 4
+LEAVERS = 10  # nodes that fall silent before the others do
+LEAVERS_NUMBER = 90_000  # of the first of them; those of the fleet are smaller
+
+
+class Leavers(Fleet):
+    """Nodes with names of their own."""
+
+    def sender(self, node: int) -> str:
+        return super().sender(node + LEAVERS_NUMBER)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is published at each site. `rate`: documents per second; `awkward`: messages in all."""
+
+    seconds: float
+    seed: int
+    rate: float = 400.0
+    nodes: int = 500
+    awkward: int = 600
+
+
+@dataclass(slots=True)
+class SitePublisher:
+    """Publishes at one site. `reports`: one for each burst of awkward messages."""
+
+    site: str
+    client: FloeClient
+    load: Load
+    facts: Facts
+    clock: Clock
+    emulators: list[Emulator] = field(default_factory=list)
+    reports: list[AwkwardReport] = field(default_factory=list)
+
+    async def make_streams(self) -> None:
+        """Make the site's streams."""
+        for config in STREAMS.values():
+            await create_stream(self.client, config)
+
+    async def run(self, stop: Stop) -> None:
+        """Publish into both streams until the load's time is over or `stop` is set."""
+        async with asyncio.TaskGroup() as group:
+            for emulator in self._make_emulators():
+                group.create_task(emulator.run(stop))
+            group.create_task(self._bursts(stop))
+
+    def sent(self) -> int:
+        """Messages published so far, without those of the burst under way."""
+        documents = sum(emulator.progress.published.sent for emulator in self.emulators)
+        return documents + sum(report.published.sent for report in self.reports)
+
+    def line(self) -> str:
+        """What was published, in one line."""
+        documents = self.emulators[0].progress.published.line() if self.emulators else "none"
+        kinds = {kind for report in self.reports for kind in report.stored}
+        stored = sum(report.published.stored for report in self.reports)
+        deleted = sum(len(report.deleted) for report in self.reports)
+        return (
+            f"documents: {documents}; awkward: {stored} stored of {len(kinds)} kinds, {deleted} deleted again"
+        )
+
+    def _make_emulators(self) -> list[Emulator]:
+        """The fleet, and a few nodes that stop publishing halfway."""
+        load = self.load
+        fleet = Fleet(self.facts, seed=self._seed(), nodes=load.nodes)
+        leavers = Leavers(self.facts, seed=self._seed(), nodes=LEAVERS)
+        self.emulators = [
+            self._emulator(fleet, PublishSchedule(load.nodes, rate=load.rate, duration=load.seconds)),
+            self._emulator(leavers, PublishSchedule(LEAVERS, rate=LEAVERS, duration=load.seconds / 2)),
+        ]
+        return self.emulators
+
+    def _emulator(self, fleet: Fleet, pace: PublishSchedule) -> Emulator:
+        return Emulator(self.client, fleet, pace, self.clock, subject=f"{NODES.lower()}.{{sender}}")
+
+    async def _bursts(self, stop: Stop) -> None:
+        rng = random.Random(self._seed())
+        for burst in range(BURSTS):
+            root = f"{AWKWARD.lower()}.b{burst}"
+            count = self.load.awkward // BURSTS
+            self.reports.append(
+                await publish_awkward(self.client, AWKWARD, root, rng, count, clock=self.clock)
+            )
+            if burst == BURSTS - 1 or await wait_for(stop, self.load.seconds / BURSTS):
+                return
+
+    def _seed(self) -> int:
+        return random.Random(f"{self.load.seed} {self.site}").getrandbits(32)

@@ -1,0 +1,113 @@
+"""What the demo shows: numbered steps, with a moving line on a terminal and plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from common.clock import Clock
+
+SECONDS_BETWEEN_LINES = 5.0  # where lines cannot be rewritten
+
+
+class DemoView(Protocol):
+    """Where the demo speaks."""
+
+    def step(self, title: str, why: str) -> None:
+        """The next numbered step: what happens, and why it is worth seeing."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something that happened in this step."""
+        ...
+
+    def progress(self, text: str) -> None:
+        """How far the step is; replaces what was said before where that is possible."""
+        ...
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """The figures, the first column being names."""
+        ...
+
+
+class ConsoleView:
+    """Text for people, on stdout. `steps`: how many there will be."""
+
+    def __init__(self, clock: Clock, steps: int, console: Console | None = None) -> None:
+        self._clock, self._steps, self._number = clock, steps, 0
+        self._console = console or Console(highlight=False)
+        self._moving = Progress(
+            SpinnerColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+            transient=True,
+        )
+        self._line = self._moving.add_task("starting", total=None)
+        self._started = self._spoken = clock.monotonic()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Keeps the moving line in place, and leaves the terminal as it was."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with self._moving:
+            yield
+
+    def step(self, title: str, why: str) -> None:
+        self._number += 1
+        self._console.print(f"\n[bold]Step {self._number} of {self._steps}: {title}[/bold]")
+        self._console.print(f"  [dim]{why}[/dim]", soft_wrap=True)
+        self._update(title)
+
+    def say(self, text: str) -> None:
+        self._console.print(f"  {self._elapsed()}  {text}", markup=False, soft_wrap=True)
+        self._spoken = self._clock.monotonic()
+
+    def progress(self, text: str) -> None:
+        self._update(text)
+        if not self._console.is_terminal and self._clock.monotonic() - self._spoken >= SECONDS_BETWEEN_LINES:
+            self.say(text)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+        for index, name in enumerate(columns):
+            table.add_column(name, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self._console.print()
+        self._console.print(table)
+        self._console.print()
+
+    def _update(self, text: str) -> None:
+        self._moving.update(self._line, description=text)
+
+    def _elapsed(self) -> str:
+        return f"{self._clock.monotonic() - self._started:5.1f} s"
+
+
+class QuietView:
+    """Steps only, on stderr: stdout belongs to the JSON result."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def step(self, title: str, why: str) -> None:  # noqa: ARG002
+        self._number += 1
+        sys.stderr.write(f"step {self._number}: {title}\n")
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def progress(self, text: str) -> None:
+        """Nothing."""
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Nothing."""

@@ -1,0 +1,310 @@
+"""The demo's small world: two sites, a bucket and a centre, all on loopback in one temporary folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from common.errors import FloeError
+from infra.local.nats import NatsServer
+from infra.local.process import spawn
+from infra.local.seaweedfs import SeaweedFS
+
+PROJECT = Path(__file__).parents[2]  # where floe.py stands, in a checkout and when installed
+STOP_TIMEOUT = 30.0  # seconds until a drain has taken too long
+
+
+class DemoService:
+    """One long-running `floe …` command with a log file of its own."""
+
+    def __init__(self, folder: Path, name: str, config: Path, *command: str) -> None:
+        self.name, self.config = name, config
+        self._command = ("floe", *command, "-c", str(config))
+        self.log = folder / f"{name.replace(' ', '-')}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; after a kill or a stop, again."""
+        with self.log.open("ab") as log:
+            self._process = _spawn(self._command, stdout=log, stderr=log)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def check(self) -> None:
+        """Raises FloeError with the end of the log where the process has ended by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            raise FloeError(
+                f"{self.name}: expected to run, found exit code {self._process.returncode}: {tail(self.log)}",
+                code="E-DEMO",
+            )
+
+    def kill(self) -> int:
+        """SIGKILL, as when the power fails; the id of the process that is gone."""
+        if self._process is None:
+            return 0
+        pid = _kill(self._process)
+        self._process = None
+        return pid
+
+    async def drain(self) -> None:
+        """SIGTERM, and wait until its work is done. Raises FloeError where it takes too long or fails."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.terminate()
+        try:
+            code = await asyncio.to_thread(process.wait, STOP_TIMEOUT)
+        except BaseException:
+            _kill(process)
+            raise
+        if code:
+            raise FloeError(
+                f"{self.name}: expected exit code 0 after SIGTERM, found {code}: {tail(self.log)}",
+                code="E-DEMO",
+            )
+
+
+async def run_command(folder: Path, name: str, *command: str) -> str:
+    """Run one `floe …` command to its end; what it wrote to stdout. Raises FloeError where it fails.
+
+    Cancelling kills the process.
+    """
+    log = folder / f"{name.replace(' ', '-')}.log"
+    with log.open("ab") as stderr:
+        process = _spawn(command, stdout=subprocess.PIPE, stderr=stderr)
+        try:
+            out = await _communicate(process)
+        finally:
+            _kill(process)
+    if process.returncode:
+        raise FloeError(
+            f"{name}: expected exit code 0, found {process.returncode}: {tail(log)}", code="E-DEMO"
+        )
+    return out.decode()
+
+
+async def _communicate(process: subprocess.Popen[bytes]) -> bytes:
+    """The process's output; read in a thread that ends with the process."""
+    out, _ = await asyncio.to_thread(process.communicate)
+    return out
+
+
+def _spawn(
+    command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    return spawn(
+        [sys.executable, "-m", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=PROJECT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,  # Ctrl-C is for the demo, which stops its processes in order
+    )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    """SIGKILL to the process and what it started itself (Spark's JVM); its id. Nothing where it has ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.pid
+
+
+def tail(log: Path, lines: int = 5) -> str:
+    """The end of a log, on one line; empty where there is none."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return " | ".join(text.splitlines()[-lines:])
+
+
+SITES = ("us-east", "eu-west")
+NODES, AWKWARD, ADVISORIES = "NODES", "AWKWARD", "ADVISORIES"  # the streams of a site
+TARGET, PREFIX = "FLEET", "fleet"
+BUCKET = "floe"
+
+# A maximal message of a site becomes larger by its provenance header; the centre has room for it.
+CENTRAL_MAX_PAYLOAD = 2 * 1024 * 1024
+
+STREAMS: dict[str, dict[str, Any]] = {
+    NODES: {"name": NODES, "subjects": ["nodes.>"], "storage": "file"},
+    AWKWARD: {
+        "name": AWKWARD,
+        "subjects": ["awkward.>"],
+        "storage": "file",
+        "max_msgs_per_subject": 40,
+        "duplicate_window": 500_000_000,  # nanoseconds
+        "allow_rollup_hdrs": True,
+        "allow_msg_ttl": True,
+        "allow_msg_schedules": True,
+        "allow_atomic": True,
+    },
+    ADVISORIES: {"name": ADVISORIES, "subjects": ["advisories.>"], "storage": "file"},
+}
+
+# One document of each node in ten seconds, at once where its size changes, and word of the silent ones.
+WARN_SECONDS, SAMPLE_SECONDS = 5, 10
+SAMPLED = {
+    "stream": NODES,
+    "inspect_field": "sender",
+    "inspect_duration": f"{SAMPLE_SECONDS}s",
+    "warn_duration": f"{WARN_SECONDS}s",
+    "size_trigger": "1K",
+    "snapshot_interval": "2s",
+    "advisory": {"subject": "advisories.%s", "reliable": True},
+}
+
+# Short enough that a run of a minute sees dozens of segments, two compactions and a deletion.
+SEGMENT = {"max_age": "2s", "max_messages": 5000}
+LEVELS = [
+    {
+        "from": 0,
+        "to": 1,
+        "min_age": "1s",
+        "max_wait": "2s",
+        "min_count": 2,
+        "max_count": 50,
+        "min_size": "1M",
+        "max_size": "64M",
+    }
+]
+# For jobs of seconds: the optimising compiler and the parallel collector cost more than they give
+# (a count of the archive: 20 s of CPU in the JVM with them, 11 without).
+SPARK_CONF = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+DELETE_GRACE = "3s"
+LEASE_TTL = "3s"
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The processes of Floe, by what the demo calls them."""
+
+    egress: Mapping[str, DemoService]
+    ingress: DemoService
+
+    def all(self) -> list[DemoService]:
+        return [*self.egress.values(), self.ingress]
+
+    def check(self) -> None:
+        """Raises FloeError where one has ended by itself."""
+        for service in self.all():
+            service.check()
+
+
+class World:
+    """The servers, the configuration files and the processes. `close` ends all of them, whatever happened."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="floe-demo-"))
+        self._keep = keep
+        self.sites = {site: NatsServer(self.folder / f"nats-{site}", name=site) for site in SITES}
+        self.central = NatsServer(
+            self.folder / "nats-central", name="central", max_payload=CENTRAL_MAX_PAYLOAD
+        )
+        self.s3 = SeaweedFS(self.folder / "seaweedfs")
+        self.services: Services | None = None
+
+    def start(self) -> None:
+        """Start the servers; returns when all of them serve. Raises FloeError where one does not."""
+        for server in (*self.sites.values(), self.central):
+            try:
+                server.start()
+            except RuntimeError as error:
+                raise FloeError(str(error), code="E-DEMO") from error
+        self.s3.start()
+        self.s3.create_bucket(BUCKET)
+
+    def write_configs(self) -> Services:
+        """Write a configuration for each site and one for the centre; their services, not yet started."""
+        egress = {
+            site: DemoService(self.folder, f"egress {site}", self._site_config(site), "egress", "run")
+            for site in SITES
+        }
+        central = self._write(self.central_config, self._central())
+        ingress = DemoService(self.folder, "ingress", central, "ingress", "run")
+        self.services = Services(egress, ingress)
+        return self.services
+
+    @property
+    def central_config(self) -> Path:
+        return self.folder / "central.yaml"
+
+    def close(self) -> None:
+        """End every process that this world started, and remove the folder unless it is to be kept."""
+        for service in self.services.all() if self.services else []:
+            service.kill()
+        for server in (*self.sites.values(), self.central):
+            server.kill()
+        self.s3.stop()
+        if not self._keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _site_config(self, site: str) -> Path:
+        return self._write(
+            self.folder / f"{site}.yaml",
+            {
+                "site": site,
+                "nats": {"url": self.sites[site].url},
+                "store": self._store(),
+                "spool_dir": self._spool(site),
+                "egress": {
+                    "monitor": {"listen": ""},
+                    "lease_ttl": LEASE_TTL,
+                    "defaults": {"segment": SEGMENT},
+                    "feeds": [SAMPLED, {"stream": AWKWARD}, {"stream": ADVISORIES}],
+                },
+            },
+        )
+
+    def _central(self) -> dict[str, Any]:
+        sources = [{"site": list(SITES), "feed": list(STREAMS), "subject_prefix": PREFIX}]
+        create = {"replicas": 1, "storage": "file", "subjects": [f"{PREFIX}.>"]}
+        return {
+            "nats": {"url": self.central.url},
+            "store": self._store(),
+            "spool_dir": self._spool("central"),
+            "ingress": {
+                "monitor": {"listen": ""},
+                "lease_ttl": LEASE_TTL,
+                "poll_interval": "1s",
+                "targets": [{"stream": TARGET, "create": create, "sources": sources}],
+            },
+            "compaction": {
+                "spark": {"master": "local[2]", "conf": SPARK_CONF},
+                "levels": LEVELS,
+                "delete_grace": DELETE_GRACE,
+                "allow_short_times": True,
+            },
+        }
+
+    def _store(self) -> dict[str, Any]:
+        return {
+            "url": f"s3://{BUCKET}",
+            "endpoint_url": self.s3.endpoint_url,
+            "access_key_id": self.s3.access_key,
+            "secret_access_key": self.s3.secret_key,
+        }
+
+    def _spool(self, name: str) -> str:
+        path = self.folder / f"spool-{name}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return str(path)
+
+    def _write(self, path: Path, document: Mapping[str, Any]) -> Path:
+        path.write_text(yaml.safe_dump(dict(document), sort_keys=False))
+        path.chmod(0o600)  # it holds the bucket's key
+        return path

@@ -1,0 +1,154 @@
+"""Child processes that end with the process that started them, however that ends; free ports for them.
+
+A test run or a demo that is killed cannot stop its servers. A death signal (PR_SET_PDEATHSIG) follows the
+thread that started the child, not the process: a server would end with the thread that started it. Here a
+small guard process holds the reading end of a pipe: the kernel closes the writing end when its owner is gone,
+and the guard then kills what was tethered and still runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class _Guard(NamedTuple):
+    pid: int
+    pipe: int  # the writing end
+
+
+_lock = threading.Lock()
+_guards: dict[int, _Guard] = {}  # by process id: a fork has to start its own
+
+
+def spawn(command: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen(command, **options)`, tethered to this process."""
+    process = subprocess.Popen(command, **options)
+    try:
+        tether(process.pid)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process
+
+
+def tether(pid: int) -> None:
+    """Have the child `pid` killed when this process is gone; the group that it leads too.
+
+    To be called before the child is waited for: until then its number is not given to another process.
+    """
+    with _lock:
+        try:
+            _tell(pid)
+        except BrokenPipeError:  # somebody killed the guard
+            killed = _guards.pop(os.getpid())
+            os.close(killed.pipe)
+            os.waitpid(killed.pid, 0)
+            _tell(pid)
+
+
+def _tell(pid: int) -> None:
+    mine = os.getpid()
+    if mine not in _guards:
+        _guards[mine] = _start()
+    os.write(_guards[mine].pipe, b"%d\n" % pid)
+
+
+def _start() -> _Guard:
+    # Not a Popen: the guard outlives this interpreter, which would complain of a child that still runs.
+    reading, writing = os.pipe()
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", __file__],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, reading, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            ],
+            setsid=True,  # it outlives what Ctrl-C or a hang-up ends
+        )
+    finally:
+        os.close(reading)
+    return _Guard(pid, writing)
+
+
+def _guard() -> None:
+    """Until the owner is gone: take in process ids, one a line; then kill what still runs of them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    poll, rest = select.poll(), b""
+    children: dict[int, int] = {}  # process ids by their descriptors
+    poll.register(0, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in children:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                del children[descriptor]
+            elif descriptor == 0 and (read := os.read(0, 4096)):
+                *lines, rest = (rest + read).split(b"\n")
+                for pid in map(int, lines):
+                    with contextlib.suppress(ProcessLookupError):
+                        children[os.pidfd_open(pid)] = pid
+                for descriptor in children:
+                    poll.register(descriptor, select.POLLIN)
+            elif descriptor == 0:
+                for pid in children.values():
+                    _kill(pid)
+                return
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        leads = os.getpgid(pid) == pid
+        (os.killpg if leads else os.kill)(pid, signal.SIGKILL)
+
+
+# Below the range that Linux hands to outgoing connections (32768 and up): a server keeps its port over
+# restarts, and would else find it taken by a client of some other server.
+_LOWEST, _HIGHEST = 10_240, 22_500
+PAIR_DISTANCE = 10_000
+_TRIES = 1000
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on. Raises OSError where none is found."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int, *, paired: bool = False) -> list[int]:
+    """`count` different free ports; with `paired`, `port + 10_000` of each is free too. Raises OSError."""
+    found: list[int] = []
+    for _ in range(_TRIES):
+        port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST)
+        if port not in found and is_free(port) and (not paired or is_free(port + PAIR_DISTANCE)):
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"expected {count} free ports in {_LOWEST}..{_HIGHEST}, found {len(found)}")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could bind `port` on 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    _guard()

@@ -1,0 +1,318 @@
+"""Finds out what there is of a chain: where it begins, which stretches continue from where it stands, and
+what becomes of its holes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from common.chain import Chain
+from common.clock import NS_PER_S, Clock, parse_time
+from common.errors import FloeError, Stopped
+from common.segments.documents import MAX_TEXT, AcceptedGap, ChainStore
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.service.logs import get_logger
+from common.service.process import Threads
+from ingress import hints, metrics
+from ingress.chains.chain_state import ChainRegistry, ChainState
+from ingress.chains.plan import ChainPlan, GapAction, GapDecision, GapPolicy, Phase, decide, first_position
+from ingress.chains.search import LISTED, StoreClock, Surveyed, has_news, look, survey
+from ingress.chains.starts import Starts
+from ingress.errors import passes_by_itself
+from ingress.rows.decoder import FromHole, Relays
+
+log = get_logger("ingress.chains.locate")
+
+
+BY = "ingress"
+WATCHED = 10  # gaps of a chain that one look behind it takes; the others have their turn next time
+
+
+class GapSkipper:
+    """What one target gives up. Blocking."""
+
+    def __init__(self, target: str, store: SegmentStore, documents: ChainStore, clock: Clock) -> None:
+        self._target, self._store, self._documents = target, store, documents
+        self.clock = StoreClock(documents.objects, documents.layout.ingress_clock(target), clock)
+        self._passed: dict[Chain, deque[AcceptedGap]] = {}
+        self._reported: set[str] = set()
+
+    def decide(self, chain: Chain, plan: ChainPlan, patience: GapPolicy) -> GapDecision:
+        """What becomes of the hole of `plan`. Raises what the store raises."""
+        assert plan.hole is not None, "only holes are decided about"
+        first = plan.hole.first
+        gaps = self._documents.gaps(chain, position=first)
+        gaps += self._documents.passed_gaps(self._target, chain, position=first)
+        return decide(plan, gaps, self.clock.now(plan.waiting_since or 0.0), patience)
+
+    def give_up(self, chain: Chain, decision: GapDecision, damaged: AbstractSet[str]) -> Surveyed:
+        """Look at everything once more, and write down what of the decision's part nothing covers.
+
+        `damaged`: keys of segments that do not count. Raises what the store raises.
+        """
+        assert decision.part is not None, "what is given up is named"
+        found = survey(self._store, chain, decision.part, damaged)
+        if found.free is not None and found.free not in [gap.range for gap in self._gaps(chain).copy()]:
+            self._pass(chain, AcceptedGap(found.free, decision.why[:MAX_TEXT], BY, self._now()))
+            context = {"gap": str(found.free), "why": decision.why, "target": self._target}
+            log.warning("gap passed", action="gap_passed", **context, **chain.log_context())
+        return found
+
+    def pass_missing(self, chain: Chain, part: SequenceRange, missing: int, why: str) -> None:
+        """Write down, count and tell that the target goes on though `missing` sequences of `part` are gone,
+        unless that was done before: whoever begins again inside of it passes it again.
+        """
+        if any(gap.range.encloses(part) for gap in self._gaps(chain).copy()):
+            return
+        self._pass(chain, AcceptedGap(part, why[:MAX_TEXT], BY, self._now(), from_hole=True), missing)
+        log.warning(
+            "missing sequences of a filled hole passed",
+            action="gone_from_hole_passed",
+            gap=str(part),
+            missing=missing,
+            why=why,
+            target=self._target,
+            **chain.log_context(),
+        )
+
+    def _pass(self, chain: Chain, gap: AcceptedGap, lost: int | None = None) -> None:
+        """Write it down and count it. `lost`: how many of its sequences (None: all)."""
+        self._gaps(chain).append(self._documents.pass_gap(self._target, chain, gap))
+        labels = self._target, chain.site, chain.feed, str(chain.partition)
+        metrics.lost_sequences.labels(*labels).inc(len(gap.range) if lost is None else lost)
+
+    def arrived(self, chain: Chain, position: int) -> list[tuple[AcceptedGap, SegmentRef]]:
+        """Segments that arrived behind gaps of the chain that are passed (they end before `position`), each
+        told once. Raises what the store raises.
+        """
+        gaps = self._gaps(chain)
+        found = []
+        for _ in range(min(WATCHED, len(gaps))):
+            gap = gaps[0]
+            gaps.rotate(-1)
+            # In the range of one that was filled any merge stands; rows that come are `verify`'s to find.
+            if gap.range.last < position and not gap.from_hole:
+                found += [(gap, ref) for ref in self._behind(chain, gap)]
+        return found
+
+    def _behind(self, chain: Chain, gap: AcceptedGap) -> Iterator[SegmentRef]:
+        since = parse_time(gap.at) / NS_PER_S if gap.at else 0.0
+        for ref in self._store.list(chain, position=gap.range.first, limit=LISTED):
+            # What was there before is damaged: otherwise it would have been carried.
+            is_new = ref.modified >= since and ref.key not in self._reported
+            if is_new and ref.coverage.overlaps(gap.range):
+                self._reported.add(ref.key)
+                yield ref
+
+    def _gaps(self, chain: Chain) -> deque[AcceptedGap]:
+        if chain not in self._passed:
+            self._passed[chain] = deque(self._documents.passed_gaps(self._target, chain))
+        return self._passed[chain]
+
+    def _now(self) -> str:
+        """By the store's clock, down to the second: some stores keep no more of when an object was stored."""
+        now = datetime.fromtimestamp(int(self.clock.stamp()), UTC)
+        return now.isoformat().replace("+00:00", "Z")
+
+
+class SegmentLocator:
+    """Reads documents and listings for the chains of one target."""
+
+    def __init__(
+        self,
+        chains: ChainRegistry,
+        store: SegmentStore,
+        documents: ChainStore,
+        relays: Relays,
+        threads: Threads,
+        clock: Clock,
+    ) -> None:
+        self._chains, self._store, self._documents, self._relays = chains, store, documents, relays
+        self._threads, self._clock = threads, clock
+        self.starts = Starts(chains.target, store, documents, clock)
+        self.gaps = GapSkipper(chains.target, store, documents, clock)
+
+    async def read_previous(self) -> None:
+        """Read the `stream.json` of incarnations of which it is not known yet.
+
+        One that cannot be read keeps back its own incarnation only; told once for each reason.
+        """
+        for chain in self._chains.needs_previous():
+            try:
+                document = await self._threads.run(self._documents.read_stream, chain)
+            except FloeError as error:
+                if self._chains.cannot_read(chain, f"stream.json cannot be read: {error.message}"):
+                    tell = log.warning if passes_by_itself(error) else log.error
+                    context = chain.log_context()
+                    tell("stream.json unread", action="document_unread", error=str(error), **context)
+                continue
+            if document is not None:
+                self._chains.set_previous(chain, document.previous)
+
+    # Beginning
+
+    async def begin(self, chain: ChainState) -> None:
+        """Find out where the chain begins, and what it leaves out before that.
+
+        Raises Stopped and DataError where only an operator can help the chain, and what the store raises.
+        """
+        archived = chain.archived
+        if chain.unreached and chain.unreached == archived:
+            return
+        chain.waits_for = self._chains.obstacle(chain.chain)
+        if chain.waits_for:
+            return
+        document = await self._threads.run(self._documents.read_chain, chain.chain)
+        if document is None:
+            chain.waits_for = "chain.json is not there yet"
+            return
+        self._relays.note(chain.chain, document)
+        floor = await self._threads.run(self._documents.read_floor, chain.chain)
+        first = first_position(document.first, floor)
+        if not self._chains.is_current(chain):
+            return  # the positions are others now: where it stands is no question, perhaps
+        self._chains.check_may_begin(chain.chain, first)
+        source, positions = self._chains.source(chain.chain), dict(self._chains.positions or {})
+        start = await self._threads.run(self.starts.resolve, chain.chain, source, first, chain.end, positions)
+        chain.waits_for, chain.unreached = start.waits_for, archived if start.waits_for else 0
+        if start.sequence:
+            chain.begins(first, start.sequence)
+            context = chain.chain.log_context()
+            log.info("chain begins", action="chain_begins", position=start.sequence, **context)
+
+    # Looking
+
+    async def look(self, state: ChainState) -> None:
+        """List from the position; where a hole or damage keeps the chain waiting, see what becomes of it.
+
+        Raises as `begin`.
+        """
+        if state.is_done:
+            state.looked(ChainPlan(Phase.DONE), self._clock.monotonic())
+            return
+        plan = (await self._standing(state, await self._plan(state))).since(state.plan)
+        if not plan.waits:
+            state.looked(plan, self._clock.monotonic())
+            return
+        if plan.waiting_since is None:
+            # A hole at the end of an incarnation has waited since the next one began.
+            plan = replace(plan, waiting_since=await self._threads.run(self._next_began, state.chain))
+        state.looked(plan, self._clock.monotonic())
+        await self._settle(state, plan)
+
+    async def _standing(self, state: ChainState, plan: ChainPlan) -> ChainPlan:
+        """`plan`; late where the state stands at a hole filled in part, as long as nothing has come."""
+        gone, state.gone = state.gone, None
+        if gone is None or not plan.stretches or plan.stretches[0].segment.key != gone.segment.key:
+            return plan
+        if gone.rows.first != state.position or await self._threads.run(has_news, self._store, gone):
+            return plan
+        state.gone = gone
+        since = state.stands_since[1] if state.stands_since else gone.segment.modified
+        return ChainPlan(Phase.LATE, (), gone.rows, since, plan.beyond)
+
+    async def _plan(self, state: ChainState) -> ChainPlan:
+        # Whoever asks for it meanwhile asks for another look; one that fails is made again everywhere.
+        wanted, state.look_everywhere = state.look_everywhere, False
+        plan = await self._threads.run(
+            look,
+            self._store,
+            state.chain,
+            state.position,
+            state.end,
+            frozenset(state.damaged),
+            everywhere=wanted or state.stopped is not None or state.plan.waits or state.is_behind,
+            search=state.search,
+        )
+        if wanted and not plan.stretches:
+            # What leads on is found before all levels are listed.
+            state.looked_everywhere_at = self._clock.monotonic()
+        return plan
+
+    def _next_began(self, chain: Chain) -> float | None:
+        key = self._documents.layout.stream_document(chain.next_incarnation())
+        info = self._documents.objects.head(key)
+        return None if info is None else info.modified
+
+    # Holes
+
+    async def _settle(self, state: ChainState, plan: ChainPlan) -> None:
+        source = self._chains.source(state.chain)
+        patience = GapPolicy(source.lost_segment_timeout, source.on_lost == "skip")
+        decision = await self._threads.run(self.gaps.decide, state.chain, plan, patience)
+        if not self._chains.is_current(state):
+            return
+        if state.gone is not None and decision.fate is GapAction.GIVE_UP:
+            # Go on behind what is missing of a filled hole; the rows that are there are carried.
+            assert decision.part is not None, "what is given up is named"
+            part, missing = decision.part, min(state.gone.missing, len(decision.part))
+            await self._threads.run(self.gaps.pass_missing, state.chain, part, missing, decision.why)
+            state.gone = None
+            state.passed.append(part)
+            await self.look(state)
+        elif decision.fate is GapAction.HALT:
+            await self._halt(state, plan, decision)
+        elif decision.fate is GapAction.GIVE_UP and state.damaged and state.rechecked != state.position:
+            # Somebody may have put them right meanwhile; what is read and still damaged is given up then.
+            state.rechecked = state.position
+            state.forget_damage()
+            await self.look(state)
+        elif decision.fate is GapAction.GIVE_UP:
+            # Go on behind what is given up, as far as nothing covers it after all.
+            damaged = frozenset(state.damaged)
+            found = await self._threads.run(self.gaps.give_up, state.chain, decision, damaged)
+            if found.leads_on is not None:
+                state.leads_on(found.leads_on)
+            elif found.free is not None:
+                state.gives_up(found.free)
+
+    async def _halt(self, state: ChainState, plan: ChainPlan, decision: GapDecision) -> None:
+        """The hole is lost, and somebody has to decide; unless all there is of the chain says otherwise.
+
+        Looked through once for each hole: from then on the usual looks find what arrives.
+        """
+        assert decision.part is not None, "what is lost is named"
+        if state.gone is not None:
+            state.plan = replace(plan, phase=Phase.LOST)
+            raise _missing(state.chain, state.gone, decision.why)
+        if state.surveyed is None or state.surveyed[0] != decision.part:
+            damaged = frozenset(state.damaged)
+            found = await self._threads.run(survey, self._store, state.chain, decision.part, damaged)
+            if found.leads_on is not None:
+                state.leads_on(found.leads_on)
+                return
+            state.surveyed = decision.part, found.free or decision.part
+        state.plan = replace(plan, phase=Phase.LOST)
+        chain, part = state.chain, state.surveyed[1]
+        message = f"chain {chain}: sequences {part} are lost: {decision.why}"
+        raise Stopped(message, hint=hints.way_out(chain, part), code="E-LOST")
+
+    async def look_behind(self, state: ChainState) -> None:
+        """Tell what arrived behind gaps that were passed: it is not carried."""
+        found = await self._threads.run(self.gaps.arrived, state.chain, state.position)
+        state.look_behind = False
+        for gap, ref in found:
+            first = max(gap.range.first, ref.coverage.first)
+            metrics.behind_gaps.labels(state.chain.site, state.chain.feed).inc()
+            log.warning(
+                "a segment arrived behind a gap that was passed; it is not carried",
+                action="arrived_behind",
+                gap=str(gap.range),
+                to_carry_it=hints.set_position(self._chains.target, state.chain, first),
+                **ref.log_context(),
+            )
+
+
+def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:
+    return Stopped(
+        f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
+        f"{gone.missing} of them were gone from the source by then: {why}",
+        hint=hints.way_out_filled(chain, gone.rows),
+        code="E-LOST",
+    )

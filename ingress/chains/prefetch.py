@@ -1,0 +1,398 @@
+"""Decodes ahead: the chains of a target in fair turns, a stretch of a segment at a time, within a byte
+budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from common.chain import Chain
+from common.clock import Clock
+from common.errors import (
+    ConfigError,
+    DataError,
+    FloeError,
+    OutcomeUnknown,
+    Refused,
+    SegmentCorrupt,
+    Stopped,
+    Unavailable,
+)
+from common.segments.documents import ChainStore
+from common.segments.segment import SegmentRef
+from common.segments.store import SegmentGone, SegmentStore
+from common.sequences import Stretch
+from common.service.exits import ways
+from common.service.logs import get_logger
+from common.service.process import Threads
+from common.tasks import Stop, Trouble, together
+from ingress import hints, metrics
+from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
+from ingress.chains.locate import SegmentLocator
+from ingress.chains.pauses import Pauses
+from ingress.chains.plan import Phase
+from ingress.chains.recall import Recall
+from ingress.checkpoint import Gap, IntentPiece
+from ingress.errors import LOOK_AT_STOPPED
+from ingress.parked import ParkedStore
+from ingress.rows.ahead import DecodedAhead
+from ingress.rows.decoder import Decoder, FromHoleError, Relays
+from ingress.rows.rows import Block, Rows
+
+log = get_logger("ingress.chains.prefetch")
+
+TURNS = 3  # chains that are read at the same time
+LOOK_AGAIN = 300.0  # seconds until a chain is looked at whatever its tail says
+LOOK_EVERYWHERE = 3600.0  # seconds until that is at all levels: ten listings, not one
+ATTEND = 2.0  # seconds between two looks at what operators have decided
+
+
+class Decisions(Protocol):
+    """Who knows what operators have decided (`ingress.chains.pauses.PauseStore`)."""
+
+    async def read(self) -> Pauses: ...
+
+
+class _StaleError(Exception):
+    """The chain's state was made anew while its rows were read: they belong to nobody."""
+
+
+class Prefetcher:
+    """Rows for one target, decoded ahead of whoever publishes them.
+
+    `decisions`: which chains are paused (None: none ever is).
+    """
+
+    look_at_stopped = LOOK_AT_STOPPED
+
+    def __init__(
+        self,
+        chains: ChainRegistry,
+        store: SegmentStore,
+        documents: ChainStore,
+        threads: Threads,
+        clock: Clock,
+        memory_limit: int,
+        parked: ParkedStore | None = None,
+        decisions: Decisions | None = None,
+    ) -> None:
+        self.chains, self._clock, self.decisions = chains, clock, decisions
+        self.ahead = DecodedAhead(memory_limit)
+        relays = Relays(documents, threads)
+        self.locator = SegmentLocator(chains, store, documents, relays, threads, clock)
+        self.decoder = Decoder(store, threads, self.ahead.budget, parked)
+        self.recall = Recall(store, threads, self.ahead.budget, chains, relays, parked)
+        self._relays, self._trouble = relays, Trouble()
+        self._turns: asyncio.Queue[ChainState] = asyncio.Queue()
+        self._due: set[Chain] = set()  # found, and looked at by the next tick
+        # Behind what was taken: where a chain goes on, though that is not stored yet.
+        self._taken_to: dict[Chain, int] = {}
+        self._decided: Pauses | None = None  # not known yet: none may run before
+        self._unread = ""  # why the decisions could not be read the last time
+
+    @property
+    def positions(self) -> Mapping[Chain, int]:
+        """What is stored for good, by chain: the next sequence; empty as long as that is not known."""
+        return self.chains.positions or {}
+
+    async def run(self) -> None:
+        """Decode for ever, from the first `reset` on.
+
+        Ends only by an error that an operator has to deal with.
+        """
+        await self._read_decisions()
+        while self._decided is None:
+            await self._clock.sleep(ATTEND)
+            await self._read_decisions()
+        self._wake_all()
+        await together(self._look_after(), self._trouble.wait(), *(self.take_turns() for _ in range(TURNS)))
+
+    # For whoever publishes
+
+    async def take(self, stop: Stop, seconds: float) -> Rows | None:
+        """As `DecodedAhead.take`."""
+        rows = await self.ahead.take(stop, seconds)
+        for block in rows.blocks if rows else ():
+            if not block.piece.out_of_turn:
+                self._taken_to[block.piece.chain] = block.piece.rows.last + 1
+        return rows
+
+    def release(self, rows: Rows) -> None:
+        """Rows are done with: their memory may be used again."""
+        self.ahead.release(rows)
+
+    def closed(self, positions: Mapping[Chain, int]) -> None:
+        """Everything below `positions` is stored; incarnations that waited for it may begin."""
+        self.chains.positions = positions
+        for chain in self.chains:
+            if chain.waits_for:
+                self._wake(chain)
+
+    def reset(self, positions: Mapping[Chain, int]) -> None:
+        """Drop what was decoded and begin again at `positions`: somebody else has carried meanwhile."""
+        self._taken_to.clear()
+        self.ahead.drop()
+        while not self._turns.empty():
+            self._turns.get_nowait()
+        self.chains.reset(positions)
+        self._mark(self.chains)
+        self._wake_all()
+
+    def offer(self, block: Block) -> None:
+        """Publish a block that was made elsewhere (a parked message tried again) in its turn.
+
+        Its bytes are forced onto the budget. A `reset` drops it, as everything that is ready.
+        """
+        self.ahead.budget.force(block.size)
+        self.ahead.append(block)
+
+    # For discovery
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """The (site, feed) that may flow in."""
+        return self.chains.pairs()
+
+    def found(self, chain: Chain, end: int | None = None) -> None:
+        """The chain exists, or its tail has changed: its coverage ends at `end` (None: not known).
+
+        It is looked at by the next `tick`.
+        """
+        if (state := self.chains.add(chain)) is not None:
+            self._mark([state])
+            self._due.add(chain)
+            if end is not None:
+                self.chains.archive(chain, end)
+
+    def wake(self, chain: Chain) -> None:
+        """Look at the chain at once: a notification says that there is more of it."""
+        if (state := self.chains.get(chain)) is not None:
+            self._wake(state)
+
+    async def tick(self) -> None:
+        """Look at chains that were found or that wait, and now and then at all."""
+        # First where incarnations ended: nothing behind may be carried because it was looked at too early.
+        await self.locator.read_previous()
+        now, due = self._clock.monotonic(), self._due
+        self._due = set()
+        for chain in self.chains:
+            if self._is_long_ago(chain, now) or chain.chain in due or chain.waits:
+                self._wake(chain)
+
+    @staticmethod
+    def _is_long_ago(chain: ChainState, now: float) -> bool:
+        """Whether the chain is to be looked at whatever its tail says, and then at more than usual."""
+        if now - chain.looked_at < LOOK_AGAIN:
+            return False
+        chain.forget_damage()
+        chain.look_behind = True
+        if now - chain.looked_everywhere_at >= LOOK_EVERYWHERE:
+            # A segment whose tail was never written may have been compacted since.
+            chain.look_everywhere, chain.gone = True, None
+        return True
+
+    def fails(self, error: Exception) -> None:
+        """What discovery told of led to an error: it ends `run`, and so the target, which begins again."""
+        self._trouble.tell(error)
+
+    # Turns
+
+    def _wake_all(self) -> None:
+        # The others are looked at by the next tick, which first reads where incarnations ended.
+        for chain in self.chains:
+            if chain.chain not in self._due:
+                self._wake(chain)
+
+    def _wake(self, chain: ChainState) -> None:
+        """The one place that gives a chain a turn."""
+        # None may run before it is known which are paused.
+        is_informed = self.decisions is None or self._decided is not None
+        if self.chains.positions is None or not (is_informed and chain.may_run):
+            return
+        if chain.turn is Turn.ACTIVE:
+            chain.turn = Turn.AGAIN
+        elif chain.turn is Turn.NONE:
+            chain.turn = Turn.QUEUED
+            self._turns.put_nowait(chain)
+
+    async def take_turns(self) -> None:
+        """Read one chain after the other, for ever."""
+        while True:
+            chain = await self._turns.get()
+            chain.turn = Turn.ACTIVE
+            try:
+                if self.chains.is_current(chain):
+                    await self._turn(chain)
+            finally:
+                wants_more, chain.turn = chain.turn is Turn.AGAIN, Turn.NONE
+            if wants_more and self.chains.is_current(chain):
+                self._wake(chain)
+
+    async def _turn(self, chain: ChainState) -> None:
+        had_failed = chain.phase is Phase.FAILED
+        chain.wake()
+        try:
+            await self._advance(chain)
+        except _StaleError:
+            pass
+        except SegmentGone:
+            # Compacted meanwhile; a listing that goes on naming it is looked at again only after a while.
+            log.info("segment gone", action="segment_gone", **chain.chain.log_context())
+            chain.fail()
+            chain.turn = Turn.ACTIVE if had_failed else Turn.AGAIN
+        except (Stopped, DataError, Refused, ConfigError) as error:
+            # What the store refuses about one chain keeps back no other.
+            self._stop(chain, error)
+        except (Unavailable, OutcomeUnknown) as error:
+            metrics.unreadable.labels(self.chains.target).inc()
+            if not had_failed:  # told once, until the chain goes on
+                context = chain.chain.log_context()
+                log.warning("store not readable", action="store_error", error=str(error), **context)
+            chain.fail()
+            chain.turn = Turn.ACTIVE
+
+    async def _advance(self, chain: ChainState) -> None:
+        """Find out what comes next of the chain, and carry one stretch of it into the queue of ready rows."""
+        if chain.phase is Phase.BEGINNING:
+            await self.locator.begin(chain)
+        if chain.has_begun and chain.look_behind:
+            await self.locator.look_behind(chain)
+        if chain.phase is Phase.LOOKING:
+            await self.locator.look(chain)
+        match chain.phase:
+            case Phase.READY:
+                chain.turn = Turn.AGAIN
+                await self._decode(chain, chain.next_stretch())
+            case Phase.OMITTING | Phase.PASSING:
+                chain.turn = Turn.AGAIN
+                self._pass(chain)
+            case _:
+                chain.went_on()
+
+    async def _decode(self, chain: ChainState, stretch: Stretch[SegmentRef]) -> None:
+        """Blocks as long as the budget lasts; waits where it is used up."""
+        ref = stretch.segment
+        chain.preparer.relay = await self._relays.of(chain.chain)
+        try:
+            problem = await self.decoder.read(
+                ref,
+                stretch.rows,
+                chain.preparer,
+                lambda block: self._append(chain, block),
+                avoided=frozenset(chain.damaged),
+                passed=tuple(chain.passed),
+            )
+        except FromHoleError as error:
+            chain.stands(error.found)
+        except SegmentCorrupt as error:
+            chain.damaged.add(ref.key)
+            chain.replan(everywhere=True)
+            metrics.damaged.labels(chain.chain.site, chain.chain.feed).inc()
+            log.error(
+                "segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context()
+            )
+        else:
+            if problem is not None:
+                self._stop(chain, problem)
+
+    def _pass(self, chain: ChainState) -> None:
+        """Go on behind what is given up."""
+        assert chain.given_up is not None, "only what is given up is passed"
+        block = Block(IntentPiece(Gap(chain.chain), chain.given_up, 0))
+        self._append(chain, block)
+        chain.passes()
+        self.ahead.budget.force(block.size)
+
+    def _append(self, chain: ChainState, block: Block) -> None:
+        """The block is ready. Raises _StaleError where it is nobody's any more."""
+        if not self.chains.is_current(chain):
+            raise _StaleError
+        chain.position = block.piece.rows.last + 1
+        chain.went_on()
+        self.ahead.append(block)
+
+    # What operators have decided, and chains that stopped
+
+    async def _look_after(self) -> None:
+        while True:
+            await self._clock.sleep(ATTEND)
+            await self.attend()
+
+    async def attend(self) -> None:
+        """See what operators have decided, and look again at what has been stopped for long enough."""
+        await self._read_decisions()
+        now = self._clock.monotonic()
+        await self._retry([chain for chain in self.chains if chain.stopped and now >= chain.retry_at])
+
+    async def _read_decisions(self) -> None:
+        """Take over what is decided; it stays as it was where that cannot be read now. Raises Stopped where
+        it was never known, and is spoiled.
+        """
+        try:
+            decided = await self.decisions.read() if self.decisions else Pauses()
+        except FloeError as error:
+            if self._decided is None and isinstance(error, Stopped):
+                raise
+            if str(error) != self._unread:
+                self._unread = str(error)
+                target = self.chains.target
+                log.warning("decisions not readable", action="decisions", target=target, error=str(error))
+            return
+        self._unread = ""
+        former, self._decided = self._decided or Pauses(), decided
+        self._mark(self.chains)
+        asked = {chain for chain, at in decided.resumed.items() if at != former.resumed.get(chain)}
+        await self._retry([chain for chain in self.chains if chain.chain in asked])
+
+    def _mark(self, chains: Iterable[ChainState]) -> None:
+        """Have `chains` paused or not as it is decided."""
+        for chain in chains:
+            is_paused = self._decided is not None and chain.chain in self._decided.paused
+            if is_paused is (chain.phase is Phase.PAUSED):
+                continue
+            what = "chain paused" if is_paused else "chain resumed"
+            log.info(what, action="pause", target=self.chains.target, **chain.chain.log_context())
+            if is_paused:
+                self._hold(chain.chain).phase = Phase.PAUSED
+            else:
+                chain.phase = Phase.IDLE
+                self._wake(chain)
+
+    def _hold(self, chain: Chain) -> ChainState:
+        """Drop what is ready of the chain; the state that goes on behind what was taken."""
+        self.ahead.drop(lambda block: block.piece.chain == chain and not block.piece.out_of_turn)
+        return self.chains.renew(chain, {**self.positions, **self._taken_to})
+
+    def _stop(self, chain: ChainState, error: FloeError) -> None:
+        """Nothing more of it is carried until it is looked at again; told once for each reason."""
+        if not self.chains.is_current(chain):
+            return
+        told = with_way_out(error, hints.resume(self.chains.target, chain.chain))
+        if chain.stop(told, self._clock.monotonic() + self.look_at_stopped):
+            context = chain.chain.log_context()
+            log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)
+
+    async def _retry(self, wanted: list[ChainState]) -> None:
+        """Look again at chains, by what the target takes now."""
+        if any(chain.stopped for chain in wanted):
+            try:
+                await self.chains.renew_limits()
+            except FloeError as error:
+                target = self.chains.target
+                log.warning("target not readable", action="shape", target=target, error=str(error))
+                return
+        for chain in wanted:
+            if self.chains.is_current(chain):
+                chain.retry(self._clock.monotonic() + self.look_at_stopped)
+                self._wake(chain)
+
+
+def with_way_out(error: FloeError, look_again: str) -> FloeError:
+    """The error; where its hint names no command, with the one that has the chain looked at at once."""
+    if "floe " in error.hint:
+        return error
+    then = ways(("then, to have it looked at at once", look_again))
+    told = FloeError(error.message, hint=ways(error.hint, then) if error.hint else then, code=error.code)
+    told.exit_code = error.exit_code
+    return told

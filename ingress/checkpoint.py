@@ -1,0 +1,255 @@
+"""The intent and the checkpoint of a target: values, and the only ways to go from one to the next.
+
+    checkpoint ──open_intent──► checkpoint + intent ──close_intent──► checkpoint
+
+The intent is stored before the first of its rows is published and the server takes row n only at base + n, so
+after any unclear outcome `last sequence of the target − base` rows are stored. An open intent is
+finished as it stands and never replaced: a paused twin's late messages are then the very messages its
+successor sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from common.chain import Chain
+from common.errors import DataError
+from common.segments.keys import SegmentName
+from common.sequences import SequenceRange
+
+MAX_ROWS = 100_000
+MAX_BYTES = 64 * 1024 * 1024
+# Keeps the stored value far below the 1 MiB that a message may have by default (about 150 bytes each).
+MAX_PIECES = 1_000
+# Parked messages that an intent names (about 12 bytes each).
+MAX_LEFT_OUT = 10_000
+
+
+class CheckpointConflict(DataError):
+    """Rows that do not continue from where the checkpoint stands; nothing was changed."""
+
+    default_code = "E-CHECKPOINT"
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Stands in the place of a segment where a stretch is given up: an accepted or a skipped gap."""
+
+    chain: Chain
+
+
+@dataclass(frozen=True, slots=True)
+class IntentPiece:
+    """A stretch of one segment: the sequences `rows` are accounted for by `count` messages of it,
+    perhaps none.
+
+    `left_out`: sequences of messages that the segment holds and that are parked, ascending; they are no part
+    of `count`. `out_of_turn`: parked messages that are tried again: they stand below the chain's position and
+    do not move it.
+    """
+
+    segment: SegmentName | Gap
+    rows: SequenceRange
+    count: int
+    left_out: tuple[int, ...] = ()
+    out_of_turn: bool = False
+
+    @property
+    def chain(self) -> Chain:
+        return self.segment.chain
+
+    def joined(self, following: IntentPiece) -> IntentPiece | None:
+        """Both as one piece; None unless `following` continues this one in the same segment."""
+        both = (self, following)
+        if following.segment != self.segment or not following.rows.follows(self.rows):
+            return None
+        if any(piece.out_of_turn for piece in both):
+            return None
+        rows = SequenceRange(self.rows.first, following.rows.last)
+        return IntentPiece(
+            self.segment, rows, self.count + following.count, self.left_out + following.left_out
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Which rows are about to be published, in this order, after target sequence `base`.
+
+    `is_shared`: messages of others may stand between them, so counting does not tell how many are stored.
+    """
+
+    base: int
+    pieces: tuple[IntentPiece, ...]
+    is_shared: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many messages it holds; 0 where all pieces are without rows."""
+        return sum(piece.count for piece in self.pieces)
+
+    @property
+    def end(self) -> int:
+        """The target sequence of its last message; `base` without messages."""
+        return self.base + self.count
+
+    @property
+    def ending(self) -> Ending | None:
+        """What its last message is; None without messages."""
+        last = next((piece for piece in reversed(self.pieces) if piece.count), None)
+        return None if last is None else Ending(last.chain, last.rows)
+
+    def ends(self, stored: int) -> dict[int, IntentPiece]:
+        """The pieces with messages that end among the first `stored` messages, by the target sequence of
+        their last one.
+        """
+        found, at = {}, self.base
+        for piece in self.pieces:
+            at += piece.count
+            if piece.count and at <= self.base + stored:
+                found[at] = piece
+        return found
+
+    def piece_at(self, index: int) -> tuple[int, IntentPiece]:
+        """Which piece holds message `index` (0 is the first), and how many messages stand before
+        that piece.
+        """
+        before = 0
+        for piece in self.pieces:
+            if index < before + piece.count:
+                return before, piece
+            before += piece.count
+        raise IndexError(f"message {index} of an intent of {before}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Which message a checkpoint ends with: one of `rows` of `chain`."""
+
+    chain: Chain
+    rows: SequenceRange
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedAs:
+    """Under which name the parked messages of a target are kept: of the stream that was `created` when the
+    first was put aside; `anew`: where operators had chains carried again (None: all of them), each with the
+    sequence from which on what was parked before stands for nothing.
+    """
+
+    created: str
+    anew: tuple[tuple[Chain | None, int], ...] = ()
+
+    def of(self, chain: Chain, sequence: int) -> str:
+        """The name for one message; another one each time that it is carried again."""
+        times = sum(each in (None, chain) and sequence >= first for each, first in self.anew)
+        return self.names()[times]
+
+    def names(self) -> list[str]:
+        """All names that messages may have, the first one first."""
+        return [self.created, *(f"{self.created}+{times}" for times in range(1, len(self.anew) + 1))]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is stored for good: everything below `positions`, up to `target_sequence` of the target.
+
+    `target_created` tells this target from another of the same name. A chain without a position has
+    not begun. `begins`: what stands at or below this target sequence was there before Floe, or was accepted
+    by an operator as it is; it need not be ours. `ending`: what stands at `target_sequence`; None where that
+    is not known. `parked`: None where nothing was ever carried again, and the stream is the first one.
+    """
+
+    target_sequence: int
+    target_created: str
+    positions: Mapping[Chain, int] = field(default_factory=dict)
+    begins: int = 0
+    ending: Ending | None = None
+    parked: ParkedAs | None = None
+
+    @property
+    def parked_as(self) -> ParkedAs:
+        """Under which name parked messages are kept."""
+        return self.parked or ParkedAs(self.target_created)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetState:
+    """Everything ingress remembers of one target: the checkpoint, and the open intent if there is one."""
+
+    checkpoint: Checkpoint
+    intent: Intent | None = None
+
+    @property
+    def expected_sequence(self) -> int:
+        """The greatest last sequence that the target can have by our own doing."""
+        return self.checkpoint.target_sequence if self.intent is None else self.intent.end
+
+
+def open_intent(
+    state: TargetState, pieces: Sequence[IntentPiece], base: int | None = None, *, is_shared: bool = False
+) -> TargetState:
+    """`state` with an intent over `pieces`. Raises CheckpointConflict where one is open or a piece
+    does not fit.
+
+    `base`: the target sequence that its rows come after, where foreign messages stand behind the checkpoint
+    (None: nothing does). `is_shared`: as in `Intent`.
+    """
+    if state.intent is not None:
+        raise CheckpointConflict(f"expected no open intent, found one after sequence {state.intent.base}")
+    advanced(state.checkpoint.positions, pieces)
+    base = state.checkpoint.target_sequence if base is None else base
+    return replace(state, intent=Intent(base, tuple(pieces), is_shared))
+
+
+def share_intent(state: TargetState) -> TargetState:
+    """`state` with its open intent as one that messages of others may stand in. Raises CheckpointConflict."""
+    if state.intent is None:
+        raise CheckpointConflict("expected an open intent, found none")
+    return replace(state, intent=replace(state.intent, is_shared=True))
+
+
+def close_intent(state: TargetState, base: int | None = None) -> TargetState:
+    """The checkpoint behind the open intent; call it only when all rows are stored. Raises
+    CheckpointConflict.
+
+    `base`: the target sequence that the last row stands at, less the number of rows, where foreign messages
+    in between have moved it (None: nothing has).
+    """
+    if state.intent is None:
+        raise CheckpointConflict("expected an open intent, found none")
+    positions = advanced(state.checkpoint.positions, state.intent.pieces)
+    end = (state.intent.base if base is None else base) + state.intent.count
+    ending = state.intent.ending or state.checkpoint.ending
+    return TargetState(replace(state.checkpoint, target_sequence=end, positions=positions, ending=ending))
+
+
+def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> dict[Chain, int]:
+    """`positions` behind `pieces`; each piece must begin exactly where its chain stands (a new one:
+    anywhere; one that is out of turn: below).
+
+    Raises CheckpointConflict, naming both sequences.
+    """
+    moved = dict(positions)
+    for piece in pieces:
+        if piece.out_of_turn:
+            continue
+        have = moved.get(piece.chain, piece.rows.first)
+        if piece.rows.first != have:
+            raise CheckpointConflict(
+                f"chain {piece.chain}: expected rows from {have}, got {piece.rows.first}"
+            )
+        moved[piece.chain] = piece.rows.last + 1
+    return moved
+
+
+def merged(pieces: Sequence[IntentPiece]) -> list[IntentPiece]:
+    """`pieces` with neighbours that continue each other joined; the order of the messages is unchanged."""
+    joined: list[IntentPiece] = []
+    for piece in pieces:
+        both = joined[-1].joined(piece) if joined else None
+        if both is None:
+            joined.append(piece)
+        else:
+            joined[-1] = both
+    return joined

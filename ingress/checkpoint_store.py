@@ -1,0 +1,253 @@
+"""The JSON form of what ingress remembers of a target. Read back, it is untrusted: a value that is not what
+this version wrote stops the target, and only an operator overwrites it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.chain import Chain
+from common.errors import OutcomeUnknown, Stopped
+from common.jetstream.kv import KvEntry
+from common.segments.keys import Layout, SegmentName
+from common.sequences import SequenceRange
+from common.service.exits import ways
+from ingress.checkpoint import (
+    Checkpoint,
+    CheckpointConflict,
+    Ending,
+    Gap,
+    Intent,
+    IntentPiece,
+    ParkedAs,
+    TargetState,
+    advanced,
+)
+from ingress.hints import set_command
+
+VERSION = 1
+_GAP = "gap"  # in the place of a segment
+
+
+def to_json(target: str, state: TargetState) -> bytes:
+    """The stored form of `state`."""
+    checkpoint, ending, parked = state.checkpoint, state.checkpoint.ending, state.checkpoint.parked
+    anew = [[chain and str(chain), first] for chain, first in parked.anew] if parked else []
+    return json.dumps(
+        {
+            "version": VERSION,
+            "target": target,
+            "target_sequence": checkpoint.target_sequence,
+            "target_created": checkpoint.target_created,
+            "positions": {str(chain): at for chain, at in sorted(checkpoint.positions.items())},
+            "intent": state.intent and _intent_json(state.intent),
+            **({"begins": checkpoint.begins} if checkpoint.begins else {}),
+            **({"ending": [str(ending.chain), ending.rows.first, ending.rows.last]} if ending else {}),
+            **({"parked": [parked.created, *anew]} if parked else {}),
+        },
+        separators=(",", ":"),
+    ).encode()
+
+
+def from_json(target: str, raw: bytes) -> TargetState:
+    """What `to_json` wrote for this target. Raises Stopped (E-STATE-KV), naming what is wrong."""
+    try:
+        document = json.loads(raw)
+        if not isinstance(document, dict):
+            raise TypeError(f"expected an object, found {type(document).__name__}")
+        if document.get("version") != VERSION:
+            raise ValueError(f"version: expected {VERSION}, found {document.get('version')!r:.40}")
+        if document.get("target") != target:
+            raise ValueError(f"target: expected {target}, found {document.get('target')!r:.80}")
+        state = TargetState(_checkpoint(document), _intent(document["intent"]))
+        advanced(state.checkpoint.positions, state.intent.pieces if state.intent else ())
+        return state
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointConflict) as error:
+        behind = "restore the key from a backup of the bucket; or go on behind what the target holds"
+        raise Stopped(
+            f"stored state of target {target} cannot be read: {error} (begins {raw[:40]!r})",
+            hint=ways((behind, set_command(target, "--from-target"))),
+            code="E-STATE-KV",
+        ) from error
+
+
+def _intent_json(intent: Intent) -> dict[str, Any]:
+    document = {"base": intent.base, "rows": [_piece_json(piece) for piece in intent.pieces]}
+    return {**document, "shared": True} if intent.is_shared else document
+
+
+def _piece_json(piece: IntentPiece) -> list[Any]:
+    name, text = piece.segment, _GAP
+    if not isinstance(name, Gap):
+        text = f"{name.level}/{name.coverage.last}-{name.coverage.first}-{name.digest}"
+    row = [str(piece.chain), text, piece.rows.first, piece.rows.last, piece.count]
+    return [*row, list(piece.left_out), piece.out_of_turn] if piece.left_out or piece.out_of_turn else row
+
+
+def _checkpoint(document: dict[str, Any]) -> Checkpoint:
+    positions = {Chain.parse(chain): _count(at, "position") for chain, at in document["positions"].items()}
+    created = document["target_created"]
+    if not isinstance(created, str):
+        raise TypeError(f"target_created: expected text, found {created!r:.40}")
+    begins = _count(document.get("begins", 0), "begins")
+    ending, parked = _ending(document.get("ending")), _parked(document.get("parked"))
+    at = _count(document["target_sequence"], "target_sequence")
+    return Checkpoint(at, created, positions, begins, ending, parked)
+
+
+def _parked(document: Any) -> ParkedAs | None:
+    if document is None:
+        return None
+    created, *anew = document
+    if not isinstance(created, str):
+        raise TypeError(f"parked: expected text, found {created!r:.40}")
+    named = ((None if chain is None else Chain.parse(chain), _count(at, "parked")) for chain, at in anew)
+    return ParkedAs(created, tuple(named))
+
+
+def _ending(document: Any) -> Ending | None:
+    if document is None:
+        return None
+    chain, first, last = document
+    return Ending(Chain.parse(chain), SequenceRange(_count(first, "first"), _count(last, "last")))
+
+
+def _intent(document: Any) -> Intent | None:
+    if document is None:
+        return None
+    pieces = tuple(_piece(*row) for row in document["rows"])
+    return Intent(_count(document["base"], "base"), pieces, document.get("shared", False) is True)
+
+
+def _piece(
+    chain: str, segment: str, first: int, last: int, count: int, left_out: Any = (), out_of_turn: Any = False
+) -> IntentPiece:
+    rows = SequenceRange(_count(first, "first"), _count(last, "last"))
+    without = tuple(_count(sequence, "left out") for sequence in left_out)
+    most = len(rows) - len(without)
+    if not 0 <= _count(count, "count") <= most or any(sequence not in rows for sequence in without):
+        raise ValueError(f"piece {segment}: expected at most {most} of {rows}, found {count}")
+    return IntentPiece(_segment(Chain.parse(chain), segment, rows), rows, count, without, out_of_turn is True)
+
+
+def _segment(chain: Chain, text: str, rows: SequenceRange) -> SegmentName | Gap:
+    if text == _GAP:
+        return Gap(chain)
+    level, _, name = text.partition("/")
+    last, first, digest = name.split("-")
+    coverage = SequenceRange(int(first), int(last))
+    found = SegmentName(chain, int(level), coverage, digest)
+    Layout().segment(found)  # raises ValueError for a level or a digest that no key has
+    if not coverage.encloses(rows):
+        raise ValueError(f"piece {text}: expected rows {rows} inside {coverage}")
+    return found
+
+
+def _count(value: Any, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: expected a number from 0, found {value!r:.40}")
+    return value
+
+
+ROLE = "ingress"
+MAX_STATE = 900 * 1024  # bytes; a message of 1 MiB is what a server takes by default
+
+
+class StateBucket(Protocol):
+    """The verbs of `common.jetstream.kv.KeyValue` that are needed here."""
+
+    async def get(self, key: str) -> KvEntry | None: ...
+    async def create(self, key: str, value: bytes) -> int | None: ...
+    async def update(self, key: str, value: bytes, revision: int) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What was read or written: the state (None: there is none yet) and its revision (0: none yet)."""
+
+    state: TargetState | None
+    revision: int
+
+    @property
+    def there(self) -> TargetState:
+        """The state; only to be asked for where there is one."""
+        assert self.state is not None, "only what exists is settled"
+        return self.state
+
+
+class StateMoved(Exception):
+    """Another instance, or an operator, changed the stored state: `stored` is what is there now."""
+
+    def __init__(self, stored: Stored) -> None:
+        super().__init__("state moved by another instance")
+        self.stored = stored
+
+
+class StateStore:
+    """The state of one target under one key.
+
+    `seen`: told of each state that is loaded, and of each before it is saved.
+    """
+
+    def __init__(
+        self,
+        bucket: StateBucket,
+        key: str,
+        target: str,
+        seen: Callable[[TargetState], None] = lambda _: None,
+    ) -> None:
+        self._bucket, self._key, self._target, self._seen = bucket, key, target, seen
+
+    async def load(self) -> Stored:
+        """What is stored now. Raises Stopped where it cannot be read, Unavailable, OutcomeUnknown."""
+        entry = await self._bucket.get(self._key)
+        if entry is None:
+            return Stored(None, 0)
+        state = from_json(self._target, entry.value)
+        self._seen(state)
+        return Stored(state, entry.revision)
+
+    async def save(self, state: TargetState, revision: int) -> Stored | None:
+        """Store `state` if the revision still is `revision` (0: if there is no value yet).
+
+        None where it is not: somebody else stored something. An answer that was lost is settled by reading.
+        Raises Unavailable, and OutcomeUnknown where reading does not settle it.
+        """
+        self._seen(state)
+        value = to_json(self._target, state)
+        if len(value) > MAX_STATE:
+            raise Stopped(
+                f"state of target {self._target}: expected at most {MAX_STATE} bytes, found {len(value)}",
+                hint=ways(
+                    (
+                        "spread its sources over several targets; or forget chains that are listed no more",
+                        set_command(self._target, "--forget-unlisted"),
+                    )
+                ),
+                code="E-STATE-SIZE",
+            )
+        try:
+            written = await self._write(value, revision)
+        except OutcomeUnknown:
+            return await self._settle(state, value, revision)
+        return None if written is None else Stored(state, written)
+
+    async def _write(self, value: bytes, revision: int) -> int | None:
+        if revision == 0:
+            return await self._bucket.create(self._key, value)
+        return await self._bucket.update(self._key, value, revision)
+
+    async def _settle(self, state: TargetState, value: bytes, revision: int) -> Stored | None:
+        entry = await self._bucket.get(self._key)
+        if entry is None or entry.revision == revision:
+            # Not there yet, and perhaps still on its way: writing again can only store the same bytes once.
+            written = await self._write(value, revision)
+            if written is not None:
+                return Stored(state, written)
+            entry = await self._bucket.get(self._key)
+        if entry is not None and entry.value == value and entry.revision > revision:
+            return Stored(state, entry.revision)
+        return None

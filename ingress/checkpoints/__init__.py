@@ -1,1 +1,0 @@
-"""What is stored of a target: checkpoint and open intent, and the steps between them."""

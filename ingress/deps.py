@@ -1,0 +1,86 @@
+"""What all targets of a process share, and what no user tunes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from common.clock import Clock
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import state_key
+from common.leasing.balancer import LeaseGroup, LeaseScope
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.service.metrics import begin
+from common.service.monitor import Health
+from common.service.process import Threads
+from common.settings.ingress import IngressSettings
+from ingress import metrics
+from ingress.checkpoint_store import ROLE
+from ingress.discovery.discovery import Discovery
+from ingress.errors import LOOK_AT_STOPPED
+from ingress.redelivery import SPACING as RETRY_SPACING
+from ingress.verdict.settle import LOOK_SPACING
+
+
+@dataclass(frozen=True, slots=True)
+class IngressTuning:
+    """Seconds: between the three looks that confirm a verdict, until a stopped target is looked at again,
+    between two reports of what goes on, between two looks for parked messages that are asked for, until a
+    chain that stopped is looked at again.
+    """
+
+    look_spacing: float = LOOK_SPACING
+    reexamine: float = 10.0
+    watch: float = 1.0
+    parked: float = RETRY_SPACING
+    look_at_stopped: float = LOOK_AT_STOPPED
+
+
+@dataclass(frozen=True, slots=True)
+class IngressDeps:
+    """The components. `connect` opens a fresh connection to the targets' server."""
+
+    settings: IngressSettings
+    client: FloeClient
+    connect: Callable[[], Awaitable[FloeClient]]
+    store: SegmentStore
+    documents: ChainStore
+    threads: Threads
+    discovery: Discovery
+    sharing: LeaseGroup
+    health: Health
+    clock: Clock
+    pace: IngressTuning = field(default_factory=IngressTuning)
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes for one target. Split over all targets: whoever is left alone holds every one of them."""
+        return self.settings.memory_limit // len(self.settings.targets)
+
+
+# A target's lease is `ingress.{target}`, of two tokens; a member's key has four.
+SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
+
+
+class TargetCounts:
+    """The metrics of the sharing (`common.leasing.balancer.Counts`)."""
+
+    def __init__(self) -> None:
+        begin("ingress_")
+
+    def shown(self, members: int, share: int, held: int) -> None:
+        metrics.members.set(members)
+        metrics.share.set(share)
+        metrics.leases_held.set(held)
+
+    def handed_over(self, reason: str) -> None:
+        metrics.hand_overs.labels(reason).inc()
+
+    def taken_over(self) -> None:
+        metrics.take_overs.inc()
+
+
+def lease_key(target: str) -> str:
+    """The lease of a target."""
+    return state_key(ROLE, target)

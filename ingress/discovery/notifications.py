@@ -1,0 +1,296 @@
+"""Notifications of the bucket: what they say was written, and how they come, through SQS or NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import unquote_plus
+
+import msgspec
+
+from common.chain import Chain
+from common.clock import Backoff, Clock, doubling
+from common.errors import FloeError
+from common.jetstream.client import FloeClient
+from common.objects.open import open_queue
+from common.objects.sqs import Received, SqsQueue
+from common.segments.keys import Layout
+from common.service.logs import get_logger
+from common.service.metrics import begin
+from common.service.monitor import Health
+from common.settings.root import Settings
+from common.tasks import Trouble, first_of, guarded, told
+from ingress import metrics
+from ingress.discovery.discovery import Discovery
+
+log = get_logger("ingress.discovery.sqs")
+
+
+MAX_BYTES = 1024 * 1024  # of a document; Amazon's queues take no more, and a notification has 1 KB
+MAX_WRAPPINGS = 3  # envelopes around a document: SNS around EventBridge is two
+
+_CREATED = ("ObjectCreated:", "s3:ObjectCreated:")
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
+class Written(NamedTuple):
+    """An object that was written, as a notification says. `keys`: it, or what it may be: some encode it."""
+
+    bucket: str
+    keys: tuple[str, ...]
+
+
+def written(raw: bytes) -> list[Written] | None:
+    """The objects that the notification `raw` says were written; None for what is no notification.
+
+    Empty for a notification of something else: an object removed, a test of the queue.
+    """
+    if len(raw) > MAX_BYTES:
+        return None
+    return _written(raw, MAX_WRAPPINGS)
+
+
+def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
+    """The chains of which something new was written to `bucket`; none for objects that say nothing new."""
+    keys = (key for each in notice if each.bucket == bucket for key in each.keys)
+    return {chain for key in keys if (chain := chain_of(key, layout)) is not None}
+
+
+def chain_of(key: str, layout: Layout) -> Chain | None:
+    """The chain that has to be looked at when `key` was written: a segment, a tail, `chain.json`, a gap."""
+    name = layout.parse_segment(key)
+    if name is not None:
+        return name.chain
+    folder, is_gap, _ = key.rpartition("/gaps/")
+    return layout.parse_tail(key) or layout.parse_chain_document(f"{folder}/chain.json" if is_gap else key)
+
+
+def _written(raw: bytes | str, wrappings: int) -> list[Written] | None:
+    try:
+        document = _DECODER.decode(raw)
+    except (ValueError, RecursionError):  # no JSON
+        return None
+    if not isinstance(document, dict):
+        return None
+    if isinstance(document.get("Records"), list):
+        return list(_of_records(document["Records"]))
+    if isinstance(document.get("detail"), dict):  # of EventBridge
+        bucket, key = _text(document, "detail", "bucket", "name"), _text(document, "detail", "object", "key")
+        return [Written(bucket, (key,))] if document.get("detail-type") == "Object Created" else []
+    if document.get("Event") == "s3:TestEvent":
+        return []
+    if isinstance(document.get("Message"), str) and wrappings:
+        return _written(document["Message"], wrappings - 1)
+    return None
+
+
+def _of_records(records: list[Any]) -> Iterator[Written]:
+    for record in records:
+        if _text(record, "eventName").startswith(_CREATED):
+            bucket, key = _text(record, "s3", "bucket", "name"), _text(record, "s3", "object", "key")
+            # As in a form: `+` for a space. Some servers write the key as it is.
+            yield Written(bucket, (unquote_plus(key), key))
+
+
+def _text(value: Any, *path: str) -> str:
+    """The text at `path`; empty where there is none."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+PAUSES = doubling(1.0, 60.0)  # seconds between attempts
+
+
+UNWANTED_PAUSE = 1.0  # seconds until it is asked again whether notifications are of use here
+EMPTY_PAUSE = 0.1  # seconds after a receive that gave nothing: some servers do not wait as they are asked to
+TAKE_TIMEOUT = 10.0  # seconds for the event loop to take what was received
+
+
+async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -> None:
+    """Hand over every message of the queue, for ever, and delete it from the queue afterwards.
+
+    Nobody waits for the thread at the end: a receive waits up to 20 s. What it receives then is not deleted,
+    and comes again to whoever asks next. Nothing raises: what fails is logged and tried again.
+    """
+    receiver = _Receiver(open_queue, notified, asyncio.get_running_loop())
+    threading.Thread(target=receiver.run, name="sqs", daemon=True).start()
+    try:
+        await asyncio.get_running_loop().create_future()
+    finally:
+        receiver.stop.set()
+
+
+class _Receiver:
+    """What the thread does, until `stop` is set."""
+
+    def __init__(
+        self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.stop = threading.Event()
+        self._open_queue, self._notified, self._loop = open_queue, notified, loop
+        self._queue: SqsQueue | None = None
+
+    def run(self) -> None:
+        pauses = Backoff(None, PAUSES)
+        while not self.stop.is_set():
+            try:
+                if self._notified.is_wanted:
+                    self._receive()
+                else:
+                    self.stop.wait(UNWANTED_PAUSE)
+                pauses.reset()
+            except Exception as error:
+                if self.stop.is_set():
+                    return
+                self._queue = None
+                self._failed(error, pause := pauses.next())
+                self.stop.wait(pause)
+
+    def _receive(self) -> None:
+        if self._queue is None:
+            self._queue = self._open_queue()
+            messages = self._queue.receive(0)  # at once, to know whether it answers
+            self._on_loop(self._notified.listening)
+            log.info("listening", action="events")
+        else:
+            messages = self._queue.receive()
+        if not messages:
+            self.stop.wait(EMPTY_PAUSE)
+        elif not self.stop.is_set():
+            self._on_loop(lambda: self._take(messages))
+            if left := self._queue.delete(messages):
+                log.warning("notifications come again", action="events_not_deleted", count=left)
+
+    def _take(self, messages: Sequence[Received]) -> None:
+        for message in messages:
+            self._notified.take(message.body.encode(errors="replace"))
+
+    def _failed(self, error: Exception, pause: float) -> None:
+        why = error.message if isinstance(error, FloeError) else str(error)
+        if not isinstance(error, FloeError | TimeoutError):
+            told(error, "events", "events of sqs")
+        log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
+        with suppress(Exception):  # it is told of already
+            self._on_loop(lambda: self._notified.failed(why))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        """Have `call` made on the event loop, and wait until it was. Raises TimeoutError, and what it raises:
+        this thread takes notifications again after a pause, the loop would only end.
+        """
+        done = threading.Event()
+        failed: list[Exception] = []
+
+        def make() -> None:
+            guarded(call, failed.append)()
+            done.set()
+
+        try:
+            self._loop.call_soon_threadsafe(make)
+        except RuntimeError:  # the loop has ended
+            self.stop.set()
+        else:
+            if not done.wait(TAKE_TIMEOUT) and not self.stop.is_set():
+                raise TimeoutError(f"the event loop took nothing for {TAKE_TIMEOUT} s")
+            if failed:
+                raise failed[0]
+
+
+CHECK_SPACING = 30.0  # seconds between two looks whether the subscription was refused after a reconnect
+
+
+async def follow_subject(client: FloeClient, subject: str, notified: Notified, clock: Clock) -> None:
+    """Hand over every message on `subject`, for ever.
+
+    No queue group: each instance hears each message. What passes while the connection is down is lost; so
+    `listening` is called again after every reconnect. A refusal is logged, and tried again.
+    """
+
+    def sink(_subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        notified.take(payload)
+
+    trouble = Trouble()
+    forget = client.add_listener(guarded(lambda is_up: notified.listening() if is_up else None, trouble.tell))
+    pauses = Backoff(None, PAUSES)
+    try:
+        while True:
+            try:
+                subscription = await client.subscribe_raw(subject, sink, trouble.tell)
+                try:
+                    pauses.reset()
+                    log.info("listening", action="events", subject=subject)
+                    notified.listening()
+                    # What the server says against the subscription, once it does: rights may change.
+                    while (refused := client.refusal(subject.encode())) is None:
+                        await first_of(clock.sleep(CHECK_SPACING), trouble.told.wait())
+                        trouble.check()
+                    error: FloeError = refused
+                finally:
+                    await subscription.unsubscribe()
+            except FloeError as raised:
+                error = raised
+            notified.failed(error.message)
+            pause = pauses.next()
+            log.warning("no notifications", action="events_failed", error=str(error), pause=pause)
+            await clock.sleep(pause)
+    finally:
+        forget()
+
+
+class Notified:
+    """Takes notifications as they come and wakes discovery. `source`: `nats` or `sqs`, for the metric."""
+
+    def __init__(
+        self, source: str, bucket: str, layout: Layout, discovery: Discovery, health: Health
+    ) -> None:
+        self._source, self._bucket, self._layout = source, bucket, layout
+        self._discovery, self._health = discovery, health
+        if source:
+            begin("ingress_", source=source)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether this process carries anything: one that stands by leaves the queue to the others."""
+        return bool(self._discovery.listeners)
+
+    def take(self, raw: bytes) -> None:
+        """One document, of whatever content. Never raises."""
+        notice = written(raw)
+        if notice is None:
+            self._count("spoiled")
+        else:
+            chains = chains_in(notice, self._bucket, self._layout)
+            self._count("woke" if self._discovery.wake(chains) else "ignored")
+
+    def listening(self) -> None:
+        """From now on notifications come; what came before may be lost."""
+        self._discovery.soon.set()
+        self._health.set_status("events", {"source": self._source, "state": "listening"})
+
+    def failed(self, why: str) -> None:
+        """Notifications do not come; polling goes on."""
+        self._count("failed")
+        self._health.set_status("events", {"source": self._source, "state": "failing", "why": why})
+
+    def _count(self, result: str) -> None:
+        metrics.events.labels(self._source, result).inc()
+
+
+async def follow(
+    settings: Settings, client: FloeClient, layout: Layout, discovery: Discovery, health: Health, clock: Clock
+) -> None:
+    """Follow what `ingress.events` names, for ever; where it names nothing, wait for ever.
+
+    Raises nothing: a source that fails is tried again, and polling goes on meanwhile.
+    """
+    source, _, address = settings.ingress.events.partition("://")
+    bucket = settings.store.url.removeprefix("s3://")
+    notified = Notified(source, bucket, layout, discovery, health)
+    if source == "nats":
+        await follow_subject(client, address, notified, clock)
+    elif source == "sqs":
+        await follow_queue(lambda: open_queue(address, settings.store), notified)
+    await asyncio.Event().wait()

@@ -1,0 +1,216 @@
+"""`floe checkpoint set | release`: an operator's corrections of what ingress remembers of a target."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from common.clock import SystemClock
+from common.errors import DataError, UsageError
+from common.open import load_settings, open_chains
+from common.segments.documents import TargetPositions
+from common.sequences import MAX_SEQUENCE
+from common.service import cli
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.settings.root import Settings
+    from ingress.operator.correct import CheckpointEditor, CheckpointPlan
+
+POSITION_COLUMNS = ("site", "feed", "incarnation", "partition", "before", "after")
+
+
+class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """`SITE/FEED[/INCARNATION[/PARTITION]]=SEQUENCE`, as a pair of a `Named` and the sequence."""
+
+    name = "chain=sequence"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[cli.Named, int]:
+        from common.segments.naming import parse
+
+        name, _, sequence = str(value).rpartition("=")
+        try:
+            site, feed, *numbers = parse(name)
+            named, at = cli.Named(site, feed or "", *numbers), int(sequence)
+        except (ValueError, UsageError) as error:
+            self.fail(f"expected SITE/FEED/INCARNATION/PARTITION=SEQUENCE: {error}", param, ctx)
+        if not 1 <= at <= MAX_SEQUENCE:
+            self.fail(f"expected a sequence from 1 to {MAX_SEQUENCE}, found {at}", param, ctx)
+        return named, at
+
+
+@click.command("set")
+@cli.config_option
+@cli.target_option
+@click.option("--site", default="", help="With --feed and --sequence: of this site.")
+@click.option("--feed", default="", help="The feed.")
+@cli.history_options
+@click.option("--sequence", type=cli.SequenceType(), help="The sequence that the chain goes on at.")
+@click.option("--accept", is_flag=True, help="Take the target as it is now.")
+@click.option("--stored", type=click.IntRange(min=0), help="So many rows of the open intent are stored.")
+@click.option("--from-target", is_flag=True, help="Find the positions by reading the target.")
+@click.option("--forget", is_flag=True, help="Fill the empty target again from the archive.")
+@click.option("--forget-unlisted", is_flag=True, help="Forget chains that `sources` does not list.")
+@click.option("--position", "told", type=PositionParam(), multiple=True, help="With --accept: you know it.")
+@click.option("--accept-repeats", "repeats", is_flag=True, help="Rather store messages twice than not.")
+@cli.dry_run_option
+@cli.yes_option
+@cli.json_option
+@cli.run_command
+async def checkpoint_set(
+    config: str,
+    target: str,
+    named: cli.Named | None,
+    told: tuple[tuple[cli.Named, int], ...],
+    repeats: bool,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Correct what ingress remembers of a target. The service goes on by itself, without a restart.
+
+    Shows every position before and after and what becomes of messages, and asks. Nothing is published.
+
+    \b
+    Example: floe checkpoint set -c central.yaml --target FLEET --accept
+             floe checkpoint set -c central.yaml --target FLEET --from-target --dry-run
+             floe checkpoint set -c central.yaml --target FLEET --stored 11
+             floe checkpoint set -c central.yaml --target FLEET --forget
+             floe checkpoint set -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+    """
+    if (named is None) is not (options["sequence"] is None):
+        raise UsageError("expected --site, --feed and --sequence together")
+    way = _way(options)
+    if told and way != "accept":
+        raise UsageError("--position: expected --accept beside it")
+    if repeats and way not in ("accept", "from_target"):
+        raise UsageError("--accept-repeats: expected --accept or --from-target beside it")
+
+    from ingress.operator.correct import opened
+
+    settings = load_settings(config, quiet=True)
+    async with opened(settings, target) as desk:
+        chains = await _chains(settings, desk, {named, *(name for name, _ in told)} - {None})
+        plans: dict[str, Callable[[], Awaitable[CheckpointPlan]]] = {
+            "accept": lambda: desk.accept({chains[name]: at for name, at in told}, repeats),
+            "stored": lambda: desk.count_stored(options["stored"]),
+            "from_target": lambda: desk.rebuild(repeats),
+            "forget": desk.forget,
+            "forget_unlisted": desk.forget_unlisted,
+            "sequence": lambda: desk.move(chains[named], options["sequence"]),
+        }
+        # What touches single chains only may be done while ingress carries.
+        planning, at_work = plans[way], way in ("sequence", "forget_unlisted")
+        plan = await (desk.patiently(planning) if at_work else planning())
+        if not as_json:
+            _show(target, plan)
+        is_done = plan.changes and not dry_run
+        if is_done:
+            cli.confirm(f"change what is remembered of {target}?", yes)
+            await (desk.apply_again(plan, planning) if at_work else desk.apply(plan))
+        if as_json:
+            _print_plan(target, plan, dry_run)
+        else:
+            click.echo("done: ingress goes on by itself" if is_done else "nothing was changed", err=True)
+
+
+def _way(options: Mapping[str, Any]) -> str:
+    """The option that says what to do."""
+    ways = ("accept", "stored", "from_target", "forget", "forget_unlisted", "sequence")
+    chosen = [way for way in ways if options[way] is not None and options[way] is not False]
+    if len(chosen) != 1:
+        raise UsageError(
+            "expected one of --accept, --stored, --from-target, --forget, --forget-unlisted and "
+            "--site, --feed, --sequence"
+        )
+    return chosen[0]
+
+
+async def _chains(
+    settings: Settings, desk: CheckpointEditor, names: Collection[cli.Named | None]
+) -> dict[cli.Named | None, Chain]:
+    """The chains that are meant by the names."""
+    state = (await desk.known()).state if names else None
+    carried = list(state.checkpoint.positions) if state else []
+    return {name: await asyncio.to_thread(name.chain, settings, (), carried) for name in names if name}
+
+
+def _show(target: str, plan: CheckpointPlan) -> None:
+    state, after = plan.known.state, plan.correction.after
+    if plan.known.problem:
+        click.echo(f"stored: {plan.known.problem}")
+    was = state.checkpoint.target_sequence if state else "-"
+    now = after.checkpoint.target_sequence if after else "-"
+    click.echo(f"{target}: target sequence {was} -> {now}")
+    if state and state.intent:
+        kept = "kept" if after and after.intent else "dropped"
+        click.echo(f"open intent after {state.intent.base}, {state.intent.count} messages -> {kept}")
+    before = state.checkpoint.positions if state else {}
+    behind = after.checkpoint.positions if after else {}
+    rows = [
+        {**chain.log_context(), "before": before.get(chain), "after": behind.get(chain)}
+        for chain in sorted({*before, *behind})
+    ]
+    cli.table(rows, POSITION_COLUMNS)
+    for line in plan.correction.told:
+        click.echo(line)
+
+
+def _print_plan(target: str, plan: CheckpointPlan, dry_run: bool) -> None:
+    from ingress.operator.status import checkpoint_json
+
+    cli.print_json(
+        {
+            "target": target,
+            "changed": plan.changes and not dry_run,
+            "dry_run": dry_run,
+            "problem": plan.known.problem or None,
+            "before": checkpoint_json(target, plan.known.state),
+            "after": checkpoint_json(target, plan.correction.after),
+            "told": plan.correction.told,
+        }
+    )
+
+
+MEANING = (
+    "{target}: retention keeps nothing for it any more: what every other target has may be deleted, and is "
+    "then gone for good. The target, its checkpoint and the archive stay as they are. Take it out of the "
+    "configuration of ingress first: whoever carries into it says within a minute where it is, and holds it."
+)
+
+
+@click.command("release")
+@cli.config_option
+@click.argument("target")
+@cli.yes_option
+@cli.run_command
+async def checkpoint_release(config: str, target: str, yes: bool) -> None:
+    """Let a target go that is not carried any more: nothing is kept in the archive because of it.
+
+    Example: floe checkpoint release -c central.yaml FLEET --yes
+    """
+    chains = open_chains(load_settings(config, quiet=True))
+    try:
+        known = chains.read_positions(target)
+    except DataError as error:  # what cannot be read holds everything, until it is released
+        click.echo(str(error), err=True)
+        known = TargetPositions(target, 0.0)
+    if known is None:
+        there = ", ".join(chains.targets_with_positions()) or "none"
+        raise UsageError(f"TARGET: expected one that says how far it is ({there}), found {target}")
+    for chain, at in sorted(known.positions.items()):
+        click.echo(f"{chain}: {at}")
+    click.echo(MEANING.format(target=target))
+    if known.released:
+        click.echo(f"{target} was released already", err=True)
+        return
+    if not yes:
+        raise UsageError(f"expected --yes: {target} is not released")
+    chains.write_positions(TargetPositions(target, SystemClock().now(), released=True))
+    click.echo(f"{target} is released", err=True)

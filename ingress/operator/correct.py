@@ -1,0 +1,243 @@
+"""Carries an operator's correction out: look, plan, show, ask, look again, compare and set."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.errors import AnotherWriter, Stopped, Unavailable, UsageError
+from common.jetstream.api import stream_info
+from common.jetstream.buckets import state_of_ingress
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue, state_key
+from common.open import open_chains
+from common.service.process import Threads
+from common.settings.ingress import TargetSettings
+from common.settings.root import Settings
+from ingress.checkpoint import ParkedAs, TargetState
+from ingress.checkpoint_store import ROLE, StateStore, from_json
+from ingress.operator import corrections
+from ingress.operator.corrections import Correction, CorrectionRefused, ParkedMarks, Positions
+from ingress.operator.target_scan import TargetScan, take_census
+from ingress.parked import ParkedStore
+from ingress.preflight import control_headers
+from ingress.redelivery import PARALLEL, in_threads
+from ingress.verdict.verdict import TargetReading, read
+
+BUSY = 20.0  # seconds that a carrier at work may keep a correction of one chain waiting
+BUSY_SPACING = 0.02  # seconds between two tries
+STILL = 1.0  # seconds in which a target must not move
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """What is stored: the state (None: nothing, or nothing readable), its revision, why it cannot be read."""
+
+    state: TargetState | None
+    revision: int
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlan:
+    """A correction of what was stored at `known`, made when the target said `last`."""
+
+    known: StoredState
+    correction: Correction
+    last: int | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to store."""
+        if self.known.problem:
+            return True
+        return self.correction.after != self.known.state
+
+
+class CheckpointEditor:
+    """One target in front of an operator. `parked`: opens what is parked for it, under the names given."""
+
+    def __init__(
+        self,
+        client: FloeClient,
+        bucket: KeyValue,
+        settings: TargetSettings,
+        clock: Clock,
+        parked: Callable[[ParkedAs], ParkedStore],
+    ) -> None:
+        self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
+        self._parked = parked
+        self.target = settings.stream
+        self._key = state_key(ROLE, self.target)
+
+    # Looking
+
+    async def known(self) -> StoredState:
+        """What is stored now, readable or not."""
+        entry = await self._bucket.get(self._key)
+        if entry is None:
+            return StoredState(None, 0)
+        try:
+            return StoredState(from_json(self.target, entry.value), entry.revision)
+        except Stopped as error:
+            return StoredState(None, entry.revision, error.message)
+
+    async def _reading(self) -> TargetReading | None:
+        return await read(self._client, self.target, control_headers(self._settings))
+
+    async def _there(self) -> TargetReading:
+        reading = await self._reading()
+        if reading is None:
+            raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
+        return reading
+
+    async def _scanned(self, scan: TargetScan) -> TargetScan:
+        info = await stream_info(self._client, self.target)
+        retention = str(info.config.get("retention", "limits")) if info else "limits"
+        return await take_census(self._client, self.target, retention, scan)
+
+    # Planning
+
+    async def move(self, chain: Chain, sequence: int) -> CheckpointPlan:
+        """`chain` goes on at `sequence`."""
+        known = await self.known()
+        return CheckpointPlan(known, corrections.move(self._state(known), chain, sequence))
+
+    async def accept(self, told: Positions, repeats: bool) -> CheckpointPlan:
+        """The target as it stands."""
+        known, reading = await self.known(), await self._there()
+        state = self._state(known)
+        is_same = reading.created == state.checkpoint.target_created
+        after = state.checkpoint.target_sequence if is_same else 0
+        census = await self._scanned(corrections.scan_behind(state.intent, after, reading.last_sequence))
+        correction = corrections.accept(
+            state, reading, census, told, repeats=repeats, exclusive=self._settings.exclusive
+        )
+        return CheckpointPlan(known, correction, reading.last_sequence)
+
+    async def count_stored(self, stored: int) -> CheckpointPlan:
+        """So many rows of the open intent are stored."""
+        known, reading = await self.known(), await self._there()
+        correction = corrections.count_stored(self._state(known), reading, stored)
+        return CheckpointPlan(known, correction, reading.last_sequence)
+
+    async def rebuild(self, repeats: bool) -> CheckpointPlan:
+        """The positions by what stands in the target."""
+        known, reading = await self.known(), await self._there()
+        kept_as = known.state.checkpoint.parked_as if known.state else ParkedAs(reading.created)
+        entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
+        parked = {(name.chain, name.sequence) for name in entries}
+        census = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
+        correction = corrections.rebuild(
+            known.state, reading, census, repeats=repeats, entries=list(entries.values())
+        )
+        return CheckpointPlan(known, correction, reading.last_sequence)
+
+    async def forget(self) -> CheckpointPlan:
+        """Everything from the beginning."""
+        known, reading = await self.known(), await self._reading()
+        info = await stream_info(self._client, self.target)
+        correction = corrections.forget(known.state, reading, info.messages if info else 0)
+        return CheckpointPlan(known, correction, None if reading is None else reading.last_sequence)
+
+    async def forget_unlisted(self) -> CheckpointPlan:
+        """Only chains that `sources` lists."""
+        known = await self.known()
+        listed = self._settings.source_of.keys()
+        return CheckpointPlan(known, corrections.forget_unlisted(self._state(known), listed))
+
+    def _state(self, known: StoredState) -> TargetState:
+        if known.state is None:
+            raise CorrectionRefused(
+                f"target {self.target}: expected a stored state, found none: {known.problem or 'no key'}",
+                hint="find the positions by what stands in the target (--from-target), or begin an empty one "
+                "anew (--forget)",
+            )
+        return known.state
+
+    # Doing
+
+    async def apply(self, plan: CheckpointPlan) -> None:
+        """Store it, if neither the state nor the target has moved since it was planned.
+
+        Raises AnotherWriter where the target moves, Unavailable where the state did.
+        """
+        if plan.last is not None and self._settings.exclusive:
+            await self._clock.sleep(STILL)
+            reading = await self._reading()
+            if reading is None or reading.last_sequence != plan.last:
+                found = "none" if reading is None else reading.last_sequence
+                raise AnotherWriter(
+                    f"target {self.target}: expected last sequence {plan.last} as before, found {found}",
+                    hint="stop what publishes to it, then look again",
+                    code="E-TARGET-SHARED",
+                )
+        if not await self._store_plan(plan):
+            moved = f"state of target {self.target}: changed by somebody else meanwhile"
+            raise Unavailable(moved, hint="look again", code="E-STATE-MOVED")
+
+    async def apply_again(self, plan: CheckpointPlan, again: Callable[[], Awaitable[CheckpointPlan]]) -> None:
+        """Store it; where the state moves under a carrier at work, plan it again for a while."""
+        deadline = self._clock.monotonic() + BUSY
+        while not await self._store_plan(plan):
+            await self._clock.sleep(BUSY_SPACING)
+            plan = await self.patiently(again, deadline)
+
+    async def patiently(
+        self, planning: Callable[[], Awaitable[CheckpointPlan]], deadline: float | None = None
+    ) -> CheckpointPlan:
+        """The plan, tried again while an open intent stands against it; raises its error in the end."""
+        deadline = self._clock.monotonic() + BUSY if deadline is None else deadline
+        while True:
+            try:
+                return await planning()
+            except CorrectionRefused:
+                if self._clock.monotonic() > deadline:
+                    raise
+                before = await self.known()
+                await self._clock.sleep(STILL)
+                # Where somebody changes the state, the intent that is open now will be closed.
+                if (await self.known()).revision == before.revision:
+                    raise
+            await self._clock.sleep(BUSY_SPACING)
+
+    async def _store_plan(self, plan: CheckpointPlan) -> bool:
+        after, revision = plan.correction.after, plan.known.revision
+        if after is None:
+            return revision == 0 or await self._bucket.delete(self._key, revision)
+        # Before the state moves: nobody else would put them any more.
+        await self._put(plan.correction.marks, after.checkpoint.parked_as)
+        store = StateStore(self._bucket, self._key, self.target)
+        return await store.save(after, revision) is not None
+
+    async def _put(self, marks: ParkedMarks, kept_as: ParkedAs) -> None:
+        """Have the marks stand in the bucket. Raises what the store raises."""
+        if marks == ParkedMarks():
+            return
+        threads, parked = Threads("marks", PARALLEL), self._parked(kept_as)
+        try:
+            await in_threads(threads, parked.mark_left_out, [parked.name(*each) for each in marks.left_out])
+            await in_threads(threads, parked.mark_delivered, [parked.name(*each) for each in marks.delivered])
+        finally:
+            threads.close()
+
+
+@asynccontextmanager
+async def opened(settings: Settings, target: str) -> AsyncIterator[CheckpointEditor]:
+    """The desk of `target`. Raises UsageError where the configuration has no such target."""
+    found = [each for each in settings.ingress.targets if each.stream == target]
+    if not found:
+        named = ", ".join(each.stream for each in settings.ingress.targets) or "none"
+        raise UsageError(f"--target: expected one of {named}, found {target}")
+    async with state_of_ingress(settings, "floe checkpoint") as (client, bucket):
+        yield CheckpointEditor(client, bucket, found[0], SystemClock(), partial(_parked, settings, target))
+
+
+def _parked(settings: Settings, target: str, kept_as: ParkedAs) -> ParkedStore:
+    documents = open_chains(settings)
+    return ParkedStore(documents.objects, documents.layout, target, kept_as)

@@ -1,0 +1,406 @@
+"""What an operator may make of the state of a target: pure functions from what is stored and what stands
+there.
+
+Every correction drops the open intent, if there is one: its rows that stand in the target are behind the
+positions, the others are carried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from common.chain import Chain
+from common.errors import Stopped
+from ingress.checkpoint import Checkpoint, Intent, IntentPiece, ParkedAs, TargetState, advanced
+from ingress.operator.target_scan import TargetScan
+from ingress.parked import ParkedEntry, State
+from ingress.verdict.verdict import Finding, Origin, TargetReading, counts, judge
+
+Message = tuple[Chain, int]
+Positions = Mapping[Chain, int]
+
+
+class CorrectionRefused(Stopped):
+    """A correction that would lose or repeat messages without anybody having said so."""
+
+    default_code = "E-CORRECTION"
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedMarks:
+    """Parked messages that a chain has passed (`left_out`), and that stand in the target (`delivered`)."""
+
+    left_out: tuple[Message, ...] = ()
+    delivered: tuple[Message, ...] = ()
+
+    def told(self) -> list[str]:
+        """What becomes of them, a line for each kind."""
+        lines = []
+        if self.left_out:
+            lines.append(f"{_named(self.left_out)}: parked; floe parked retry delivers it")
+        if self.delivered:
+            lines.append(f"{_named(self.delivered)}: parked before, and stands there: marked as delivered")
+        return lines
+
+
+def _named(messages: Collection[Message]) -> str:
+    first = ", ".join(f"{chain} {sequence}" for chain, sequence in sorted(messages)[:3])
+    return first if len(messages) <= 3 else f"{first} and {len(messages) - 3} more"
+
+
+def marks_of(
+    intent: Intent | None,
+    positions: Mapping[Chain, int],
+    stored: int | None,
+    census: TargetScan,
+    *,
+    repeats: bool,
+) -> ParkedMarks:
+    """What the intent that is dropped would have marked, where its chains go on at `positions`.
+
+    `stored`: how many of its messages stand in the target; None: what the census saw. Raises
+    CorrectionRefused where nobody can tell whether a parked message stands there, unless `repeats`.
+    """
+    if intent is None:
+        return ParkedMarks()
+    left_out = [(p.chain, each) for p in intent.pieces for each in p.left_out]
+    passed = tuple(each for each in left_out if each[1] < positions.get(each[0], 0))
+    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn]
+    if stored is not None:
+        before = accumulate(piece.count for piece in intent.pieces)
+        ends = zip(intent.pieces, before, strict=True)
+        found = [(p.chain, p.rows.first) for p, end in ends if p.out_of_turn and end <= stored]
+        return ParkedMarks(passed, tuple(found))
+    seen = tuple(each for each in tried if each in census.parked_seen)
+    unseen = [each for each in tried if each not in seen]
+    if unseen and census.gone and not repeats:
+        raise CorrectionRefused(
+            f"{census.gone} messages cannot be read any more: expected to see whether these parked ones are "
+            f"stored, found neither: {_named(unseen)}",
+            hint="--accept-repeats: where the gone messages were these, they are stored twice",
+        )
+    return ParkedMarks(passed, seen)
+
+
+def marks_by_listing(
+    entries: Collection[ParkedEntry], checkpoint: Checkpoint, census: TargetScan
+) -> ParkedMarks:
+    """The marks that are missing, by what is parked and what a census of the whole target saw of that."""
+    seen = census.parked_seen
+    left_out, delivered = list[Message](), list[Message]()
+    for entry in entries:
+        chain, sequence = message = (entry.name.chain, entry.name.sequence)
+        if entry.name.created != checkpoint.parked_as.of(chain, sequence):
+            continue  # carried again
+        if entry.state is State.PENDING:
+            is_passed = sequence < checkpoint.positions.get(chain, 0)
+            left_out += [message] if is_passed and entry.is_kept and message not in seen else []
+        elif entry.state is not State.DELIVERED and message in seen:
+            delivered.append(message)
+    return ParkedMarks(tuple(left_out), tuple(delivered))
+
+
+def kept_as(checkpoint: Checkpoint, created: str, positions: Mapping[Chain, int]) -> ParkedAs | None:
+    """Under which name parked messages are kept where chains go on at `positions`, in the stream `created`.
+
+    What was parked of a chain behind its new position stands for nothing: it comes again. All else stays what
+    it was, also where the stream is another one.
+    """
+    was, before = checkpoint.parked_as, checkpoint.positions
+    back = [(chain, at) for chain, at in sorted(positions.items()) if at < before.get(chain, 0)]
+    gone = [(chain, 0) for chain in sorted(before) if chain not in positions]
+    parked = ParkedAs(was.created, (*was.anew, *back, *gone))
+    return None if parked == ParkedAs(created) else parked
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """The next state (None: nothing is to be remembered), and in plain words what becomes of messages.
+
+    `marks`: what is to be put for parked messages, under the names of `after`, before `after` is stored.
+    """
+
+    after: TargetState | None
+    told: list[str] = field(default_factory=list)
+    marks: ParkedMarks = ParkedMarks()
+
+
+# One chain
+
+
+def move(state: TargetState, chain: Chain, sequence: int) -> Correction:
+    """`chain` goes on at `sequence`. Raises CorrectionRefused while an open intent holds rows of it."""
+    if state.intent is not None and chain in {piece.chain for piece in state.intent.pieces}:
+        raise CorrectionRefused(
+            f"chain {chain}: expected no open intent with rows of it, found one",
+            hint="wait until it is closed; where it cannot be, take the target as it is first (--accept)",
+        )
+    checkpoint = state.checkpoint
+    positions = {**checkpoint.positions, chain: sequence}
+    parked = kept_as(checkpoint, checkpoint.target_created, positions)
+    after = replace(state, checkpoint=replace(checkpoint, positions=positions, parked=parked))
+    return Correction(after, consequences(state.checkpoint.positions, positions))
+
+
+def consequences(before: Positions, after: Positions) -> list[str]:
+    """What the change of positions does to messages, a line for each chain that moves."""
+    lines = []
+    for chain in sorted({*before, *after}):
+        was, now = before.get(chain), after.get(chain)
+        if was == now:
+            continue
+        if now is None:
+            lines.append(f"{chain}: begins anew; what of it is stored already is stored twice")
+        elif was is None:
+            lines.append(f"{chain}: begins at {now}; nothing before is carried")
+        elif now > was:
+            lines.append(f"{chain}: {was} to {now - 1} are not carried any more")
+        else:
+            twice = f"what is stored is stored twice, at most {was - now:,} messages"
+            lines.append(f"{chain}: {now} to {was - 1} are carried again: {twice}")
+    return lines
+
+
+# The target as it is
+
+
+def scan_behind(intent: Intent | None, after: int, last: int) -> TargetScan:
+    """A scan, still empty, that counts messages of the open intent; what else stands there is not ours."""
+    pieces = [piece for piece in intent.pieces if not piece.out_of_turn] if intent else []
+    tried = [(p.chain, p.rows.first) for p in intent.pieces if p.out_of_turn] if intent else []
+
+    def counts(chain: Chain, sequence: int) -> bool:
+        return any(piece.chain == chain and sequence in piece.rows for piece in pieces)
+
+    return TargetScan(after, last, counts, tried)
+
+
+def accept(
+    state: TargetState,
+    reading: TargetReading,
+    census: TargetScan,
+    told: Positions,
+    *,
+    repeats: bool = False,
+    exclusive: bool = True,
+) -> Correction:
+    """The next intent begins behind the target as it stands; what is stored there beside our rows stays.
+
+    `census`: the rows of the open intent that stand behind the checkpoint (in another stream of the name:
+    anywhere). `told`: positions that the operator knows. `exclusive`: nobody else publishes, so that the
+    arithmetic tells what cannot be read. `repeats`: where nothing tells how much of a chain is stored, take
+    the least. Raises CorrectionRefused where that is not allowed, naming each chain.
+    """
+    stored = _stored(state, reading) if exclusive and not (census.foreign or census.strangers) else None
+    positions, unknown = _found(state, reading, census, stored)
+    if (unknown := unknown - {*told}) and not repeats:
+        least = (f"{chain} at {positions.get(chain, 'its beginning')} or later" for chain in sorted(unknown))
+        raise CorrectionRefused(
+            f"{census.gone} messages behind target sequence {census.after} cannot be read any more: expected "
+            f"to see where each chain stands, found {', '.join(least)}",
+            hint="say it (--position SITE/FEED/INCARNATION/PARTITION=SEQUENCE for each), or take the least "
+            "(--accept-repeats): where the gone messages were ours they are stored twice",
+        )
+    positions = {**positions, **told}
+    parked = kept_as(state.checkpoint, reading.created, positions)
+    last = reading.last_sequence
+    checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
+    marks = marks_of(state.intent, positions, stored, census, repeats=repeats)
+    told_of = _of_accepting(state, reading, census, positions) + marks.told()
+    return Correction(TargetState(checkpoint), told_of, marks)
+
+
+def _stored(state: TargetState, reading: TargetReading) -> int | None:
+    """How many messages of the open intent stand there; None where the arithmetic does not tell."""
+    verdict = judge(state, reading)
+    return verdict.stored if verdict.finding is Finding.STORED else None
+
+
+def _found(
+    state: TargetState, reading: TargetReading, census: TargetScan, stored: int | None
+) -> tuple[dict[Chain, int], set[Chain]]:
+    """The positions by what stands in the target, and the chains for which that is only the least."""
+    positions = dict(state.checkpoint.positions)
+    if state.intent is None:
+        return positions, set()
+    if stored is not None:
+        return counted(positions, state.intent, stored, reading.tail)
+    written = {piece.chain for piece in state.intent.pieces if piece.count and not piece.out_of_turn}
+    positions |= {chain: scanned.newest + 1 for chain, scanned in census.chains.items()}
+    return positions, {chain for chain in written if census.gone_behind(chain)}
+
+
+def counted(
+    positions: Positions, intent: Intent, stored: int, tail: object
+) -> tuple[dict[Chain, int], set[Chain]]:
+    """The positions where `stored` messages of the intent stand, and the chain for which that does not tell
+    the sequence (none or one).
+
+    `tail`: what the last of them says of itself, where it can be read.
+    """
+    done: list[IntentPiece] = []
+    for piece in intent.pieces:
+        if stored < piece.count or stored == 0:
+            break
+        done.append(piece)
+        stored -= piece.count
+    after = advanced(positions, done)
+    if not stored:
+        return after, set()
+    piece = intent.pieces[len(done)]
+    if piece.out_of_turn:
+        return after, set()
+    if isinstance(tail, Origin):
+        return {**after, piece.chain: tail.sequence + 1}, set()
+    if piece.count == len(piece.rows):
+        return {**after, piece.chain: piece.rows.first + stored}, set()
+    return after, {piece.chain}
+
+
+def _of_accepting(
+    state: TargetState, reading: TargetReading, census: TargetScan, positions: Positions
+) -> list[str]:
+    checkpoint, lines = state.checkpoint, []
+    if reading.created != checkpoint.target_created:
+        lines.append("another stream of the name: what was carried into the former one is not carried again")
+    elif reading.last_sequence < checkpoint.target_sequence:
+        lost = checkpoint.target_sequence - reading.last_sequence
+        lines.append(
+            f"{lost} messages that were stored stand there no more and are not carried again (--from-target)"
+        )
+    if state.intent is not None:
+        lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
+    lines += _stands(census) + _others(census)
+    if census.strangers:
+        lines.append("if the state is an old copy, they are ours: use --from-target instead")
+    return lines + consequences(checkpoint.positions, positions)
+
+
+def _stands(census: TargetScan) -> list[str]:
+    return [
+        f"{chain}: {standing.count} messages stand there, {standing.first} to {standing.newest}"
+        for chain, standing in sorted(census.chains.items())
+    ]
+
+
+def _others(census: TargetScan) -> list[str]:
+    lines = []
+    if census.foreign:
+        lines.append(f"{census.foreign} messages are not ours; they stay")
+    if census.strangers:
+        lines.append(f"{census.strangers} messages carry provenance and are not awaited; they stay")
+    return lines
+
+
+def count_stored(state: TargetState, reading: TargetReading, stored: int) -> Correction:
+    """Of the open intent `stored` rows are stored; the others are sent behind what the target ends with now.
+
+    Raises CorrectionRefused where there is no such intent, or the target cannot hold so many of its rows.
+    """
+    checkpoint, intent = state.checkpoint, state.intent
+    if intent is None or not counts(state):
+        raise CorrectionRefused(
+            "--stored: expected an open intent of which rows can be counted, found none",
+            hint="take the target as it is (--accept)",
+        )
+    last = reading.last_sequence
+    most = min(intent.count, last - checkpoint.target_sequence)
+    if reading.created != checkpoint.target_created or not 0 <= stored <= most:
+        raise CorrectionRefused(
+            f"--stored: expected from 0 to {most} rows in the stream created {checkpoint.target_created}, "
+            f"found {stored} in the one created {reading.created}"
+        )
+    base, left = last - stored, intent.count - stored
+    moved = replace(checkpoint, target_sequence=base, begins=last)
+    lines = [
+        f"rows 1 to {stored} of the {intent.count} of the open intent count as stored",
+        f"the other {left} are sent behind target sequence {last}: what of them is stored is stored twice",
+        "stop every paused or cut off instance of ingress first",
+    ]
+    return Correction(TargetState(moved, replace(intent, base=base)), lines)
+
+
+# The state is lost, or an old copy
+
+
+def rebuild(
+    state: TargetState | None,
+    reading: TargetReading,
+    census: TargetScan,
+    *,
+    repeats: bool = False,
+    entries: Collection[ParkedEntry] = (),
+) -> Correction:
+    """Each chain goes on behind the newest of its messages that stands in the target.
+
+    `state`: what is stored, if it can be read: an older copy is a lower bound of what was carried.
+    `census`: of everything. `repeats`: take lower bounds where the target let messages go. `entries`: what is
+    parked. Raises CorrectionRefused where that is not allowed.
+    """
+    if census.gone and not repeats:
+        raise CorrectionRefused(
+            f"expected a target that holds all of its {reading.last_sequence} messages, found "
+            f"{census.held}: positions behind the newest that stands there are lower bounds",
+            hint="restore the state bucket; or store again what the target let go: --accept-repeats",
+        )
+    last = reading.last_sequence
+    same = state.checkpoint if state and reading.created == state.checkpoint.target_created else None
+    lost = same.target_sequence - last if same else 0
+    # What the stored state says holds for certain, but where the target lost messages since.
+    positions = dict(same.positions) if same and lost <= 0 else {}
+    for chain, scanned in census.chains.items():
+        positions[chain] = max(positions.get(chain, 0), scanned.newest + 1)
+    lines = _stands(census)
+    if lost > 0:
+        told = "are carried again: whoever has read them from the target before gets them twice"
+        lines.append(f"the last {lost} messages, which the target has lost, {told}")
+    if census.gone:
+        lines.append(f"{census.gone} messages are gone: what of them was newer than what stands is repeated")
+    lines += _others(census)
+    if state is None or state.intent is not None:
+        lines.append("stop every paused or cut off instance of ingress first")
+    before = state.checkpoint.positions if state else {}
+    parked = kept_as(state.checkpoint, reading.created, positions) if state else None
+    checkpoint = Checkpoint(last, reading.created, positions, last, parked=parked)
+    marks = marks_by_listing(entries, checkpoint, census)
+    lines += consequences(before, positions) + marks.told()
+    return Correction(TargetState(checkpoint), lines, marks)
+
+
+# Begin again
+
+
+def forget(state: TargetState | None, reading: TargetReading | None, messages: int) -> Correction:
+    """An empty target is filled again from where its chains begin. Raises CorrectionRefused where it holds
+    messages.
+    """
+    if messages:
+        raise CorrectionRefused(
+            f"expected an empty target, found {messages} messages: they would be stored twice",
+            hint="empty the stream or make it again first; or go on behind what it holds (--from-target)",
+        )
+    lines = consequences(state.checkpoint.positions if state else {}, {})
+    is_same = state is not None and reading is not None and reading.created == state.checkpoint.target_created
+    if reading is None or (reading.last_sequence == 0 and not is_same):
+        return Correction(None, lines)
+    parked = None
+    if state is not None and is_same:
+        was = state.checkpoint.parked_as
+        parked = ParkedAs(was.created, (*was.anew, (None, 0)))
+        lines.append("what is parked stands for nothing any more: it comes in its turn, or is parked again")
+    last = reading.last_sequence
+    return Correction(TargetState(Checkpoint(last, reading.created, {}, last, parked=parked)), lines)
+
+
+def forget_unlisted(state: TargetState, pairs: Collection[tuple[str, str]]) -> Correction:
+    """Chains that are not listed any more are forgotten, those of an open intent excepted."""
+    kept = {piece.chain for piece in state.intent.pieces} if state.intent else set()
+    before = state.checkpoint.positions
+    positions = {c: at for c, at in before.items() if c in kept or (c.site, c.feed) in pairs}
+    lines = [
+        f"{chain}: forgotten at {before[chain]}; if it is listed again, it begins anew"
+        for chain in sorted({*before} - {*positions})
+    ]
+    return Correction(replace(state, checkpoint=replace(state.checkpoint, positions=positions)), lines)

@@ -1,0 +1,301 @@
+"""`floe gap ls|accept` and `floe chain pause|resume`: an operator's decisions about single chains."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from common.errors import Stopped, UsageError
+from common.open import load_settings, open_chains, open_store
+from common.service import cli
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from common.settings.root import Settings
+    from ingress.chains.pauses import Pauses, PauseStore
+    from ingress.operator.status import States
+
+GAP_COLUMNS = (
+    "site", "feed", "incarnation", "partition", "first", "last", "kind", "since", "behind", "accepted",
+)  # fmt: skip
+PAUSE_COLUMNS = ("target", "site", "feed", "incarnation", "partition", "since", "by", "note")
+
+
+def _somebody() -> str:
+    """Who runs the command, as far as this host knows."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):
+        name = "?"
+    return f"{name}@{socket.gethostname()}"
+
+
+def _now() -> str:
+    from common.clock import SystemClock, format_time
+
+    return format_time(int(SystemClock().now() * 1000) * 1_000_000)
+
+
+# Gaps
+
+
+@click.group()
+def gap() -> None:
+    """List holes in the archive, and give them up."""
+
+
+@gap.command("ls")
+@cli.config_option
+@cli.json_option
+@cli.run_command
+async def gap_ls(config: str, as_json: bool) -> None:
+    """List the holes of every chain that flows into a target, from where the target stands.
+
+    kind: hole, no segment covers it; at the position of the target also gone (a hole was filled in part) and
+    damaged. since: when the first segment behind the hole was stored. accepted: whether ingress goes on
+    behind it.
+
+    Example: floe gap ls -c central.yaml --json
+    """
+    from common.segments.documents import BEFORE_GIVING_UP, accept_command
+    from ingress.operator.holes import look_up, standing_at
+    from ingress.operator.status import read_states
+
+    settings = load_settings(config, quiet=True)
+    states = await read_states(settings)
+    store, documents = open_store(settings), open_chains(settings)
+    try:
+        found = []
+        for chain, position in sorted(_positions(settings, documents.chains(), states).items()):
+            archived = look_up(store, documents, chain, position)
+            at_position = standing_at(store, archived)
+            found += [at_position] if at_position else []
+            found += archived.holes()
+    finally:
+        store.close()
+    rows = [hole.row() for hole in found]
+    if as_json:
+        cli.print_json(rows)
+        return
+    cli.table(rows, GAP_COLUMNS)
+    # Giving up comes last.
+    for hole in found:
+        if hole.kind != "hole":
+            click.echo("\n".join(hole.ways_out()), err=True)
+    missing = [(hole.chain, part) for hole in found if hole.kind == "hole" for part in hole.left]
+    if missing:
+        click.echo(BEFORE_GIVING_UP, err=True)
+        click.echo("only when nobody has them any more, give them up for all targets:", err=True)
+    for chain, part in missing:
+        click.echo(accept_command(chain, part), err=True)
+
+
+def _positions(settings: Settings, chains: list[Chain], states: States) -> dict[Chain, int | None]:
+    """Each chain that flows into a target and where the target that is furthest behind stands; None: it has
+    not begun there.
+    """
+    found: dict[Chain, int | None] = {}
+    for target in settings.ingress.targets:
+        sources, state = target.source_of, states.get(target.stream)
+        positions = state.checkpoint.positions if state else {}
+        for chain in chains:
+            if (chain.site, chain.feed) in sources:
+                at = positions.get(chain)
+                before = found.get(chain, at)
+                found[chain] = None if at is None or before is None else min(at, before)
+    return found
+
+
+@gap.command("accept")
+@cli.config_option
+@cli.chain_options
+@click.option("--first", type=cli.SequenceType(), required=True, help="The first sequence that is given up.")
+@click.option("--last", type=cli.SequenceType(), required=True, help="The last one.")
+@click.option("--note", default="", help="Why; kept with the decision.")
+@cli.dry_run_option
+@cli.yes_option
+@cli.json_option
+@cli.run_command
+def gap_accept(
+    config: str, named: cli.Named, first: int, last: int, note: str, dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Give up sequences that no segment covers: every target goes on behind them, within a poll.
+
+    The last resort: the source may still hold them. Egress at the site looks within six hours, and at once
+    when it is started again; what it archives fills the hole.
+
+    Segments that arrive before a target has passed the gap are carried all the same; what arrives later is
+    reported. Refused where a sound segment covers a part. Without --incarnation the newest is meant, unless
+    an older one has a hole there, too.
+
+    Example: floe gap accept -c central.yaml --site us-east --feed NODES --first 101 --last 200
+    """
+    from common.segments.documents import AcceptedGap
+    from common.sequences import SequenceRange
+    from ingress.operator.holes import check, look_up, refuse_doubt
+
+    if first > last:
+        raise UsageError(f"--first {first} is greater than --last {last}")
+    wanted = SequenceRange(first, last)
+    try:
+        decision = AcceptedGap(wanted, note, _somebody(), _now())
+    except ValueError as error:
+        raise UsageError(f"--note: {error}") from None
+    settings = load_settings(config, quiet=True)
+    store, documents = open_store(settings), open_chains(settings)
+    try:
+        chain = named.chain(settings)
+        if named.incarnation is None:
+            refuse_doubt(store, documents, chain, wanted)
+        damaged = check(store, look_up(store, documents, chain, first), wanted)
+        for problem in damaged:
+            click.echo(f"damaged, and given up with the gap: {problem}", err=True)
+        if not dry_run:
+            cli.confirm(f"give up {len(wanted)} sequences, {wanted}, of {chain}?", yes)
+            decision = documents.accept_gap(chain, decision)
+    finally:
+        store.close()
+    if as_json:
+        shown = {"first": decision.range.first, "last": decision.range.last, "note": decision.note}
+        decided = {"by": decision.by, "at": decision.at, "damaged": damaged, "dry_run": dry_run}
+        cli.print_json({**chain.log_context(), **shown, **decided})
+    elif dry_run:
+        click.echo(f"{chain} {decision.range} can be given up; nothing was changed")
+    else:
+        click.echo(f"{chain} {decision.range} is given up, by {decision.by} at {decision.at}")
+
+
+# Pauses
+
+
+@click.group()
+def chain() -> None:
+    """Pause single chains, and have them carried again."""
+
+
+@chain.command("pause")
+@cli.config_option
+@cli.target_option
+@cli.chain_options
+@click.option("--note", default="", help="Why; shown by `floe chain ls`.")
+@cli.json_option
+@cli.run_command
+async def chain_pause(config: str, target: str, named: cli.Named, note: str, as_json: bool) -> None:
+    """Carry nothing more of a chain into a target until it is resumed; others go on.
+
+    What is being stored now is stored. Holds through restarts and take-overs.
+
+    Example: floe chain pause -c central.yaml --target FLEET --site us-east --feed NODES --note "bad data"
+    """
+    from ingress.chains.pauses import Pause
+
+    if len(note) > 1000:
+        raise UsageError(f"--note: expected at most 1000 characters, found {len(note)}")
+    pause = Pause(_now(), _somebody(), note)
+    pauses = await _decide(config, target, named, lambda pauses, chain: pauses.pause(chain, pause))
+    _show_pauses(target, pauses, as_json)
+
+
+@chain.command("resume")
+@cli.config_option
+@cli.target_option
+@cli.any_chain_options
+@click.option("--all", "is_all", is_flag=True, help="Every paused chain of the target.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
+@cli.json_option
+@cli.run_command
+async def chain_resume(
+    config: str, target: str, named: cli.Named | None, is_all: bool, yes: bool, as_json: bool
+) -> None:
+    """Carry a paused chain again; or have a chain that stopped by itself looked at again at once.
+
+    --all has nothing paused, also where what was paused cannot be read any more (E-PAUSES).
+
+    \b
+    Example: floe chain resume -c central.yaml --target FLEET --site us-east --feed NODES
+             floe chain resume -c central.yaml --target FLEET --all
+    """
+    # Two resumptions within a millisecond are two.
+    at = f"{_now()} {secrets.token_hex(4)}"
+    if is_all is (named is not None):
+        raise UsageError("expected --site and --feed, or --all")
+    if named is None:
+        pauses = await _resume_all(config, target, at, yes)
+    else:
+        pauses = await _decide(config, target, named, lambda pauses, chain: pauses.resume(chain, at))
+        click.echo(f"{named.site}/{named.feed}: a running ingress looks at it within two seconds", err=True)
+    _show_pauses(target, pauses, as_json)
+
+
+async def _resume_all(config: str, target: str, at: str, yes: bool) -> Pauses:
+    async with _store(config, target) as (_, store):
+        try:
+            paused = f"chains paused now: {len((await store.read()).paused)}"
+        except Stopped as error:
+            paused = error.message
+        cli.confirm(f"have nothing of {target} paused ({paused})?", yes)
+        return await store.resume_all(at)
+
+
+@chain.command("ls")
+@cli.config_option
+@cli.json_option
+@cli.run_command
+async def chain_ls(config: str, as_json: bool) -> None:
+    """List the paused chains of every target.
+
+    Example: floe chain ls -c central.yaml --json
+    """
+    from ingress.chains.pauses import pause_stores
+
+    rows = []
+    async with pause_stores(load_settings(config, quiet=True)) as stores:
+        for target, store in stores.items():
+            rows += _rows(target, await store.read())
+    cli.print_json(rows) if as_json else cli.table(rows, PAUSE_COLUMNS)
+
+
+@asynccontextmanager
+async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, PauseStore]]:
+    from ingress.chains.pauses import pause_stores
+
+    settings = load_settings(config, quiet=True)
+    async with pause_stores(settings) as stores:
+        if target not in stores:
+            known = ", ".join(stores) or "none"
+            raise UsageError(f"--target {target}: expected a target of the configuration ({known})")
+        yield settings, stores[target]
+
+
+async def _decide(
+    config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses]
+) -> Pauses:
+    async with _store(config, target) as (settings, store):
+        paused, carried = (await store.read()).paused, await store.carried()
+        chain = await asyncio.to_thread(named.chain, settings, paused, carried)
+        return await store.change(lambda pauses: step(pauses, chain))
+
+
+def _rows(target: str, pauses: Pauses) -> list[dict[str, object]]:
+    return [
+        {"target": target, **chain.log_context(), "since": pause.at, "by": pause.by, "note": pause.note}
+        for chain, pause in sorted(pauses.paused.items())
+    ]
+
+
+def _show_pauses(target: str, pauses: Pauses, as_json: bool) -> None:
+    """What is paused now; the service sees it within two seconds."""
+    rows = _rows(target, pauses)
+    if as_json:
+        cli.print_json(rows)
+    elif rows:
+        cli.table(rows, PAUSE_COLUMNS)
+    else:
+        click.echo(f"no chain of {target} is paused")

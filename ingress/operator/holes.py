@@ -1,0 +1,178 @@
+"""The holes of a chain as the archive shows them, for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from common.chain import Chain
+from common.clock import NS_PER_S, format_time
+from common.errors import FloeError, UsageError
+from common.segments.documents import AcceptedGap, ChainStore
+from common.segments.parquet_guard import SegmentGone
+from common.segments.segment import Reason, SegmentRef
+from common.segments.store import SegmentStore
+from common.segments.unread import open_stretch
+from common.sequences import SequenceRange, Stretch, cover, holes
+from ingress.chains.plan import Phase, first_position
+from ingress.chains.search import look_into
+from ingress.hints import way_out_filled, way_out_of
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedCover:
+    """What there is of one chain. `first`: where it is looked at from; `end`: the end of its coverage, which
+    is that of its incarnation where that has ended, 0 where there is none. `ended`: where its incarnation
+    ended, None while it has not.
+    """
+
+    chain: Chain
+    segments: Sequence[SegmentRef]
+    accepted: Sequence[AcceptedGap]
+    first: int
+    end: int
+    ended: int | None = None
+
+    def holes(self) -> list[Hole]:
+        """Its holes, ascending."""
+        if self.end < self.first:
+            return []
+        found = []
+        for rows in holes((ref.coverage for ref in self.segments), SequenceRange(self.first, self.end)):
+            behind = [ref for ref in self.segments if ref.coverage.first > rows.last]
+            nearest = min(behind, key=lambda ref: ref.coverage, default=None)
+            left = tuple(holes((gap.range for gap in self.accepted), rows))
+            since = min((ref.modified for ref in behind), default=None)
+            found.append(Hole(self.chain, rows, since, nearest, left))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Sequences that no segment covers. `since`: when the first segment behind them was stored, by the
+    store's clock; None where none is. `behind`: the segment that comes next. `left`: what nobody accepted.
+    `kind`: "hole", "gone" where segments cover them and lack some of what was lost there, or "damaged", with
+    the keys of the segments that would cover them.
+    """
+
+    chain: Chain
+    rows: SequenceRange
+    since: float | None
+    behind: SegmentRef | None
+    left: tuple[SequenceRange, ...]
+    kind: str = "hole"
+    damaged: tuple[str, ...] = ()
+
+    def ways_out(self) -> list[str]:
+        """What to do about each part that nobody has accepted; giving up comes last."""
+        if self.kind == "gone":
+            return [way_out_filled(self.chain, part) for part in self.left]
+        return [way_out_of(self.chain, part, self.damaged) for part in self.left]
+
+    def row(self) -> dict[str, object]:
+        is_open = "no" if self.left == (self.rows,) else "in part"
+        return {
+            **self.chain.log_context(),
+            "first": self.rows.first,
+            "last": self.rows.last,
+            "kind": self.kind,
+            "since": None if self.since is None else format_time(int(self.since) * NS_PER_S),
+            "behind": None if self.behind is None else str(self.behind.coverage),
+            "accepted": is_open if self.left else "yes",
+        }
+
+
+def look_up(
+    store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None
+) -> ArchivedCover:
+    """What there is of `chain` from `position` on (None: from where it begins). Blocking.
+
+    Raises DataError for a document that is not what it must be, and what the store raises.
+    """
+    first = position
+    if first is None:
+        document = documents.read_chain(chain)
+        first = first_position(document.first if document else 1, documents.read_floor(chain))
+    segments = store.list(chain, position=first)
+    ended = documents.read_end(chain)
+    ends = (ref.coverage.last for ref in segments)
+    end = max(documents.read_tail(chain) or 0, ended or 0, *ends)
+    return ArchivedCover(chain, segments, documents.gaps(chain, position=first), first, end, ended)
+
+
+def standing_at(store: SegmentStore, archived: ArchivedCover) -> Hole | None:
+    """Why ingress stands at the position though a segment covers it by name: some of a filled hole is gone,
+    or it is damaged. None where that is not so. Blocking.
+    """
+    accepted = [gap.range for gap in archived.accepted]
+    found = look_into(store, archived.chain, archived.first, archived.ended, accepted)
+    plan = found.plan
+    if plan.hole is None or not (found.gone or plan.phase is Phase.DAMAGED):
+        return None
+    hole = Hole(archived.chain, plan.hole, plan.waiting_since, None, tuple(holes(accepted, plan.hole)))
+    if found.gone is not None:
+        return replace(hole, behind=found.gone.segment, kind="gone")
+    return replace(hole, kind="damaged", damaged=found.damaged)
+
+
+def check(store: SegmentStore, archived: ArchivedCover, gap: SequenceRange) -> list[str]:
+    """Whether `gap` may be given up; what is returned: why segments that cover parts of it do not count.
+
+    Raises UsageError where a sound segment covers a part of it, unless it filled a hole of which that part
+    was gone, or where it reaches beyond the end of coverage; what the store raises. Blocking: segments that
+    cover it are read. Behind the end of its incarnation nothing is delivered, so anything may be given up.
+    """
+    if gap.last > archived.end:
+        raise UsageError(
+            f"{gap}: expected an end within the coverage, which ends at {archived.end}: "
+            "what comes behind may still be on its way"
+        )
+    if archived.ended is not None and gap.first > archived.ended:
+        return []
+    problems = {ref: _problem(store, ref) for ref in archived.segments if ref.coverage.overlaps(gap)}
+    sound = [ref for ref, problem in problems.items() if problem is None]
+    for stretch in cover(sound, gap.first, gap.last):
+        if not _is_gone(store, stretch, archived.segments):
+            ref = stretch.segment
+            raise UsageError(f"{gap}: expected no segment there, found {ref.coverage} in {ref.key}")
+    return [problem for problem in problems.values() if problem is not None]
+
+
+def _is_gone(store: SegmentStore, stretch: Stretch[SegmentRef], refs: Sequence[SegmentRef]) -> bool:
+    """Whether the stretch stands where a hole was filled, and some of what was lost there is missing."""
+    with open_stretch(store, stretch, refs=refs) as reader:
+        is_filled = bool(reader.footer.ledger.counts.get(Reason.GONE_FROM_HOLE))
+        return is_filled and reader.unread == stretch.rows and reader.still_missing(stretch.rows) > 0
+
+
+def refuse_doubt(store: SegmentStore, documents: ChainStore, chain: Chain, gap: SequenceRange) -> None:
+    """Raises UsageError where an incarnation before that of `chain` has a hole in `gap`, too: a number alone
+    does not say which is meant. Blocking.
+    """
+    for each in documents.chains(chain.site, chain.feed):
+        if each.partition != chain.partition or each.incarnation >= chain.incarnation:
+            continue
+        found = look_up(store, documents, each).holes()
+        if any(part.overlaps(gap) for hole in found for part in hole.left):
+            raise UsageError(
+                f"{gap}: incarnation {chain.incarnation:04d} of {chain.site}/{chain.feed} is the newest, and "
+                f"{each.incarnation:04d} has a hole there, too",
+                hint=f"say --incarnation {each.incarnation} or --incarnation {chain.incarnation}",
+            )
+
+
+def _problem(store: SegmentStore, ref: SegmentRef) -> str | None:
+    """Why the segment cannot be carried; None where it can."""
+    try:
+        if not store.is_intact(ref):
+            return f"{ref.key}: not the bytes that its name promises"
+        with store.open(ref) as reader:
+            for _batch in reader.batches():
+                pass  # the reader checks order, range, counts and page checksums as it goes
+    except SegmentGone:
+        return f"{ref.key}: gone"
+    except FloeError as error:
+        if error.exit_code != 3:
+            raise
+        return error.message
+    return None

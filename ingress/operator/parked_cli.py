@@ -1,0 +1,219 @@
+"""`floe parked ls | cat | retry`: messages that were too large for their target."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from common.errors import DataError, UsageError
+from common.open import load_settings
+from common.service import cli
+from common.service.exits import command, ways
+
+if TYPE_CHECKING:
+    from common.chain import Chain
+    from ingress.parked import ParkedEntry, ParkedStore
+
+COLUMNS = ("target", "chain", "sequence", "state", "bytes", "since", "why")
+
+
+@click.group()
+def parked() -> None:
+    """List, show and deliver messages that were too large for their target."""
+
+
+@parked.command("ls")
+@cli.config_option
+@click.option("--target", default="", metavar="STREAM", help="Only of this target.")
+@cli.json_option
+@cli.run_command
+def parked_ls(config: str, target: str, as_json: bool) -> None:
+    """List what was put aside: for which target, since when, why, and what became of it.
+
+    \b
+    Example: floe parked ls -c central.yaml --target FLEET
+    """
+    settings = load_settings(config, quiet=True)
+    known = [each.stream for each in settings.ingress.targets]
+    names = [name for name in known if target in ("", name)]
+    if target and not names:
+        raise UsageError(f"--target: expected one of {', '.join(known) or 'none'}, found {target}")
+    stores = [_store(config, name) for name in names]
+    rows = [_row(store, entry) for store in stores for entry in store.entries(all_targets=True).values()]
+    cli.print_json(rows) if as_json else cli.table(rows, COLUMNS)
+
+
+@parked.command("cat")
+@cli.config_option
+@cli.target_option
+@cli.chain_options
+@click.option("--sequence", type=cli.SequenceType(), required=True, help="The message.")
+@click.option("--headers", "is_headers", is_flag=True, help="Its header block instead of its payload.")
+@cli.json_option
+@cli.run_command
+async def parked_cat(
+    config: str, target: str, named: cli.Named, sequence: int, is_headers: bool, as_json: bool
+) -> None:
+    """Write one parked message to stdout: its payload as it is; with --json everything, bytes in Base64.
+
+    \b
+    Example: floe parked cat -c central.yaml --target FLEET --site us-east --feed NODES --sequence 4711
+    """
+    store = await _current(config, target)
+    entry = _entry(store, _meant(config, store, named, sequence), sequence)
+    message = store.read(entry.name)
+    if message is None:
+        raise _refused(
+            f"message {sequence} of {entry.name.chain} is not in the store any more",
+            "put it back from a copy of the bucket; what there is",
+            _ls(target),
+        )
+    if as_json:
+        row = _row(store, entry)
+        row["timestamp_ns"] = message.timestamp_ns
+        for name in ("subject", "headers", "payload"):
+            raw = getattr(message, name)
+            row[name] = None if raw is None else base64.b64encode(raw).decode()
+        cli.print_json(row)
+    else:
+        sys.stdout.buffer.write((message.headers or b"") if is_headers else message.payload)
+        sys.stdout.buffer.flush()
+
+
+@parked.command("retry")
+@cli.config_option
+@cli.target_option
+@cli.chain_options
+@click.option("--sequence", type=cli.SequenceType(), help="The message.")
+@click.option("--all", "is_all", is_flag=True, help="All of the chain.")
+@cli.yes_option
+@cli.json_option
+@cli.run_command
+async def parked_retry(
+    config: str, target: str, named: cli.Named, sequence: int | None, is_all: bool, yes: bool, as_json: bool
+) -> None:
+    """Ask the running service to try messages again, by the limits of now.
+
+    Each is delivered at most once, behind what the target holds by then; `floe parked ls` says what came of
+    it.
+
+    \b
+    Example: floe parked retry -c central.yaml --target FLEET --site us-east --feed NODES --all
+    """
+    if (sequence is None) is not is_all:
+        raise UsageError("expected one of --sequence and --all")
+    from ingress.parked import State
+
+    store = await _current(config, target)
+    chain = _meant(config, store, named, sequence)
+    if sequence is None:
+        entries = store.entries().values()
+        wanted = [each for each in entries if each.name.chain == chain and each.state is State.PARKED]
+    else:
+        wanted = [_to_deliver(_entry(store, chain, sequence), target)]
+    if not as_json:
+        cli.table([_row(store, entry) for entry in wanted], COLUMNS)
+    if wanted:
+        cli.confirm(f"try {len(wanted)} of them again for {target}?", yes)
+        store.ask(*wanted)
+    if as_json:
+        cli.print_json([_row(store, entry) for entry in wanted])
+    else:
+        click.echo(f"asked for {len(wanted)}: ingress tries them within half a minute", err=True)
+
+
+def _to_deliver(entry: ParkedEntry, target: str) -> ParkedEntry:
+    from ingress.parked import State
+
+    message = f"message {entry.name.sequence} of {entry.name.chain}"
+    if entry.state is State.DELIVERED:
+        found = f"{message}: expected one to deliver, it is delivered"
+        raise _refused(found, "what there is", _ls(target))
+    if entry.state is State.PENDING:
+        raise _refused(
+            f"{message}: expected one that its chain has passed, it has not",
+            "its turn comes; where the target holds it already, there is nothing to do",
+            command("checkpoint ls"),
+        )
+    return entry
+
+
+def _refused(why: str, way: str, pasted: str) -> DataError:
+    return DataError(why, hint=ways((way, pasted)), code="E-PARKED")
+
+
+def _store(config: str, target: str) -> ParkedStore:
+    from common.open import open_chains
+    from ingress.parked import ParkedStore
+
+    documents = open_chains(load_settings(config, quiet=True))
+    return ParkedStore(documents.objects, documents.layout, target, "")
+
+
+async def _current(config: str, target: str) -> ParkedStore:
+    """What is parked for the target as its stored state says. Raises DataError where there is no state."""
+    from ingress.operator.correct import opened
+
+    store = _store(config, target)
+    async with opened(load_settings(config, quiet=True), target) as desk:
+        known = await desk.known()
+    if known.state is None:
+        raise _refused(
+            f"target {target}: expected a stored state, found none: {known.problem or 'no key'}",
+            "to see what ingress makes of it",
+            command("status"),
+        )
+    store.kept_as = known.state.checkpoint.parked_as
+    return store
+
+
+def _meant(config: str, store: ParkedStore, named: cli.Named, sequence: int | None) -> Chain:
+    """The chain of which it is parked. Raises UsageError where that may be several."""
+    found = {
+        name.chain
+        for name in store.entries()
+        if (name.chain.site, name.chain.feed) == (named.site, named.feed)
+        and named.incarnation in (None, name.chain.incarnation)
+        and named.partition in (None, name.chain.partition)
+        and sequence in (None, name.sequence)
+    }
+    if len(found) > 1:
+        raise UsageError(
+            f"{named.site}/{named.feed}: expected one chain, found {', '.join(map(str, sorted(found)))}",
+            hint="name --incarnation and --partition",
+        )
+    return found.pop() if found else named.chain(load_settings(config, quiet=True))
+
+
+def _entry(store: ParkedStore, chain: Chain, sequence: int) -> ParkedEntry:
+    for name, entry in store.entries().items():
+        if (name.chain, name.sequence) == (chain, sequence):
+            return entry
+    raise _refused(
+        f"target {store.target}: expected message {sequence} of {chain} among the parked ones, found none",
+        "to see what there is",
+        _ls(store.target),
+    )
+
+
+def _ls(target: str) -> str:
+    return command("parked ls", f"--target {shlex.quote(target)}")
+
+
+def _row(store: ParkedStore, entry: ParkedEntry) -> dict[str, object]:
+    from common.clock import format_time
+
+    return {
+        "target": store.target,
+        "chain": str(entry.name.chain),
+        "sequence": entry.name.sequence,
+        "state": str(entry.state),
+        "bytes": entry.size,
+        "since": format_time(int(entry.since) * 1_000_000_000),
+        "why": store.why(entry),
+        "created": entry.name.created,
+    }

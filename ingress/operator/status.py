@@ -1,0 +1,451 @@
+"""What `floe status` and `checkpoint ls` show: where each chain stands, by state, target and archive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import click
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock, format_time
+from common.errors import ConfigError, DataError, FloeError, Refused, Stopped
+from common.jetstream.api import stream_info
+from common.jetstream.buckets import state_of_ingress
+from common.jetstream.client import FloeClient
+from common.jetstream.kv import KeyValue, state_key
+from common.open import open_chains, open_store
+from common.segments.alive import STANDBY, Sighting, newest
+from common.segments.archive import behind, carry
+from common.segments.checks import Foreign, look_for_foreign
+from common.segments.documents import ChainStore
+from common.segments.naming import suggestion
+from common.segments.store import SegmentStore
+from common.service.cli import print_json, table
+from common.service.logs import get_logger
+from common.service.process import Threads
+from common.settings.ingress import SourceSettings, TargetSettings
+from common.settings.root import Settings
+from ingress.chains.pauses import PauseStore
+from ingress.chains.plan import Phase
+from ingress.chains.search import Inside, look_into
+from ingress.checkpoint import Gap, TargetState
+from ingress.checkpoint_store import ROLE, StateStore
+from ingress.errors import check_targets
+from ingress.preflight import control_headers
+from ingress.publishers.choose import choose, offered
+from ingress.verdict.verdict import Finding, judge, judge_shared, read
+
+log = get_logger("ingress.operator.status")
+
+
+SILENT = "silent"
+AT_WORK = ("reading", "closing", STANDBY)  # what egress does for as long as it likes
+
+KEYS_LOOKED_AT = 100_000  # for foreign ones: about 100 requests
+PARALLEL = 8  # chains that are asked for at the same time
+LOOKS = 3  # at a target that a running service moves on meanwhile
+
+STATUS_COLUMNS = (
+    "target", "publisher", "site", "feed", "incarnation", "partition", "phase",
+    "archived", "last_archived", "position", "lag_sequences", "lag_seconds",
+    "egress", "source_lag_sequences", "why",
+)  # fmt: skip
+
+
+# One target
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What one target looks like. `state`: None where nothing is stored; `publisher`: how it is carried,
+    empty where it cannot be; `stopped`: why ingress would stop, empty where it would not.
+    """
+
+    state: TargetState | None = None
+    publisher: str = ""
+    stopped: str = ""
+    paused: frozenset[Chain] = field(default_factory=frozenset)
+
+
+async def read_sights(settings: Settings) -> dict[str, Sight]:
+    """What every target of the configuration looks like, by its name. Raises what connecting raises."""
+    check_targets(settings.ingress)
+    async with state_of_ingress(settings, "floe status") as (client, bucket):
+        return {each.stream: await _sight(client, bucket, each) for each in settings.ingress.targets}
+
+
+async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> Sight:
+    try:
+        state, finding = await _judged(client, bucket, target)
+        pauses = await PauseStore(bucket, target.stream).read()
+    except Stopped as error:  # a stored value that nobody can read
+        return Sight(stopped=f"{error.code}: {error.message}")
+    publisher = ""
+    why = "" if finding is Finding.STORED else f"target: {finding.value}"
+    info = await stream_info(client, target.stream)
+    if info is None:
+        why = why or ("" if target.create else "target: no such stream")
+    else:
+        headers = control_headers(target)
+        against = offered(client.server_version, info.config, headers, exclusive=target.exclusive)
+        try:
+            publisher = choose(target.stream, target.publisher, against)
+        except ConfigError as error:
+            why = why or error.message
+    return Sight(state, publisher, why, frozenset(pauses.paused))
+
+
+async def _judged(
+    client: FloeClient, bucket: KeyValue, target: TargetSettings
+) -> tuple[TargetState | None, Finding]:
+    """The stored state, and what the target says of it; the same state before and after the look."""
+    keeper = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
+    stored = await keeper.load()
+    for _ in range(LOOKS):
+        if stored.state is None:
+            break
+        reading = await read(client, target.stream)
+        verdict = (
+            judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
+        )
+        before, stored = stored, await keeper.load()
+        if stored.revision == before.revision:
+            return stored.state, verdict.finding
+    return stored.state, Finding.STORED
+
+
+# One chain
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStatus:
+    """How far one chain is. `archived`: the end of coverage by its tail, None where there is no tail.
+
+    `position`: None where the target has nothing of it. `phase`: `ready idle late lost damaged done`, or
+    `paused`, `stopped`, `new` (not begun), `missing` (of its feed there is nothing). `lag_seconds`: since the
+    first segment that is not carried was stored; 0 where everything is carried. `why`: the hole, or what
+    stops it. `last_archived`: when the tail was last written, by the store's clock. `egress`: what the
+    process that has the chain last said, None where none said anything; it counts as silent after
+    `silent_after` seconds. `end`: where the incarnation ended, None while it has not.
+    """
+
+    target: str
+    publisher: str
+    chain: Chain
+    archived: int | None
+    position: int | None
+    phase: str = str(Phase.IDLE)
+    lag_seconds: float = 0.0
+    why: str = ""
+    last_archived: float | None = None
+    egress: Sighting | None = None
+    silent_after: float = float("inf")
+    end: int | None = None
+
+    @property
+    def lag_sequences(self) -> int:
+        """Archived sequences that are to be carried: at least as many as messages."""
+        archived = self.archived or 0
+        return max(0, (archived if self.end is None else min(archived, self.end)) - (self.position or 1) + 1)
+
+    @property
+    def source_lag_sequences(self) -> int | None:
+        """Sequences of the stream that are not carried, archived or not; None where nobody said."""
+        if self.egress is None:
+            return None
+        left = self.egress.sign.not_archived(self.chain.incarnation, self.archived or 0)
+        return None if left is None else self.lag_sequences + left
+
+    @property
+    def egress_state(self) -> str | None:
+        """What egress does with the chain; None where no process said anything of it."""
+        if self.egress is None:
+            return None
+        if self.egress.age > self.silent_after:
+            return SILENT
+        sign = self.egress.sign
+        return f"{sign.state} {sign.code}".strip()
+
+    @property
+    def alarm(self) -> bool:
+        """Whether somebody ought to look: it is stopped, or late or silent for longer than `silent_after`."""
+        if self.phase in ("stopped", Phase.LOST, Phase.DAMAGED):
+            return True
+        if self.phase == Phase.LATE and self.lag_seconds > self.silent_after:
+            return True
+        if self.egress is None:
+            return False
+        sign = self.egress.sign
+        lasts = sign.state not in AT_WORK and self.egress.lasts > self.silent_after
+        return self.egress_state == SILENT or sign.state == "stopped" or lasts
+
+    def row(self) -> dict[str, object]:
+        """It as one line of the table, or one object of the list."""
+        return {
+            "target": self.target,
+            "publisher": self.publisher,
+            **self.chain.log_context(),
+            "phase": self.phase,
+            "archived": self.archived,
+            "last_archived": _time(self.last_archived),
+            "position": self.position,
+            "lag_sequences": self.lag_sequences,
+            "lag_seconds": round(self.lag_seconds),
+            "egress": self.egress_state,
+            "egress_alive": self.egress and _time(self.egress.modified),
+            "source_sequence": self.egress and self.egress.sign.source_last,
+            "source_lag_sequences": self.source_lag_sequences,
+            "alarm": self.alarm,
+            "why": self.why or self._why_not_archived(),
+        }
+
+    def _why_not_archived(self) -> str:
+        if self.egress is None:
+            return ""
+        if self.egress_state == SILENT:
+            return f"no sign of life of egress since {_time(self.egress.modified)}"
+        return self.egress.sign.why and f"egress: {self.egress.sign.why}"
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else format_time(int(seconds) * 1_000_000_000)
+
+
+def by_newest_incarnation(
+    chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]
+) -> dict[Chain, Sighting]:
+    """What egress says, by the chain that it is about: of each partition the newest incarnation that `chains`
+    or egress itself names. `sightings`: by partition, as `newest` gives them.
+    """
+    incarnations = {partition: each.sign.chain.incarnation for partition, each in sightings.items()}
+    for chain in chains:
+        partition = replace(chain, incarnation=0)
+        if partition in incarnations:
+            incarnations[partition] = max(incarnations[partition], chain.incarnation)
+    return {replace(p, incarnation=k): sightings[p] for p, k in incarnations.items()}
+
+
+def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float) -> ChainStatus:
+    """`standing` with what a look into the archive shows. `patience`: seconds until what is late is lost."""
+    plan = found.plan
+    since = plan.waiting_since
+    if plan.stretches:
+        since = plan.stretches[0].segment.modified
+    age = 0.0 if since is None else max(0.0, now - since)
+    phase = Phase.LOST if plan.phase is Phase.LATE and age > patience else plan.phase
+    why = f"{plan.hole} is missing" if plan.hole is not None else ""
+    if found.gone is not None:
+        why = f"{found.gone.missing} of {plan.hole} were gone when the hole there was filled"
+    elif plan.phase is Phase.DAMAGED:
+        why = f"{plan.hole} is damaged: {', '.join(found.damaged)}"
+    return replace(standing, phase=str(phase), lag_seconds=age, why=why)
+
+
+async def print_status(settings: Settings, as_json: bool) -> int:
+    """Print where every chain of every target stands; the exit code, 3 where somebody ought to look."""
+    sights = await read_sights(settings)
+    survey = ArchiveSurvey(
+        open_store(settings), open_chains(settings), SystemClock(), settings.ingress.silent_after
+    )
+    try:
+        standings = await survey.standings(settings.ingress.targets, sights)
+        rows = [standing.row() for standing in standings]
+        print_json(rows) if as_json else table(rows, STATUS_COLUMNS)
+        with suppress(FloeError):
+            for line in (await survey.foreign()).lines():
+                click.echo(line, err=True)
+    finally:
+        survey.close()
+    return DataError.exit_code if any(standing.alarm for standing in standings) else 0
+
+
+class ArchiveSurvey:
+    """Looks at the archive for `floe status`."""
+
+    def __init__(self, store: SegmentStore, documents: ChainStore, clock: Clock, silent_after: float) -> None:
+        self._store, self._documents, self._clock = store, documents, clock
+        self._silent_after = silent_after
+        self._threads = Threads("status", PARALLEL)
+
+    async def standings(
+        self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]
+    ) -> list[ChainStatus]:
+        """One for each chain that has a tail or a position, or of which only egress says anything, by target
+        and chain; and one for each feed of `sources` of which there is nothing.
+        """
+        tails = await self._threads.run(self._documents.listed_tails)
+        sightings = await self._sightings({site for each in targets for site, _ in each.source_of})
+        wanted: list[Coroutine[Any, Any, ChainStatus | None]] = []
+        for target in targets:
+            name, sight, sources = target.stream, sights[target.stream], target.source_of
+            positions = sight.state.checkpoint.positions if sight.state else {}
+            chains = {chain for chain in tails if (chain.site, chain.feed) in sources} | {*positions}
+            said = {c: found for c, found in sightings.items() if (c.site, c.feed) in sources}
+            egress = by_newest_incarnation(chains, said)
+            chains |= egress.keys()
+            for pair in sorted(sources.keys() - {(chain.site, chain.feed) for chain in chains}):
+                missing = ChainStatus(name, sight.publisher, Chain(*pair), None, None, phase="missing")
+                wanted.append(self._threads.run(self._unless_begun, missing, tails))
+            for chain in sorted(chains):
+                found = ChainStatus(
+                    name,
+                    sight.publisher,
+                    chain,
+                    None,
+                    positions.get(chain),
+                    last_archived=tails[chain].modified if chain in tails else None,
+                    egress=egress.get(chain),
+                    silent_after=self._silent_after,
+                )
+                source = sources.get((chain.site, chain.feed))
+                wanted.append(self._threads.run(self._standing, found, sight, source))
+        return [each for each in await asyncio.gather(*wanted) if each is not None]
+
+    async def foreign(self) -> Foreign:
+        """The keys in the store that are none of Floe's, of the first 100,000."""
+        return await self._threads.run(
+            look_for_foreign, self._store.objects, self._store.layout, (), KEYS_LOOKED_AT
+        )
+
+    async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
+        """What egress says of itself, by partition; nothing where that may not be read."""
+        layout, now = self._documents.layout, self._clock.now()
+        try:
+            listed = await self._threads.run(self._documents.listed_alive)
+            infos = [info for info in listed if (layout.parse_alive(info.key) or ("",))[0] in sites]
+            reads = (self._threads.run(self._documents.read_alive, info.key) for info in infos)
+            found = await asyncio.gather(*reads)
+        except Refused as error:
+            log.warning("signs of life not read", action="alive_unread", code=error.code, error=str(error))
+            return {}
+        return newest(
+            Sighting(sign, info.modified, max(0.0, now - info.modified), alive.time)
+            for info, alive in zip(infos, found, strict=True)
+            if alive is not None
+            for sign in alive.chains
+        )
+
+    # Blocking
+
+    def _unless_begun(self, missing: ChainStatus, tails: Iterable[Chain]) -> ChainStatus | None:
+        site, feed = missing.chain.site, missing.chain.feed
+        if self._documents.chains(site, feed):
+            return None
+        there = suggestion(f"{site}/{feed}", {f"{chain.site}/{chain.feed}" for chain in tails})
+        return replace(missing, why=f"nothing archived of this feed; {there}")
+
+    def _standing(self, found: ChainStatus, sight: Sight, source: SourceSettings | None) -> ChainStatus:
+        documents, chain, position = self._documents, found.chain, found.position or 1
+        found = replace(found, archived=documents.read_tail(chain))
+        if found.archived is not None and found.archived >= position:
+            patience = source.lost_segment_timeout if source else float("inf")
+            with suppress(FloeError):  # the tail still tells how far it is
+                end = documents.read_end(chain)
+                accepted = [gap.range for gap in documents.gaps(chain, position=position)]
+                inside = look_into(self._store, chain, position, end, accepted)
+                found = with_plan(replace(found, end=end), inside, patience, self._clock.now())
+                if inside.plan.beyond and not found.why:
+                    found = replace(found, why=self._behind(chain, end or 0))
+        return _as_decided(found, sight, is_listed=source is not None)
+
+    def _behind(self, chain: Chain, end: int) -> str:
+        """What was put behind the end of the incarnation, and how it is carried; empty where given up."""
+        coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
+        accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
+        found = behind(coverages, end, accepted)
+        if not found:
+            return ""
+        ranges = ", ".join(map(str, found))
+        return f"{ranges} behind the end {end} of the incarnation: {carry(chain, found[0])}"
+
+    def close(self) -> None:
+        """Let go of the threads and the spool folder."""
+        self._threads.close()
+        self._store.close()
+
+
+def _as_decided(standing: ChainStatus, sight: Sight, *, is_listed: bool) -> ChainStatus:
+    """What keeps the chain from being carried whatever the archive holds."""
+    if sight.stopped:
+        return replace(standing, phase="stopped", why=sight.stopped)
+    if standing.chain in sight.paused:
+        return replace(standing, phase="paused", why=standing.why or "paused by an operator")
+    if not is_listed:
+        return replace(standing, why="not among `sources` any more")
+    if standing.position is None and not standing.why:
+        return replace(standing, phase="new")
+    return standing
+
+
+CHECKPOINT_COLUMNS = (
+    "target", "target_sequence", "site", "feed", "incarnation", "partition", "position", "intent", "begins",
+)  # fmt: skip
+States = Mapping[str, TargetState | None]
+
+
+async def read_states(settings: Settings) -> States:
+    """What is stored of each target, by its name; None where nothing is yet."""
+    check_targets(settings.ingress)
+    async with state_of_ingress(settings, "floe checkpoint") as (_, bucket):
+        names = [target.stream for target in settings.ingress.targets]
+        return {name: (await StateStore(bucket, state_key(ROLE, name), name).load()).state for name in names}
+
+
+async def print_checkpoints(settings: Settings, as_json: bool) -> None:
+    """Print the checkpoint of every target of the configuration."""
+    states = await read_states(settings)
+    if as_json:
+        print_json([checkpoint_json(target, state) for target, state in states.items()])
+    else:
+        known = {target: state for target, state in states.items() if state is not None}
+        table([row for each in known.items() for row in _checkpoint_rows(*each)], CHECKPOINT_COLUMNS)
+
+
+def checkpoint_json(target: str, state: TargetState | None) -> dict[str, Any]:
+    """The checkpoint and the open intent of one target; null where nothing is stored."""
+    if state is None:
+        return {"target": target, "target_sequence": None, "positions": [], "intent": None}
+    checkpoint, intent = state.checkpoint, state.intent
+    rows = [
+        {
+            **piece.chain.log_context(),
+            "first": piece.rows.first,
+            "last": piece.rows.last,
+            "count": piece.count,
+            "is_gap": isinstance(piece.segment, Gap),
+            "left_out": len(piece.left_out),
+            "out_of_turn": piece.out_of_turn,
+        }
+        for piece in (intent.pieces if intent else ())
+    ]
+    return {
+        "target": target,
+        "target_sequence": checkpoint.target_sequence,
+        "target_created": checkpoint.target_created,
+        "begins": checkpoint.begins,
+        "positions": [{**c.log_context(), "position": at} for c, at in sorted(checkpoint.positions.items())],
+        "intent": intent and {"base": intent.base, "count": intent.count, "rows": rows},
+    }
+
+
+def _checkpoint_rows(target: str, state: TargetState) -> list[dict[str, object]]:
+    texts: dict[Chain, list[str]] = {}  # what the open intent holds of each chain
+    for piece in state.intent.pieces if state.intent else ():
+        text = f"{piece.rows} given up" if isinstance(piece.segment, Gap) else str(piece.rows)
+        texts.setdefault(piece.chain, []).append(f"{text} again" if piece.out_of_turn else text)
+    checkpoint = state.checkpoint
+    return [
+        {
+            "target": target,
+            "target_sequence": checkpoint.target_sequence,
+            **chain.log_context(),
+            "position": checkpoint.positions.get(chain),
+            "intent": " ".join(texts[chain]) if chain in texts else None,
+            "begins": checkpoint.begins or None,
+        }
+        for chain in sorted({*checkpoint.positions, *texts})
+    ]

@@ -1,0 +1,112 @@
+"""Reads what a target holds, headers only: which chains' messages stand there, and how many it let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from common.chain import Chain
+from common.jetstream.api import next_message
+from common.jetstream.client import FloeClient
+from common.jetstream.pull import read_through
+from ingress.verdict.verdict import Unread, origin_of
+
+
+@dataclass(slots=True)
+class ScannedChain:
+    """What of a chain stands in the stretch that was read.
+
+    `first`, `newest`: least and greatest sequence found, `count`: messages; `at`: target sequence of the
+    newest; `before`: messages of any kind that were read up to and including it.
+    """
+
+    first: int
+    newest: int
+    count: int
+    at: int
+    before: int
+
+
+@dataclass(slots=True)
+class TargetScan:
+    """What stands in a target behind sequence `after`, up to and including `last`.
+
+    `held`: messages of any kind, `foreign`: those of them without provenance, `others`: those with one that
+    `counts` does not take (None: it takes all). `parked`: messages that were put aside; `parked_seen`: those
+    of them that stand there, `parked_again`: how often one does that `counts` does not take.
+    """
+
+    after: int
+    last: int
+    counts: Callable[[Chain, int], bool] | None = None
+    parked: Collection[tuple[Chain, int]] = ()
+    held: int = 0
+    foreign: int = 0
+    others: int = 0
+    chains: dict[Chain, ScannedChain] = field(default_factory=dict)
+    parked_seen: set[tuple[Chain, int]] = field(default_factory=set)
+    parked_again: int = 0
+
+    @property
+    def gone(self) -> int:
+        """How many messages of the stretch cannot be read any more."""
+        return max(0, self.last - self.after) - self.held
+
+    @property
+    def strangers(self) -> int:
+        """Messages with provenance that do not count, parked ones that are tried again left out."""
+        return self.others - self.parked_again
+
+    def gone_behind(self, chain: Chain) -> int:
+        """How many of them stood behind the chain's newest: some may have been newer ones of the chain."""
+        scanned = self.chains.get(chain)
+        if scanned is None:
+            return self.gone
+        return self.last - scanned.at - (self.held - scanned.before)
+
+    def add(self, at: int, headers: bytes | None) -> None:
+        """One more message, which stands at target sequence `at`, ascending."""
+        self.held += 1
+        origin = origin_of(headers)
+        if isinstance(origin, Unread):
+            self.foreign += 1
+            return
+        chain, sequence = origin.chain, origin.sequence
+        is_counted = self.counts is None or self.counts(chain, sequence)
+        if (chain, sequence) in self.parked:
+            self.parked_seen.add((chain, sequence))
+            self.parked_again += not is_counted
+        if not is_counted:
+            self.others += 1
+            return
+        scanned = self.chains.setdefault(chain, ScannedChain(sequence, sequence, 0, at, self.held))
+        scanned.count += 1
+        scanned.first = min(scanned.first, sequence)
+        if sequence >= scanned.newest:
+            scanned.newest, scanned.at, scanned.before = sequence, at, self.held
+
+
+async def take_census(client: FloeClient, stream: str, retention: str, census: TargetScan) -> TargetScan:
+    """Read the messages of `stream` that `census` is about.
+
+    `retention`: the stream's; a work queue allows no second consumer, so it is asked message by message.
+    Raises Unavailable where it does not answer, ApiError.
+    """
+    if retention == "limits":
+        await read_through(
+            client,
+            stream,
+            census.last,
+            lambda message: census.add(message.sequence, message.headers),
+            after=census.after,
+            headers_only=True,
+        )
+        return census
+    at = census.after + 1
+    while at <= census.last:
+        message = await next_message(client, stream, at)
+        if message is None or message.sequence > census.last:
+            break
+        census.add(message.sequence, message.headers)
+        at = message.sequence + 1
+    return census

@@ -1,0 +1,324 @@
+"""The parked messages of a target in the object store: blocking, safe to call from several threads.
+
+Ingress may put and read under `_floe/ingress/{target}/` and deletes nothing; an operator who asks for a
+message writes there with credentials of their own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from common.chain import Chain
+from common.errors import DataError, OutcomeUnknown, Unavailable
+from common.failpoints import failpoint
+from common.objects.port import ChecksumMismatch, ObjectInfo, ObjectStore
+from common.segments.keys import Layout, decode, encode
+from common.segments.segment import Message
+from common.sequences import MAX_SEQUENCE
+from common.service.logs import get_logger
+from ingress import metrics
+from ingress.checkpoint import ParkedAs, TargetState
+from ingress.rows.prepare import Oversize
+
+log = get_logger("ingress.parked")
+
+
+_KEY = re.compile(
+    r"(?P<created>[^/]+)/(?P<site>[^/]+)/(?P<feed>[^/]+)/(?P<incarnation>[0-9]{4})"
+    r"/(?P<partition>0|[1-9][0-9]{0,4})/(?P<sequence>[0-9]{20})"
+    r"/(?P<what>message|left_out|delivered|(?P<turn>asked|answered)-(?P<number>[0-9]{4}))"
+)
+
+
+class State(StrEnum):
+    """What is known of a parked message."""
+
+    PENDING = "pending"  # kept, but its chain has not passed without it: it may still go in its turn
+    PARKED = "parked"
+    ASKED = "asked for"
+    DELIVERED = "delivered"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ParkedName:
+    """Which message: of a chain, for one target as it was `created`."""
+
+    chain: Chain
+    sequence: int
+    created: str
+
+
+@dataclass(slots=True)
+class ParkedEntry:
+    """What a listing shows of one parked message. `size`, `since` (seconds since 1970): its object's;
+    `asked`: how often it was asked for; `answered`: the last request that was answered.
+    """
+
+    name: ParkedName
+    size: int = 0
+    since: float = 0.0
+    is_kept: bool = False
+    is_left_out: bool = False
+    is_delivered: bool = False
+    asked: int = 0
+    answered: int = 0
+
+    @property
+    def state(self) -> State:
+        if self.is_delivered:
+            return State.DELIVERED
+        if not self.is_left_out:
+            return State.PENDING
+        return State.ASKED if self.asked > self.answered else State.PARKED
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedKeys:
+    """The keys of one target's parked messages."""
+
+    layout: Layout
+    target: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of them begin with; ends in a slash."""
+        return f"{self.layout.ingress_prefix(self.target)}parked/"
+
+    def created_prefix(self, created: str) -> str:
+        """What those of the target as it was `created` begin with; ends in a slash."""
+        return f"{self.prefix}{encode(created)}/"
+
+    @property
+    def rung(self) -> str:
+        """What is written with each request."""
+        return f"{self.prefix}asked/rung"
+
+    def folder(self, name: ParkedName) -> str:
+        """What the keys of one message begin with; ends in a slash."""
+        chain = name.chain
+        parts = f"{encode(chain.site)}/{encode(chain.feed)}/{chain.incarnation:04d}/{chain.partition}"
+        return f"{self.created_prefix(name.created)}{parts}/{name.sequence:020d}/"
+
+    def key(self, name: ParkedName, what: str, number: int | None = None) -> str:
+        """`what`: message, left_out, delivered; asked and answered have a `number`."""
+        return f"{self.folder(name)}{what}" + ("" if number is None else f"-{number:04d}")
+
+    def entries(self, listing: Iterable[ObjectInfo]) -> dict[ParkedName, ParkedEntry]:
+        """What a listing says of each message, in order; foreign keys are passed over."""
+        found: dict[ParkedName, ParkedEntry] = {}
+        for info in listing:
+            match = _KEY.fullmatch(info.key.removeprefix(self.prefix))
+            name = match and _name(match)
+            if match and name:
+                _note(found.setdefault(name, ParkedEntry(name)), match, info)
+        return dict(sorted(found.items()))
+
+
+def _note(entry: ParkedEntry, match: re.Match[str], info: ObjectInfo) -> None:
+    if match["what"] == "message":
+        entry.is_kept, entry.size, entry.since = True, info.size, info.modified
+    elif match["what"] == "left_out":
+        entry.is_left_out = True
+    elif match["what"] == "delivered":
+        entry.is_delivered = True
+    else:
+        setattr(entry, match["turn"], max(int(match["number"]), getattr(entry, match["turn"])))
+
+
+def _name(match: re.Match[str]) -> ParkedName | None:
+    site, feed, created = (decode(match[part]) for part in ("site", "feed", "created"))
+    sequence = int(match["sequence"])
+    if site is None or feed is None or created is None or not 1 <= sequence <= MAX_SEQUENCE:
+        return None
+    try:
+        chain = Chain(site, feed, int(match["incarnation"]), int(match["partition"]))
+    except ValueError:
+        return None
+    return ParkedName(chain, sequence, created)
+
+
+def waiting(entries: Mapping[ParkedName, ParkedEntry]) -> int:
+    """How many of the messages are left out and not delivered."""
+    return sum(entry.state in (State.PARKED, State.ASKED) for entry in entries.values())
+
+
+VERSION = 1
+MAX_LINE = 64 * 1024
+
+
+def to_bytes(chain: Chain, message: Message) -> bytes:
+    """The object of `message`."""
+    body = (message.headers or b"") + message.payload
+    line = {
+        "version": VERSION,
+        "chain": str(chain),
+        "sequence": message.sequence,
+        "timestamp_ns": message.timestamp_ns,
+        "subject": base64.b64encode(message.subject).decode(),
+        "headers": None if message.headers is None else len(message.headers),
+        "payload": len(message.payload),
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
+    return json.dumps(line, separators=(",", ":")).encode() + b"\n" + body
+
+
+def from_bytes(key: str, raw: bytes, chain: Chain, sequence: int) -> Message:
+    """What `to_bytes` wrote. Raises DataError (E-PARKED) where it is not the message that `key` names."""
+    first, _, body = raw.partition(b"\n")
+    try:
+        return _message(json.loads(first[:MAX_LINE]), body, chain, sequence)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{key}: expected a parked message, found something else: {error}",
+            hint="put the object back from a copy of the bucket; until then the message cannot be delivered",
+            code="E-PARKED",
+        ) from error
+
+
+def _message(line: dict[str, Any], body: bytes, chain: Chain, sequence: int) -> Message:
+    found = (line["version"], line["chain"], line["sequence"])
+    if found != (VERSION, str(chain), sequence):
+        raise ValueError(f"expected version {VERSION}, chain {chain}, sequence {sequence}, found {found}")
+    size = line["headers"]
+    if (size or 0) + line["payload"] != len(body) or hashlib.sha256(body).hexdigest() != line["sha256"]:
+        raise ValueError(f"expected the bytes that were written, found {len(body)} others")
+    headers = None if size is None else body[:size]
+    subject = base64.b64decode(line["subject"], validate=True)
+    return Message(sequence, int(line["timestamp_ns"]), subject, headers, body[size or 0 :])
+
+
+ROUNDS = 3  # of putting and reading back
+
+
+class ParkedStore:
+    """What was put aside for `target`, kept as the state says now. Every method raises what the store raises.
+
+    `kept_as` is set anew whenever another state is adopted.
+    """
+
+    def __init__(self, objects: ObjectStore, layout: Layout, target: str, kept_as: ParkedAs | str) -> None:
+        self.target = target
+        self.kept_as = ParkedAs(kept_as) if isinstance(kept_as, str) else kept_as
+        self.keys = ParkedKeys(layout, target)
+        self._objects = objects
+
+    def adopt(self, state: TargetState) -> None:
+        """Keep messages as this state says: so no mark is put under a former name."""
+        self.kept_as = state.checkpoint.parked_as
+
+    # Putting aside
+
+    def park(self, chain: Chain, oversize: Oversize) -> None:
+        """Return once the message is durable and read back; the same one may be put again and again."""
+        message = oversize.message
+        key, body = self.keys.key(self.name(chain, message.sequence), "message"), to_bytes(chain, message)
+        if self._objects.get(key) == body:
+            return
+        failpoint("ingress.before_park")
+        self._keep(key, body, {"why": oversize.why})
+        failpoint("ingress.after_park")
+        labels = (self.target, chain.site, chain.feed, str(chain.partition))
+        metrics.parked_messages.labels(*labels).inc()
+        log.warning(
+            "message parked",
+            action="parked",
+            target=self.target,
+            sequence=message.sequence,
+            why=oversize.why,
+            **chain.log_context(),
+        )
+
+    def name(self, chain: Chain, sequence: int) -> ParkedName:
+        """The message with this sequence, for the target of now."""
+        return ParkedName(chain, sequence, self.kept_as.of(chain, sequence))
+
+    # Marks
+
+    def mark_left_out(self, name: ParkedName) -> None:
+        """The intent whose piece leaves the message out is complete and may be closed."""
+        self._keep(self.keys.key(name, "left_out"), b"{}")
+
+    def mark_delivered(self, name: ParkedName) -> None:
+        """The intent that holds the message is stored and may be closed."""
+        self._keep(self.keys.key(name, "delivered"), b"{}")
+
+    def answer(self, entry: ParkedEntry, why: str) -> None:
+        """The request of `entry` was looked at: the message stays parked, and why."""
+        body = json.dumps({"why": why}).encode()
+        self._objects.put(self.keys.key(entry.name, "answered", entry.asked), body)
+
+    def ask(self, *entries: ParkedEntry) -> None:
+        """Ask the service to try these again, once more than before."""
+        for entry in entries:
+            self._keep(self.keys.key(entry.name, "asked", entry.answered + 1), b"{}")
+        # Behind the requests: whoever sees it sees them.
+        self._objects.put(self.keys.rung, secrets.token_hex(16).encode())
+
+    def rung(self) -> str:
+        """Another text whenever something was asked for; empty if nothing ever was."""
+        info = self._objects.head(self.keys.rung)
+        return "" if info is None else info.etag
+
+    def may_be_delivered(self, name: ParkedName) -> bool:
+        """Whether its chain has passed without the message, and it was not delivered since.
+
+        Both marks are written before the state moves, so what this says holds for the state that was loaded
+        before it was called.
+        """
+        head = self._objects.head
+        return (
+            head(self.keys.key(name, "left_out")) is not None
+            and head(self.keys.key(name, "delivered")) is None
+        )
+
+    # Reading
+
+    def entries(self, *, all_targets: bool = False) -> dict[ParkedName, ParkedEntry]:
+        """Everything that was put aside and counts now, or all that was for streams of the target's name."""
+        if all_targets:
+            return self.keys.entries(self._objects.list(self.keys.prefix))
+        found: dict[ParkedName, ParkedEntry] = {}
+        for name in self.kept_as.names():
+            found |= self.keys.entries(self._objects.list(self.keys.created_prefix(name)))
+        return {name: found[name] for name in sorted(found) if name == self.name(name.chain, name.sequence)}
+
+    def entry(self, name: ParkedName) -> ParkedEntry:
+        """What there is of one message now, by one short listing."""
+        return self.keys.entries(self._objects.list(self.keys.folder(name))).get(name, ParkedEntry(name))
+
+    def read(self, name: ParkedName) -> Message | None:
+        """The message; None if it is not there. Raises DataError (E-PARKED) where it is spoiled."""
+        key = self.keys.key(name, "message")
+        raw = self._objects.get(key)
+        return None if raw is None else from_bytes(key, raw, name.chain, name.sequence)
+
+    def why(self, entry: ParkedEntry) -> str:
+        """Why it is parked: the last answer, else what was said when it was put aside."""
+        if entry.answered:
+            raw = self._objects.get(self.keys.key(entry.name, "answered", entry.answered))
+            try:
+                return str(json.loads(raw or b"{}").get("why", ""))
+            except (ValueError, AttributeError):
+                return ""
+        info = self._objects.head(self.keys.key(entry.name, "message"))
+        return "" if info is None else info.metadata.get("why", "")
+
+    def _keep(self, key: str, body: bytes, metadata: Mapping[str, str] | None = None) -> None:
+        """Return once the store gives `body` back. Raises Unavailable where it never does."""
+        sha256 = hashlib.sha256(body).hexdigest()
+        for _ in range(ROUNDS):
+            try:
+                self._objects.put(key, body, sha256=sha256, metadata=metadata)
+            except (OutcomeUnknown, ChecksumMismatch) as error:
+                log.warning("put in doubt", action="put_in_doubt", key=key, error=str(error))
+            if self._objects.get(key) == body:
+                return
+        raise Unavailable(f"{key}: put {ROUNDS} times and never read back as it was sent", code="E-READ-BACK")

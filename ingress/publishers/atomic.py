@@ -1,0 +1,131 @@
+"""Publisher `atomic`: atomic batches, one in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import Unavailable
+from common.failpoints import failpoint
+from common.jetstream.client import FloeClient
+from ingress.publishers.publisher import (
+    ACK_TIMEOUT,
+    BATCH_TOO_LARGE,
+    WRONG_LAST_SEQUENCE,
+    Expected,
+    Outcome,
+    RepliedPublisher,
+    Replies,
+    Reply,
+    UnknownOutcome,
+)
+from ingress.rows.rows import Rows
+
+MAX_BATCH = 1000  # messages; the server's own limit
+MAX_BATCH_BYTES = 8 * 1024 * 1024
+# A batch that is smaller than both is no faster: its time is the way to the server and back.
+SHARED_LEAST = 32  # messages
+SHARED_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AtomicBatch:
+    """One atomic batch on the wire, in two parts; `stop`: the index of the row behind it."""
+
+    parts: tuple[bytes, bytes]
+    stop: int
+    reply: Reply
+    expected: Expected
+
+
+class AtomicPublisher(RepliedPublisher):
+    """Atomic batches (ADR-50): all messages of a batch are stored together, or none.
+
+    `shared`: others publish to the stream too. A batch is halved when one of their messages came first, and
+    doubled when it was stored, so that under heavy foreign traffic small ones still get through.
+    """
+
+    name = "atomic"
+
+    def __init__(
+        self,
+        client: FloeClient,
+        stream: str,
+        replies: Replies,
+        *,
+        ack_timeout: float = ACK_TIMEOUT,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
+        self._limit, self._most, self._shared = MAX_BATCH, MAX_BATCH, shared
+        self._ask_all = False
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        batch = self._compose(rows, base, stored)
+        while batch is not None:
+            unclear, following = await self._send(batch, rows, base)
+            self._ask_all = unclear is not None
+            self._learn(unclear, sum(map(len, batch.parts)))
+            if unclear is not None:
+                return Outcome(stored, unclear, batch.stop)
+            stored, batch = batch.stop, following
+        return Outcome(stored)
+
+    async def _send(
+        self, batch: AtomicBatch, rows: Rows, base: int
+    ) -> tuple[UnknownOutcome | None, AtomicBatch | None]:
+        """Send `batch`; while the server works on it, put the following one together."""
+        self._replies.listen(batch.reply)
+        try:
+            self._client.send(batch.parts[0])
+            await self._client.flush_writes()
+            failpoint("ingress.mid_batch")
+            self._client.send(batch.parts[1])
+            await self._client.flush_writes()
+        except Unavailable as error:
+            return UnknownOutcome(error.message), None
+        following = self._compose(rows, base, batch.stop)
+        return await self._replies.judged(batch.reply, batch.expected, self._ack_timeout), following
+
+    def _compose(self, rows: Rows, base: int, start: int) -> AtomicBatch | None:
+        """The batch of rows from index `start` on; None where there are none."""
+        if start >= rows.count:
+            return None
+        stop = rows.stop(start, self._most, MAX_BATCH_BYTES)
+        batch_id, reply = self._new_batch_id(), Reply(self._replies.subject())
+        frames = self._frames(rows, base, start, stop, batch_id.encode(), reply)
+        # Between two messages: what others send through the connection meanwhile stands between the parts.
+        half = len(frames) // 6 * 3
+        parts = b"".join(frames[:half]), b"".join(frames[half:])
+        return AtomicBatch(parts, stop, reply, Expected(self._stream, base + stop, batch_id, stop - start))
+
+    def _frames(
+        self, rows: Rows, base: int, start: int, stop: int, batch_id: bytes, reply: Reply
+    ) -> list[bytes | memoryview]:
+        frames: list[bytes | memoryview] = []
+        last = stop - start
+        lines = b"Nats-Expected-Last-Sequence: %d\r\nNats-Batch-Id: %b\r\n" % (base + start, batch_id)
+        answer_to, commit = b" " + reply.early, b""
+        for number, (subject, tail, payload) in enumerate(rows.messages(start, stop), 1):
+            if number == last:
+                answer_to, commit = b" " + reply.last, b"Nats-Batch-Commit: 1\r\n"
+            own = b"%bNats-Batch-Sequence: %d\r\n%b" % (lines, number, commit)
+            size = len(b"NATS/1.0\r\n") + len(own) + len(tail)
+            frames.append(
+                b"HPUB %b%b %d %d\r\nNATS/1.0\r\n%b%b"
+                % (subject, answer_to, size, size + len(payload), own, tail)
+            )
+            frames += payload, b"\r\n"
+            if number == 1:
+                lines = b"Nats-Batch-Id: %b\r\n" % batch_id
+                # An answer to each message costs time, and is asked for only where the reason is looked for.
+                answer_to = answer_to if self._ask_all else b""
+        return frames
+
+    def _learn(self, unclear: UnknownOutcome | None, size: int) -> None:
+        """How large the next batch may be, after one of `size` bytes."""
+        if unclear is None:
+            self._most = min(self._limit, self._most * 2)
+        elif unclear.err_code == BATCH_TOO_LARGE:
+            self._most = self._limit = max(1, self._most // 2)
+        elif self._shared and unclear.err_code in WRONG_LAST_SEQUENCE:
+            self._most = max(1 if size > SHARED_BYTES else SHARED_LEAST, self._most // 2)

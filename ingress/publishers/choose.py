@@ -1,0 +1,87 @@
+"""Which publisher a target gets, and why not a better one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import ConfigError
+from common.jetstream.client import FloeClient
+from common.service.exits import ways
+from ingress.publishers.atomic import AtomicPublisher
+from ingress.publishers.fast import FastPublisher
+from ingress.publishers.publisher import ACK_TIMEOUT, Publisher, Replies, SinglePublisher
+
+Version = tuple[int, int, int]
+
+FAST_SINCE: Version = (2, 14, 0)
+ATOMIC_SINCE: Version = (2, 12, 0)
+# Headers that an atomic batch takes at some places only; in a fast one each message stands for itself.
+NOT_IN_ATOMIC = frozenset({b"nats-rollup"})
+ALLOW = {"fast": "--allow-fast", "atomic": "--allow-batch"}  # of the command `nats stream edit`
+
+
+def offered(
+    version: Version,
+    config: Mapping[str, Any],
+    control_headers: frozenset[bytes],
+    *,
+    exclusive: bool = True,
+) -> dict[str, str]:
+    """What speaks against each publisher, by name, the best first; empty text where nothing does.
+
+    `config` is what the stream echoes: an older server drops what it does not know without a word, and would
+    store the messages of a batch one by one. `exclusive`: nobody else publishes to the stream.
+    """
+    acting = sorted(name.decode() for name in control_headers & NOT_IN_ATOMIC)
+    fast = _against_server(version, FAST_SINCE, config, "allow_batched")
+    atomic = _against_server(version, ATOMIC_SINCE, config, "allow_atomic")
+    return {
+        "fast": fast or ("" if exclusive else "exclusive is false, and a foreign message ends a whole batch"),
+        "atomic": atomic or (f"{acting[0]} is among control_headers" if acting else ""),
+        "single": "",
+    }
+
+
+def _against_server(version: Version, since: Version, config: Mapping[str, Any], key: str) -> str:
+    if version < since:
+        return f"nats-server {'.'.join(map(str, version))} is older than {since[0]}.{since[1]}"
+    return "" if config.get(key) is True else f"the stream says {key} false"
+
+
+def choose(target: str, setting: str, against: Mapping[str, str]) -> str:
+    """The name of the publisher that `setting` (`auto` or a name) stands for. Raises ConfigError."""
+    if setting == "auto":
+        return next(name for name, why in against.items() if not why)
+    if against[setting]:
+        raise ConfigError(
+            f"target {target}: publisher: expected one that it offers, found {setting}: {against[setting]}",
+            hint=ways(
+                "set `publisher: auto`",
+                ("or, where only the stream lacks it", f"nats stream edit {target} {ALLOW[setting]}"),
+            ),
+            code="E-PUBLISHER",
+        )
+    return setting
+
+
+def make(
+    name: str,
+    client: FloeClient,
+    stream: str,
+    replies: Replies,
+    *,
+    exclusive: bool = True,
+    ack_timeout: float = ACK_TIMEOUT,
+) -> Publisher:
+    """The publisher of this name. `ack_timeout`: seconds."""
+    if name == AtomicPublisher.name:
+        return AtomicPublisher(client, stream, replies, ack_timeout=ack_timeout, shared=not exclusive)
+    return PUBLISHERS[name](client, stream, replies, ack_timeout=ack_timeout)
+
+
+PUBLISHERS: Mapping[str, type[FastPublisher | AtomicPublisher | SinglePublisher]] = {
+    "fast": FastPublisher,
+    "atomic": AtomicPublisher,
+    "single": SinglePublisher,
+}

@@ -1,0 +1,254 @@
+"""Publisher `fast`: fast-ingest batches (ADR-50), one in flight.
+
+The expected sequence stands on every message. So whatever happens to a batch, and however late its messages
+come, the server takes row n only at base + n: a gap, a foreign message or another leader ends the batch, and
+messages of a batch that was given up are the very messages that are sent again, at the very same places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import Unavailable
+from common.failpoints import failpoint
+from common.jetstream.client import FloeClient
+from common.tasks import wait_for
+from ingress.publishers.publisher import (
+    ACK_TIMEOUT,
+    Expected,
+    Outcome,
+    RepliedPublisher,
+    Replies,
+    Reply,
+    SinglePublisher,
+    UnknownOutcome,
+    judge_ack,
+    refusal,
+)
+from ingress.rows.rows import Rows
+
+START, APPEND, FINAL = 0, 1, 2  # operations
+OWN_LINES = len(b"NATS/1.0\r\nNats-Expected-Last-Sequence: \r\n")  # beside the digits
+MOST_FLOW = 500  # messages from one acknowledgement to the next; the server gives no more
+AHEAD = 2  # acknowledgements that may be owed; more makes nothing faster
+WINDOW_BYTES = 8 * 1024 * 1024  # on the way without an acknowledgement
+LAST_WORD = 1.0  # seconds for the last answer to a batch that the server has already refused
+MOST_ALONE = 1024  # rows
+
+
+@dataclass(slots=True)
+class FastBatch:
+    """One batch: rows `start` to `stop` of an intent that begins after `base`; `sent`: how many went out."""
+
+    rows: Rows
+    base: int
+    start: int
+    stop: int
+    flow: int
+    answers: Answers
+    expected: Expected
+    sent: int = 0
+
+    @property
+    def count(self) -> int:
+        """Rows in all."""
+        return self.stop - self.start
+
+    def compose(self, begin: int, end: int) -> bytes:
+        """Its messages from the one at index `begin` to `end` (exclusive), on the wire. The first goes alone.
+
+        The loop is what a fast target costs most of: one bytes object for each row, none for its size.
+        """
+        after = self.base + self.start + begin
+        width, longer = len(b"%d" % after), 10 ** len(b"%d" % after)
+        reply, operation = b"%b%d.fail." % (self.answers.batch, self.flow), APPEND if begin else START
+        frames: list[bytes | memoryview] = []
+        rows, last = self.rows.messages(self.start + begin, self.start + end), self.count
+        for number, (subject, tail, payload) in enumerate(rows, begin + 1):
+            if number == last:
+                operation = FINAL
+            if after == longer:
+                width, longer = width + 1, longer * 10
+            size = OWN_LINES + width + len(tail)
+            frames += (
+                b"HPUB %b %b%d.%d.$FI %d %d\r\nNATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b"
+                % (subject, reply, number, operation, size, size + len(payload), after, tail),
+                payload,
+                b"\r\n",
+            )
+            after += 1
+        return b"".join(frames)
+
+
+class Answers(Reply):
+    """The answers to one batch.
+
+    `acked`: messages that the server says it has stored, in the batch's own count; it paces the sending and
+    proves nothing, because it names neither stream nor sequence. `every`: messages to the next such answer.
+    `refusal`: the server stopped the batch; the decisive answer is still to come.
+    """
+
+    def __init__(self, subject: bytes, batch_id: str) -> None:
+        super().__init__(subject)
+        self.batch = self.prefix + batch_id.encode() + b"."
+        self.acked, self.every = 0, 0
+        self.news = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has ended the batch."""
+        return self.refusal is not None or self.decisive.done()
+
+    def take(self, _subject: bytes, payload: bytes, headers: bytes | None) -> None:
+        answer = {} if headers else _parsed(payload)
+        kind = answer.get("type")
+        acked, every = answer.get("seq"), answer.get("msgs")
+        if kind == "ack" and type(acked) is int and type(every) is int and acked >= 0 and every >= 1:
+            self.acked, self.every = max(self.acked, acked), every
+        elif kind in ("err", "gap"):
+            self.refusal = self.refusal or _reason(answer)
+        else:
+            self._decide((payload, headers))
+        self.news.set()
+
+    def lost(self) -> None:
+        super().lost()
+        self.news.set()
+
+    def fail(self, error: Exception) -> None:
+        super().fail(error)
+        self.news.set()
+
+
+class FastPublisher(RepliedPublisher):
+    """Fast-ingest batches, one in flight: two would lose a message.
+
+    After a batch that failed, the next rows go one by one, the more the more batches failed: where the target
+    takes no batch for the moment (too many are open, another version leads), rows go on being stored, and a
+    refusal of the row itself costs no batch.
+    """
+
+    name = "fast"
+
+    def __init__(
+        self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
+    ) -> None:
+        super().__init__(client, stream, replies, ack_timeout=ack_timeout)
+        self._single = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout)
+        self._alone = 0
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        outcome = await self._single.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
+        if outcome.unclear is not None or outcome.stored == rows.count:
+            return outcome
+        batch = self._batch(rows, base, outcome.stored)
+        unclear = await self._publish(batch)
+        self._alone = 0 if unclear is None else min(MOST_ALONE, 2 * self._alone or 1)
+        return Outcome(batch.start, unclear, batch.start + batch.sent) if unclear else Outcome(batch.stop)
+
+    def _batch(self, rows: Rows, base: int, start: int) -> FastBatch:
+        batch_id = self._new_batch_id()
+        answers = Answers(self._replies.subject(), batch_id)
+        expected = Expected(self._stream, base + rows.count, batch_id, rows.count - start)
+        flow = flow_of(rows, start, rows.count)
+        return FastBatch(rows, base, start, rows.count, flow, answers, expected)
+
+    async def _publish(self, batch: FastBatch) -> UnknownOutcome | None:
+        """Send it to its end; None where all of it is acknowledged."""
+        self._replies.listen(batch.answers)
+        try:
+            unclear = await self._send(batch)
+        except Unavailable as error:
+            return UnknownOutcome(error.message)
+        return unclear or await self._end(batch)
+
+    async def _send(self, batch: FastBatch) -> UnknownOutcome | None:
+        """Send all messages, at the server's pace, up to an answer that ends the batch early.
+
+        The first goes alone: its answer says whether there are such batches here, and the pace. While the
+        server works on one stretch the next one is put together. Raises Unavailable.
+        """
+        answers, end = batch.answers, 1
+        while batch.sent < batch.count:
+            frames = batch.compose(batch.sent, end)
+            if unclear := await self._wait_for_room(batch, end - batch.sent):
+                return unclear
+            if answers.is_over:
+                return None
+            self._client.send(frames)
+            batch.sent = end
+            await self._client.flush_writes()
+            failpoint("ingress.mid_batch")
+            while end == 1 < batch.count and not (answers.every or answers.is_over):
+                if unclear := await self._news(answers):
+                    return unclear
+            end = min(batch.count, batch.sent + max(1, min(answers.every, batch.flow)))
+        return None
+
+    async def _wait_for_room(self, batch: FastBatch, more: int) -> UnknownOutcome | None:
+        """Until `more` messages may be on their way too, or the server has stopped the batch.
+
+        An answer is sure to come only where `every` messages are on their way.
+        """
+        answers = batch.answers
+        while not answers.is_over:
+            under_way = batch.sent - answers.acked
+            if under_way < max(1, answers.every) or under_way + more <= AHEAD * answers.every:
+                return None
+            if unclear := await self._news(answers):
+                return unclear
+        return None
+
+    async def _end(self, batch: FastBatch) -> UnknownOutcome | None:
+        """The decisive answer, judged; None where it acknowledges exactly the batch."""
+        answers = batch.answers
+        while not answers.decisive.done():
+            timeout = LAST_WORD if answers.refusal else self._ack_timeout
+            if unclear := await self._news(answers, timeout):
+                return answers.refusal or unclear
+        answer = answers.decisive.result()
+        if answer is None:
+            return UnknownOutcome("the connection was lost before the acknowledgement")
+        return answers.refusal or judge_ack(*answer, batch.expected)
+
+    async def _news(self, answers: Answers, timeout: float = 0.0) -> UnknownOutcome | None:
+        """Wait for any answer; why not if none comes in time. Every answer gives the next one its time."""
+        timeout = timeout or self._ack_timeout
+        answers.news.clear()
+        if not await wait_for(answers.news, timeout):
+            return UnknownOutcome(f"no acknowledgement within {timeout:g} s")
+        return None
+
+
+def flow_of(rows: Rows, start: int, stop: int) -> int:
+    """Messages from one acknowledgement to the next, so that what is under way stays in WINDOW_BYTES.
+
+    At least 1: a message that is larger than all of the window goes nevertheless.
+    """
+    flow, at = MOST_FLOW, start
+    while at < stop and flow > 1:
+        fits = rows.stop(at, AHEAD * flow, WINDOW_BYTES) - at
+        if fits < min(AHEAD * flow, stop - at):
+            flow = max(1, fits // AHEAD)
+        at += flow
+    return flow
+
+
+def _parsed(payload: bytes) -> dict[str, Any]:
+    """The JSON object; empty where it is none."""
+    try:
+        answer = json.loads(payload)
+    except (ValueError, RecursionError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _reason(answer: dict[str, Any]) -> UnknownOutcome:
+    """Why the server ended the batch: a message was refused, or it missed one."""
+    error = answer.get("error")
+    if isinstance(error, dict):
+        return refusal(error)
+    return UnknownOutcome(f"the server missed messages of the batch: {answer!r:.200}")

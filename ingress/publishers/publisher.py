@@ -1,0 +1,257 @@
+"""Answers to published messages, and what they are worth.
+
+An acknowledgement counts only when stream, sequence and count are exactly what was expected; everything
+else, a refusal included, says nothing about what is stored: that is settled by reading the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from asyncio import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from common.errors import Unavailable
+from common.failpoints import failpoint
+from common.jetstream.client import FloeClient, RawSubscription
+from common.tasks import guarded, within
+from ingress.rows.rows import Rows
+
+NO_RESPONDERS = b"NATS/1.0 503"
+WRONG_LAST_SEQUENCE = (10071, 10164)
+BATCH_TOO_LARGE = 10199
+BATCH_INCOMPLETE = 10176
+
+Answer = tuple[bytes, bytes | None]  # payload, header block
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownOutcome:
+    """Why it is not known how much was stored. `err_code`: JetStream's number of a refusal, 0 for none."""
+
+    why: str
+    err_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the acknowledgement of a batch must say; `batch` is empty for a single message."""
+
+    stream: str
+    sequence: int
+    batch: str = ""
+    count: int = 0
+
+
+def judge_ack(payload: bytes, headers: bytes | None, expected: Expected) -> UnknownOutcome | None:
+    """None where `payload` acknowledges exactly `expected`."""
+    if headers is not None and headers.startswith(NO_RESPONDERS):
+        return UnknownOutcome("no stream takes the subject, or the stream has no leader")
+    try:
+        ack = json.loads(payload)
+    except (ValueError, RecursionError):
+        ack = None
+    if not isinstance(ack, dict):
+        return UnknownOutcome(f"acknowledgement: expected JSON, found {payload[:60]!r}")
+    if isinstance(ack.get("error"), dict):
+        return refusal(ack["error"])
+    found = Expected(ack.get("stream", ""), ack.get("seq", 0), ack.get("batch", ""), ack.get("count", 0))
+    if found != expected or ack.get("duplicate"):
+        return UnknownOutcome(f"acknowledgement: expected {expected}, found {ack!r:.200}")
+    return None
+
+
+def refusal(error: dict[str, Any]) -> UnknownOutcome:
+    """What the server says in an `error` of its answer."""
+    code = error.get("err_code")
+    return UnknownOutcome(str(error.get("description", "refused")), code if isinstance(code, int) else 0)
+
+
+class Reply:
+    """The answers to one batch: the decisive one, and the first refusal of a message before it.
+
+    `decisive` gives payload and header block of the answer; None where the connection was lost first.
+    """
+
+    def __init__(self, subject: bytes) -> None:
+        self.prefix = subject + b"."
+        self.early = self.prefix + b"e"
+        self.last = self.prefix + b"c"
+        self.decisive: Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.refusal: UnknownOutcome | None = None
+
+    def take(self, subject: bytes, payload: bytes, headers: bytes | None) -> None:
+        """An answer came; called from the read loop."""
+        if subject == self.last:
+            self._decide((payload, headers))
+        elif payload or headers:  # empty: staged
+            self.refusal = self.refusal or judge_ack(payload, headers, Expected("", 0))
+
+    def lost(self) -> None:
+        """No answer will come any more."""
+        self._decide(None)
+
+    def fail(self, error: Exception) -> None:
+        """Answers cannot be taken any more: raised where they are waited for."""
+        if not self.decisive.done():
+            self.decisive.set_exception(error)
+            self.decisive.exception()  # where nobody waits, it is told by the next batch
+
+    def _decide(self, answer: Answer | None) -> None:
+        if not self.decisive.done():
+            self.decisive.set_result(answer)
+
+
+class Replies:
+    """One inbox for everything that a publisher sends; one batch waits at a time. Made by `open`."""
+
+    def __init__(self, client: FloeClient, inbox: str) -> None:
+        self._client = client
+        self.inbox = inbox
+        self._waiting: Reply | None = None
+        self._count = 0
+        self._subscription: RawSubscription | None = None
+        self._remove_listener = client.add_listener(guarded(self._on_connection, self._fail))
+        self._failure: Exception | None = None
+
+    @classmethod
+    async def open(cls, client: FloeClient) -> Replies:
+        """Subscribe. Raises Unavailable, Refused."""
+        replies = cls(client, client.new_inbox())
+        inbox = f"{replies.inbox}.>"
+        replies._subscription = await client.subscribe_raw(inbox, replies._sink, replies._fail)
+        return replies
+
+    async def aclose(self) -> None:
+        """Answers are dropped from now on."""
+        self._remove_listener()
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+
+    def subject(self) -> bytes:
+        """Under it come the answers to one batch, and to no other."""
+        self._count += 1
+        return b"%b.%x" % (self.inbox.encode(), self._count)
+
+    def listen(self, reply: Reply) -> None:
+        """Take the answers to this batch from now on, and drop those to all others."""
+        self._waiting = reply
+        if self._failure is not None:
+            reply.fail(self._failure)
+
+    async def judged(self, reply: Reply, expected: Expected, timeout: float) -> UnknownOutcome | None:
+        """None once `expected` is acknowledged; else why not, at the latest after `timeout` seconds."""
+        try:
+            answer = await within(reply.decisive, timeout)
+        except TimeoutError:
+            return reply.refusal or UnknownOutcome(f"no acknowledgement within {timeout:g} s")
+        if answer is None:
+            return UnknownOutcome("the connection was lost before the acknowledgement")
+        unclear = judge_ack(*answer, expected)
+        incomplete = unclear is not None and unclear.err_code == BATCH_INCOMPLETE
+        return reply.refusal or unclear if incomplete else unclear
+
+    def _sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if self._waiting is not None and subject.startswith(self._waiting.prefix):
+            self._waiting.take(subject, payload, headers)
+
+    def _fail(self, error: Exception) -> None:
+        """What an answer led to ends whoever waits for it, now or next, and not the connection."""
+        self._failure = error
+        if self._waiting is not None:
+            self._waiting.fail(error)
+
+    def _on_connection(self, up: bool) -> None:
+        if not up and self._waiting is not None:
+            self._waiting.lost()
+
+
+ACK_TIMEOUT = 5.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How many rows of the intent are stored for certain, and why it is not known whether there are more.
+
+    `handed`: the rows from this index on were not given to the connection by this call; it never is less than
+    what was.
+    """
+
+    stored: int
+    unclear: UnknownOutcome | None = None
+    handed: int = field(default=0, compare=False)
+
+
+class Publisher(Protocol):
+    """Sends rows so that the server takes row n only at base + n."""
+
+    name: str
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        """Send the rows from index `stored` on, the first at target sequence base + stored + 1.
+
+        Returns when all are stored, or at the first answer that is not exactly the expected one. Raises
+        nothing for what the server or the connection does.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Let go of the inbox."""
+        ...
+
+
+class RepliedPublisher:
+    """What the publishers share: a connection, a stream, an inbox."""
+
+    name = ""
+
+    def __init__(
+        self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
+    ) -> None:
+        self._client, self._stream, self._replies = client, stream, replies
+        self._ack_timeout = ack_timeout
+        self._writer, self._count = secrets.token_hex(8), 0
+
+    def _new_batch_id(self) -> str:
+        self._count += 1
+        return f"{self._writer}-{self._count:x}"
+
+    async def aclose(self) -> None:
+        """Let go of the inbox."""
+        await self._replies.aclose()
+
+
+class SinglePublisher(RepliedPublisher):
+    """One message in flight. Never pipelined: with expected sequences, one foreign write in between would
+    make one message vanish and the next be accepted."""
+
+    name = "single"
+
+    async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
+        return await self.publish_to(rows, base, stored, rows.count)
+
+    async def publish_to(self, rows: Rows, base: int, stored: int, stop: int) -> Outcome:
+        """`publish`, for rows up to index `stop` (exclusive)."""
+        for subject, tail, payload in rows.messages(stored, stop):
+            unclear = await self._send(subject, tail, payload, base + stored)
+            if unclear is not None:
+                return Outcome(stored, unclear, stored + 1)
+            stored += 1
+        return Outcome(stored)
+
+    async def _send(
+        self, subject: bytes, tail: bytes, payload: memoryview, after: int
+    ) -> UnknownOutcome | None:
+        reply = Reply(self._replies.subject())
+        self._replies.listen(reply)
+        block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)
+        try:
+            line = b"HPUB %b %b %d %d\r\n" % (subject, reply.last, len(block), len(block) + len(payload))
+            self._client.send(b"".join((line, block, payload, b"\r\n")))
+            await self._client.flush_writes()
+        except Unavailable as error:
+            return UnknownOutcome(error.message)
+        failpoint("ingress.mid_batch")
+        return await self._replies.judged(reply, Expected(self._stream, after + 1), self._ack_timeout)

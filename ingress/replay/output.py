@@ -1,0 +1,187 @@
+"""A plan and its end, for people and for programs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from common.chain import Chain
+from common.errors import FloeError
+from common.settings.types import format_duration
+from ingress.replay.plan import ChainRange, ReplayPlan, time_text
+from ingress.replay.receipt import Remembered, Unreadable
+from ingress.replay.request import ReplayResult, Request
+from ingress.replay.survey import Outlook, lossy_text
+
+EVERY = 10.0  # seconds between two lines where there is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayProgress:
+    """How far a replay is. `sequences`: accounted for, of `of`; `rows`: messages stored; `bytes`: of them, in
+    this run. `chain`, `sequence`: the last one stored; None before the first."""
+
+    rows: int
+    bytes: int
+    sequences: int
+    of: int
+    chain: Chain | None
+    sequence: int
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        return self.sequences / self.of if self.of else 1.0
+
+
+def standing(
+    ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int, raw_bytes: int
+) -> ReplayProgress:
+    """Where a replay of `ranges` is that stands at `positions`."""
+    done = {each: min(positions.get(each.chain, 0), each.rows.last + 1) - each.rows.first for each in ranges}
+    current = next((e for e in reversed(ranges) if done[e] > 0), None)
+    return ReplayProgress(
+        rows,
+        raw_bytes,
+        sum(max(0, count) for count in done.values()),
+        sum(len(each.rows) for each in ranges),
+        None if current is None else current.chain,
+        0 if current is None else positions[current.chain] - 1,
+    )
+
+
+def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) -> str:
+    """One line; `begun`: where this run began, `seconds` ago."""
+    moved = now.sequences - begun.sequences
+    left = "-"
+    if moved > 0 and seconds > 0:
+        left = format_duration(round((now.of - now.sequences) * seconds / moved))
+    rate = (now.rows - begun.rows) / seconds if seconds > 0 else 0
+    where = f", {now.chain} at {now.sequence:,}" if now.chain else ""
+    return (
+        f"{now.share:4.0%}  {now.rows:,} messages, {size_text(now.bytes)}, {rate:,.0f} msg/s, "
+        f"{left} left{where}"
+    )
+
+
+def size_text(size: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} GB"
+
+
+class Teller:
+    """Writes to stderr: on a terminal one line that is rewritten, elsewhere a line now and then."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._told = float("-inf")
+        self._open = False
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.end_line()
+        click.echo(text, err=True)
+
+    def progress(self, text: str, at: float) -> None:
+        """A line that is out of date soon; `at`: monotonic seconds."""
+        if at < self._told + (0.5 if self._terminal else EVERY):
+            return
+        self._told = at
+        if self._terminal:
+            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+            self._open = True
+        else:
+            click.echo(text, err=True)
+
+    def end_line(self) -> None:
+        """Leave the line that is rewritten, if there is one."""
+        if self._open:
+            click.echo("", err=True)
+            self._open = False
+
+
+SHOWN = 10  # chains and holes
+
+
+def plan_json(view: Outlook, request: Request, refused: FloeError | None = None) -> dict[str, Any]:
+    """What `--dry-run --json` prints. `refused`: why it would not begin."""
+    former = view.former.receipt if isinstance(view.former, Remembered) else None
+    return {
+        "request": request.to_json(),
+        "plan": view.plan.as_json(),
+        "target": None
+        if view.info is None
+        else {"messages": view.info.messages, "last_sequence": view.info.last_sequence},
+        "create": view.recipe and {"config": view.recipe.config, "left_out": list(view.recipe.left_out)},
+        "former": former and {"request": former.request.to_json(), "finished": bool(former.finished)},
+        "notes": list(view.notes),
+        "refused": refused and {"code": refused.code, "message": refused.message, "hint": refused.hint},
+    }
+
+
+def plan_lines(view: Outlook, request: Request) -> Iterator[str]:
+    """What `--dry-run` prints."""
+    plan = view.plan
+    most = "" if plan.is_exact else "at most "
+    yield f"{request.site}/{request.feed} into {request.target}: {most}{plan.rows:,} messages"
+    to_read = f"to read: {most}{size_text(plan.bytes_to_read)} of {len(plan.parts):,} segments"
+    yield f"{most}{size_text(plan.raw_bytes)}; {to_read}"
+    if plan.times:
+        yield f"from {time_text(plan.times[0])} to {time_text(plan.times[1])} in these segments"
+    for chain in plan.chains[:SHOWN]:
+        yield f"  {chain.chain}  {chain.range.rows}  {chain.rows:,} messages in {len(chain.parts):,} segments"
+    if len(plan.chains) > SHOWN:
+        yield f"  and {len(plan.chains) - SHOWN} more chains"
+    yield from _what_is_missing(plan)
+    yield from _target_lines(view, request)
+    yield from (f"note: {note}" for note in view.notes)
+
+
+def _what_is_missing(plan: ReplayPlan) -> Iterator[str]:
+    if not plan.chains:
+        yield "nothing of the archive lies in this range"
+    if plan.is_lossy:
+        yield f"a copy, not a backup (--allow-lossy): {lossy_text(plan)}"
+    for name, found in (("hole (--skip-holes)", plan.holes), ("accepted gap", plan.accepted)):
+        for hole in found[:SHOWN]:
+            yield f"{name}: {hole.chain} {hole.rows}"
+        if len(found) > SHOWN:
+            yield f"{name}: {len(found) - SHOWN} more"
+
+
+def _target_lines(view: Outlook, request: Request) -> Iterator[str]:
+    if view.info is not None:
+        held = f"holds {view.info.messages:,} messages up to sequence {view.info.last_sequence:,}"
+        yield f"target {request.target} {held if view.info.messages else 'is empty'}"
+    elif view.recipe is None:
+        yield f"target {request.target} is missing, and there is no stream.json to make it by"
+    else:
+        config = ", ".join(f"{name} {value}" for name, value in view.recipe.config.items() if name != "name")
+        yield f"target {request.target} is missing; --create makes it with {config}"
+        if view.recipe.left_out:
+            yield f"it would be made without {', '.join(view.recipe.left_out)} of the source"
+    if isinstance(view.former, Unreadable):
+        yield f"what is remembered of the last replay into it cannot be read: {view.former.why}"
+    elif view.former is not None:
+        receipt = view.former.receipt
+        done = "finished" if receipt.finished else "not finished"
+        yield f"the last replay into it is {done}: {receipt.request.words()}"
+
+
+def result_line(result: ReplayResult, request: Request) -> str:
+    """The last line of a replay."""
+    where = f"{request.site}/{request.feed} into {result.target}"
+    if result.was_done:
+        return f"done before: {result.rows:,} messages of {where}; --again replays them anew"
+    took = f"{result.rows_now:,} in {format_duration(round(result.seconds, 1))}, {result.rate:,.0f} msg/s"
+    if result.finished:
+        return f"done: {result.rows:,} messages of {where} ({took})"
+    return f"not finished: {result.rows:,} messages of {where} ({took}); the same command goes on"

@@ -1,0 +1,470 @@
+"""One replay: look, refuse or begin, carry, go on after what passes by itself, remember the end.
+
+survey → checks → target made → receipt stored → carried by intents → receipt marked as finished
+
+A crash anywhere leaves nothing, or a receipt with which the same command goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from common.chain import Chain
+from common.clock import Backoff, Clock, doubling
+from common.errors import FloeError, LeaseLost, Unavailable
+from common.failpoints import failpoint
+from common.jetstream.api import StreamInfo
+from common.jetstream.buckets import open_leases, open_state
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.kv import BucketGone, KeyValue, state_key
+from common.jetstream.lease import Lease, Leases, new_owner, owner_text
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, holes
+from common.service.exits import ways
+from common.service.process import Threads
+from common.settings.root import Settings
+from common.settings.service import ServiceSettings
+from common.tasks import Stop, beside, either, end, orphaned, wait_for, watched
+from ingress.checkpoint import Checkpoint, TargetState
+from ingress.checkpoint_store import ROLE as INGRESS
+from ingress.checkpoint_store import StateStore
+from ingress.delivery import Delivery, ServerLimits
+from ingress.errors import leading, passes_by_itself
+from ingress.preflight import shape_of
+from ingress.publishers.choose import choose, make, offered
+from ingress.publishers.publisher import Publisher, Replies
+from ingress.replay import target
+from ingress.replay.output import ReplayProgress, Teller, progress_line, standing
+from ingress.replay.pace import Interrupted, PacedPublisher
+from ingress.replay.receipt import Receipt, ReceiptBucket, Remembered, Unreadable, receipt_key
+from ingress.replay.request import Advice, ReplayOptions, ReplayResult, Request
+from ingress.replay.source import ReplayRoster, ReplaySource, target_settings
+from ingress.replay.survey import Outlook, ReplaySurvey, check_plan, continued, former_of, outlook
+from ingress.rows.prepare import TargetLimits
+from ingress.verdict.settle import Reconciler
+from ingress.verdict.verdict import Finding, IntentVerdict, TargetErrors, TargetReading, TargetStream
+
+THREADS = 6
+PATIENCE = 300.0  # seconds without progress until it is given up
+PAUSES = doubling(1.0, 15.0)  # seconds between attempts
+WATCH_SPACING = 0.25  # seconds between two looks at how far it is
+
+
+class HeldError(LeaseLost):
+    """Somebody else holds the target, and goes on holding it."""
+
+    default_code = "E-REPLAY-RUNS"
+
+
+def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
+    """What to say where `holder` holds the lease `key` on the target."""
+    what, then = "a replay", "wait until it is done, or stop it there"
+    if key == state_key(INGRESS, target):
+        what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
+    return HeldError(
+        f"target {target}: {what} by {holder} carries into it",
+        hint=ways((f"{then}; then", advice.same())),
+    )
+
+
+class Tenures:
+    """The right to carry while all of `leases` may be used (`ingress.verdict.settle.Tenure`)."""
+
+    def __init__(self, *leases: Lease) -> None:
+        self._leases = leases
+
+    def is_usable(self) -> bool:
+        return all(lease.is_usable() for lease in self._leases)
+
+    @property
+    def is_lost(self) -> bool:
+        return any(lease.lost.is_set for lease in self._leases)
+
+
+class Replay:
+    """One request over one archive."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        request: Request,
+        options: ReplayOptions,
+        store: SegmentStore,
+        documents: ChainStore,
+        clock: Clock,
+        teller: Teller,
+    ) -> None:
+        self._settings, self.request, self.options = settings, request, options
+        self.store, self.documents, self.clock, self.teller = store, documents, clock, teller
+        self.threads = Threads("replay", THREADS)
+        self._owner = new_owner(settings.instance)
+        self._again, self._former_rows = options.again, 0
+        self._begun, self._bytes = False, 0
+
+    @property
+    def service(self) -> ServiceSettings:
+        """The source of a feed is on the server of egress, other targets are on that of ingress."""
+        return self._settings.egress if self.request.into_source else self._settings.ingress
+
+    @property
+    def _advice(self) -> Advice:
+        """Commands for hints; once the replay has begun, they go on with it."""
+        return Advice(self.request, replace(self.options, again=self._again))
+
+    @property
+    def _keys(self) -> tuple[str, str]:
+        """Of the leases that a replay needs: its own, and that of ingress on the same target."""
+        return receipt_key(self.request.target), state_key(INGRESS, self.request.target)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[FloeClient]:
+        """A connection for the length of the block; the threads are closed with it."""
+        client = await self.connect()
+        try:
+            yield client
+        finally:
+            await client.aclose()
+            self.threads.close()
+
+    async def connect(self) -> FloeClient:
+        """A fresh connection to the target's server."""
+        nats = self._settings.nats_for("egress" if self.request.into_source else "ingress")
+        return await connect(nats, name=f"floe replay {self._settings.instance}".strip(), clock=self.clock)
+
+    # Looking
+
+    async def outlook(self, client: FloeClient) -> Outlook:
+        """What `run` would do; nothing is written. Raises what speaks against the target's kind."""
+        survey = ReplaySurvey(self.store, self.documents, self.threads, self.clock, self.request)
+        return await outlook(client, survey, self._advice, self.service.state_bucket)
+
+    async def refusal(self, client: FloeClient, view: Outlook) -> FloeError | None:
+        """Why `run` would refuse now; None where it would begin, or go on. Nothing is written."""
+        try:
+            if continued(self._advice, view.former) is None:
+                await self._check(client, view)
+            await self._check_free(client)
+        except FloeError as error:
+            return error
+        return None
+
+    async def _check(self, client: FloeClient, view: Outlook) -> None:
+        """Raises what speaks against beginning the replay of `view`."""
+        await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
+        check_plan(view.plan, self._advice)
+        if view.info is None:
+            if not self.options.create:
+                raise target.missing(self._advice)
+            target.recipe(self.request, view.stream)
+        elif view.info.messages and not self.options.append:
+            raise target.not_empty(self._advice, view.info)
+
+    async def _check_free(self, client: FloeClient) -> None:
+        """Raises HeldError where somebody holds a lease on the target now. No bucket is made for it."""
+        bucket = KeyValue(client, self.service.lease_bucket, ttl=self.service.lease_ttl, replicas=1)
+        for key in self._keys:
+            try:
+                entry = await bucket.get(key)
+            except BucketGone:
+                return
+            if entry is not None:
+                holder = owner_text(entry.value.decode("utf-8", "backslashreplace"))
+                raise held_error(self._advice, self.request.target, key, holder)
+
+    async def _former(self, client: FloeClient) -> Remembered | Unreadable | None:
+        return await former_of(client, self.service.state_bucket, self.request.target)
+
+    # Running
+
+    async def run(self, client: FloeClient, stop: Stop) -> ReplayResult:
+        """Replay until all is stored, or until `stop` is set.
+
+        Raises Stopped, ConfigError, UsageError; HeldError where another replay runs; Unavailable after long.
+        """
+        started = moved = self.clock.monotonic()
+        backoff, seen = Backoff(None, PAUSES), -1
+        while True:
+            try:
+                return await self._attempt(client, stop, started)
+            except FloeError as error:
+                if not passes_by_itself(error) or isinstance(error, HeldError):
+                    raise
+                revision = await self._revision(client)
+                if revision != seen:
+                    seen, moved = revision, self.clock.monotonic()
+                    backoff.reset()
+                if self.clock.monotonic() > moved + PATIENCE:
+                    raise
+                self.teller.say(f"tried again in a moment: {error.message}")
+                if await wait_for(stop, backoff.next()):
+                    raise
+
+    async def _revision(self, client: FloeClient) -> int:
+        """Something that changes with every step of the replay; 0 where nobody can tell now."""
+        try:
+            former = await self._former(client)
+        except FloeError:
+            return 0
+        return former.revision if former else 0
+
+    async def _attempt(self, client: FloeClient, stop: Stop, started: float) -> ReplayResult:
+        if not self._begun and await self._former(client) is None:
+            # Before its lease: nobody shall stop an ingress for what is refused afterwards.
+            await target.check_ingress(client, self._settings.ingress.state_bucket, self.request.target)
+        async with self._leased(client, stop) as tenures:
+            former = continued(self._advice, await self._former(client))
+            if former is not None and former.receipt.finished:
+                self._former_rows = _rows(former.receipt, former.state)
+                return self._result(former.receipt, former.state, started, finished=True, was_done=True)
+            receipt, state = self._resumed(former) if former else await self._begin(client)
+            carrying = Carrying(self, client, receipt, state, tenures)
+            try:
+                finished = await carrying.run(stop)
+            finally:
+                self._bytes += carrying.bytes_done
+            return self._result(receipt, carrying.state, started, finished=finished)
+
+    @asynccontextmanager
+    async def _leased(self, client: FloeClient, stop: Stop) -> AsyncIterator[Tenures]:
+        """The leases of replay and of ingress on the target; those of a killed holder are waited for.
+
+        An ingress that is told of the target meanwhile then waits too. Raises HeldError where a holder lives
+        on, or `stop` is set first.
+        """
+        service, name = self.service, self.request.target
+        leases = await open_leases(client, service, self._owner, self.clock, target=name)
+        held: dict[Lease, asyncio.Task[None]] = {}
+        try:
+            for key in self._keys:
+                lease = await self._acquired(leases, key, stop)
+                # From now on: planning may take longer than a lease lives.
+                held[lease] = watched(lease.keep(), orphaned, name=f"keep-{key}")
+            yield Tenures(*held)
+        finally:
+            for lease, keeping in held.items():
+                await end(keeping)
+                await lease.release()
+
+    async def _acquired(self, leases: Leases, key: str, stop: Stop) -> Lease:
+        """The lease, waited for longer than a killed holder's lives."""
+        deadline, is_told = self.clock.monotonic() + 1.5 * leases.ttl + 1, False
+        while (lease := await leases.acquire(key)) is None:
+            holder = owner_text(await leases.holder(key) or "nobody any more")
+            if stop.is_set or self.clock.monotonic() > deadline:
+                raise held_error(self._advice, self.request.target, key, holder)
+            if not is_told:
+                self.teller.say(f"waiting for the lease of {holder}")
+                is_told = True
+            await wait_for(stop, min(0.5, leases.ttl / 4))
+        return lease
+
+    # Beginning, or going on
+
+    def _resumed(self, former: Remembered) -> tuple[Receipt, TargetState]:
+        if not self._begun:
+            self._begun, self._former_rows = True, _rows(former.receipt, former.state)
+            self.teller.say(f"going on behind {self._former_rows:,} messages")
+        return former.receipt, former.state
+
+    async def _begin(self, client: FloeClient) -> tuple[Receipt, TargetState]:
+        """Check everything, make the target, and store what is going to be done."""
+        view = await self.outlook(client)
+        for note in view.notes:
+            self.teller.say(f"note: {note}")
+        await self._check(client, view)
+        info = view.info or await self._created(client, view)
+        plan = view.plan
+        receipt = Receipt(
+            self.request,
+            tuple(chain.range for chain in plan.chains),
+            info.last_sequence,
+            plan.rows,
+            plan.is_exact,
+            self.clock.now(),
+            skips_holes=self.options.skip_holes,
+        )
+        positions = {each.chain: each.rows.first for each in receipt.ranges}
+        # What stands there already need not be ours: it is not looked at.
+        checkpoint = Checkpoint(info.last_sequence, info.created, positions, info.last_sequence)
+        state = TargetState(checkpoint)
+        if view.former is not None:
+            bucket = KeyValue(client, self.service.state_bucket, ttl=None, replicas=1)
+            await bucket.delete(receipt_key(self.request.target), view.former.revision)
+        keeper, _ = await self.keeper(client, receipt)
+        if await keeper.save(state, 0) is None:
+            raise Unavailable(f"target {self.request.target}: another replay began at the same moment")
+        # Whatever comes now is gone on with, also by another attempt of this very run.
+        self._again, self._begun = False, True
+        failpoint("replay.begun")
+        return receipt, state
+
+    async def _created(self, client: FloeClient, view: Outlook) -> StreamInfo:
+        recipe = target.recipe(self.request, view.stream)
+        if recipe.left_out:
+            self.teller.say(f"note: made without {', '.join(recipe.left_out)} of the source")
+        return await target.create(client, recipe, self._advice)
+
+    async def keeper(self, client: FloeClient, receipt: Receipt) -> tuple[StateStore, ReceiptBucket]:
+        """Where the state of this replay is kept, and the envelope around it."""
+        name = receipt.request.target
+        bucket = await open_state(client, self.service, target=name)
+        envelope = ReceiptBucket(bucket, receipt)
+        return StateStore(envelope, receipt_key(name), name), envelope
+
+    def _result(
+        self, receipt: Receipt, state: TargetState, started: float, *, finished: bool, was_done: bool = False
+    ) -> ReplayResult:
+        rows, seconds = _rows(receipt, state), self.clock.monotonic() - started
+        now = rows - self._former_rows
+        return ReplayResult(finished, was_done, rows, now, self._bytes, seconds, receipt.request.target)
+
+
+def _rows(receipt: Receipt, state: TargetState) -> int:
+    """Messages that are stored by `state`."""
+    return state.checkpoint.target_sequence - receipt.base
+
+
+class Carrying:
+    """Carries one receipt from `state` on."""
+
+    def __init__(
+        self, work: Replay, client: FloeClient, receipt: Receipt, state: TargetState, tenures: Tenures
+    ) -> None:
+        self._work, self._client, self._receipt, self._tenures = work, client, receipt, tenures
+        self._begun, self._target = state, receipt.request.target
+        # What has begun goes on without `--again`.
+        self._advice = Advice(receipt.request, replace(work.options, again=False))
+        self.state, self.bytes_done = state, 0
+
+    async def run(self, stop: Stop) -> bool:
+        """Carry until all is stored, or `stop` is set; whether all is.
+
+        Raises Stopped with what to do, LeaseLost, and what passes by itself.
+        """
+        info = await self._look()
+        keeper, envelope = await self._work.keeper(self._client, self._receipt)
+        settings = target_settings(self._receipt.request)
+        limits = shape_of(self._client, info, settings)
+        chains = ReplayRoster(settings, limits, self._receipt.request, self._limits)
+        source, publisher = await self._source(chains), await self._publisher(info, stop)
+        delivery = self._delivery(keeper, source, publisher, chains)
+        try:
+            await self._run_beside(delivery, source, stop)
+        finally:
+            self.state, self.bytes_done = delivery.state, source.bytes_done
+            await publisher.aclose()
+        if self._is_done:
+            # Remember that all is stored.
+            stored = await keeper.load()
+            envelope.receipt = replace(self._receipt, finished=self._work.clock.now())
+            if stored.state != self.state or await keeper.save(self.state, stored.revision) is None:
+                raise Unavailable(f"target {self._target}: its state was changed at the very end")
+        elif not stop.is_set:
+            raise Unavailable(f"target {self._target}: its state was moved by somebody else")
+        return self._is_done
+
+    async def _run_beside(self, delivery: Delivery, source: ReplaySource, stop: Stop) -> None:
+        sides = [source.run(), self._watch(delivery, source)]
+        try:
+            async with either(stop, source.finished) as ended:
+                await beside(delivery.run(ended), *sides)
+        except BaseExceptionGroup as errors:
+            error = leading(errors)
+            if not isinstance(error, Interrupted):
+                raise error from None
+
+    @property
+    def _is_done(self) -> bool:
+        positions = self.state.checkpoint.positions
+        behind = all(positions.get(each.chain, 0) > each.rows.last for each in self._receipt.ranges)
+        return behind and self.state.intent is None
+
+    async def _watch(self, delivery: Delivery, source: ReplaySource) -> None:
+        """Tell how far it is; ends everything when a lease is lost."""
+        clock = self._work.clock
+        begun, started = self._progress(self._begun, 0), clock.monotonic()
+        while not self._tenures.is_lost:
+            await clock.sleep(WATCH_SPACING)
+            now, at = self._progress(delivery.state, source.bytes_done), clock.monotonic()
+            text = progress_line(now, begun, at - started)
+            self._work.teller.progress(f"{text} ({delivery.trouble})" if delivery.trouble else text, at)
+        raise LeaseLost(f"lease of target {self._target} is not ours any more")
+
+    def _progress(self, state: TargetState, raw_bytes: int) -> ReplayProgress:
+        rows = _rows(self._receipt, state)
+        return standing(self._receipt.ranges, state.checkpoint.positions, rows, raw_bytes)
+
+    # The components
+
+    async def _look(self) -> StreamInfo:
+        info = await target.look(self._client, self._receipt.request)
+        if info is None:
+            raise ReplayChoices(self._advice).no_checkpoint(None)
+        return info
+
+    async def _limits(self) -> TargetLimits:
+        """What the target takes now. Raises as looking at it."""
+        return shape_of(self._client, await self._look(), target_settings(self._receipt.request))
+
+    async def _source(self, chains: ReplayRoster) -> ReplaySource:
+        work, call = self._work, self._work.threads.run
+        found = {each.chain: await call(work.documents.gaps, each.chain) for each in self._receipt.ranges}
+        gaps = {chain: [gap.range for gap in accepted] for chain, accepted in found.items()}
+        skips = self._receipt.skips_holes or work.options.skip_holes
+
+        def may_skip(chain: Chain, hole: SequenceRange) -> bool:
+            return skips or not holes(gaps[chain], hole)
+
+        limit = work.service.memory_limit
+        return ReplaySource(
+            self._receipt.ranges,
+            work.store,
+            work.documents,
+            work.threads,
+            chains,
+            may_skip,
+            limit,
+            self._advice,
+        )
+
+    async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:
+        client, pace = self._client, self._work.options.pace
+        chosen = choose(self._target, "auto", offered(client.server_version, info.config, frozenset()))
+        publisher = make(chosen, client, self._target, await Replies.open(client))
+        return publisher if pace is None else PacedPublisher(publisher, pace, self._work.clock, stop)
+
+    def _delivery(
+        self, keeper: StateStore, source: ReplaySource, publisher: Publisher, chains: ReplayRoster
+    ) -> Delivery:
+        work, clock = self._work, self._work.clock
+        looker = TargetStream(self._client, self._target, work.connect)
+        choices, spacing = ReplayChoices(self._advice), work.options.look_spacing
+        settler = Reconciler(choices, keeper, looker, self._tenures, clock, spacing)
+        limits = ServerLimits(self._client, chains, source.reset, self._advice.refused("E-MSG-TOO-LARGE"))
+        return Delivery(self._target, keeper, settler, publisher, source, clock, limits=limits)
+
+
+class ReplayChoices(TargetErrors):
+    """What an operator does about a target that a replay found changed."""
+
+    def __init__(self, advice: Advice) -> None:
+        super().__init__(advice.request.target)
+        self._advice = advice
+
+    def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
+        found = super().error(verdict, seen, described)
+        found.hint = self._advice.anew("stop what else writes to it, ")
+        if verdict.finding is Finding.GONE:
+            anew = self._advice.same("--again", "--create")
+            found.hint = ways(("make it again and begin anew", anew))
+        return found
+
+    def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
+        found = super().no_checkpoint(reading)
+        if reading is not None:
+            found.hint = self._advice.anew()
+        return found

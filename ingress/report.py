@@ -1,0 +1,392 @@
+"""How far a target is behind the archive, chain by chain: the gauges, set from what is in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from common.chain import Chain
+from common.clock import NS_PER_S, Clock
+from common.errors import FloeError
+from common.jetstream.lease import owner_text
+from common.segments.documents import ChainStore, TargetPositions
+from common.service.logs import get_logger
+from common.service.metrics import begin
+from common.service.monitor import Health
+from common.service.process import Threads
+from ingress import metrics
+from ingress.chains.chain_state import ChainState
+from ingress.chains.plan import Phase
+from ingress.chains.prefetch import Prefetcher
+from ingress.checkpoint import Intent
+from ingress.delivery import Delivery
+from ingress.discovery.sites import Sites
+from ingress.rows.rows import Block
+
+log = get_logger("ingress.target")
+
+
+Labels = tuple[str, str, str, str]
+
+
+@dataclass(slots=True)
+class Lag:
+    """Where one chain, or one partition over all its incarnations, stands.
+
+    `sequences`, `messages`: archived and not carried; what is not decoded counts by its sequences in both.
+    `seconds`: age of the oldest message of it, or of its segment; 0 where everything is carried. `waiting`:
+    seconds that a hole or damage has lasted; `late`: sequences of that hole.
+    """
+
+    sequences: int = 0
+    messages: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    late: int = 0
+
+    def add(self, other: Lag) -> None:
+        """Count another incarnation of the same partition in."""
+        self.sequences, self.messages = self.sequences + other.sequences, self.messages + other.messages
+        self.seconds, self.waiting = max(self.seconds, other.seconds), max(self.waiting, other.waiting)
+        self.late += other.late
+
+
+class Lags:
+    """The gauges of one target. What was shown is remembered, so that it can be taken back."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._oldest: dict[Chain, tuple[int, float]] = {}
+        self._shown: set[Labels] = set()
+
+    def measure(
+        self,
+        chains: Iterable[ChainState],
+        positions: Mapping[Chain, int],
+        ready: Iterable[Block],
+        intent: Intent | None,
+        now: float,
+        sites: Sites | None = None,
+    ) -> None:
+        """Set the gauges at `now` (seconds since 1970). `ready`: decoded blocks, in order; `intent`: open.
+
+        `sites`: what egress says of itself.
+        """
+        counts, times = _decoded(ready, intent)
+        found: dict[Labels, Lag] = {}
+        stopped = paused = 0
+        newest: dict[Labels, ChainState] = {}
+        for state in chains:
+            lag = self._lag(state, positions, counts[state.chain], times.get(state.chain), now)
+            labels = self._target, state.chain.site, state.chain.feed, str(state.chain.partition)
+            found.setdefault(labels, Lag()).add(lag)
+            newest[labels] = max(state, newest.get(labels, state), key=lambda each: each.chain.incarnation)
+            stopped += state.stopped is not None
+            paused += state.phase is Phase.PAUSED
+        metrics.stopped_chains.labels(self._target).set(stopped)
+        metrics.paused_chains.labels(self._target).set(paused)
+        metrics.intent_open.labels(self._target).set(intent is not None)
+        for labels, lag in found.items():
+            metrics.lag_sequences.labels(*labels).set(lag.sequences)
+            metrics.lag_messages.labels(*labels).set(lag.messages)
+            metrics.lag_seconds.labels(*labels).set(lag.seconds)
+            metrics.waiting_seconds.labels(*labels).set(lag.waiting)
+            metrics.late_sequences.labels(*labels).set(lag.late)
+            state = newest[labels]
+            sighting = sites.of(state.chain) if sites else None
+            if sighting is not None:
+                left = sighting.sign.not_archived(state.chain.incarnation, state.archived)
+                if left is not None:  # else the last value stands
+                    metrics.source_lag_sequences.labels(*labels).set(lag.sequences + left)
+        self._shown |= set(found)
+        metrics.lag_measured.labels(self._target).set(now)
+
+    def forget(self) -> None:
+        """Take everything back: the target is not this process's any more."""
+        self._oldest.clear()
+        for labels in self._shown:
+            for each in _OF_CHAINS:
+                with suppress(KeyError):
+                    each.remove(*labels)
+        for each in _OF_TARGET:
+            with suppress(KeyError):
+                each.remove(self._target)
+        self._shown.clear()
+
+    def of(self, state: ChainState, positions: Mapping[Chain, int], now: float) -> float:
+        """Seconds: age of the oldest message of the chain that is not carried; 0: none, or not measured."""
+        at, since = self._oldest.get(state.chain, (0, now))
+        return max(0.0, now - since) if at == _position(state, positions) else 0.0
+
+    def _lag(
+        self,
+        state: ChainState,
+        positions: Mapping[Chain, int],
+        decoded: int,
+        oldest: float | None,
+        now: float,
+    ) -> Lag:
+        at = _position(state, positions)
+        # What lies behind the end of the incarnation is never carried.
+        archived = state.archived if state.end is None else min(state.archived, state.end)
+        sequences = max(0, archived - at + 1)
+        messages = decoded + max(0, archived - max(at, state.position) + 1)
+        since = state.plan.waiting_since
+        return Lag(
+            sequences,
+            min(messages, sequences) if sequences else messages,
+            now - self._since(state, at, oldest, now) if sequences or decoded else 0.0,
+            0.0 if since is None else max(0.0, now - since),
+            0 if state.plan.hole is None else len(state.plan.hole),
+        )
+
+    def _since(self, state: ChainState, at: int, oldest: float | None, now: float) -> float:
+        """When the oldest message not carried was published; the same as long as nothing is carried."""
+        known = self._oldest.get(state.chain)
+        if known is None or known[0] != at:
+            segment = state.stretches[0].segment.modified if state.stretches else state.plan.waiting_since
+            found = next((time for time in (oldest, segment) if time is not None), now)
+            known = self._oldest[state.chain] = (at, min(now, found))
+        return known[1]
+
+
+_OF_TARGET = (
+    metrics.stopped_chains,
+    metrics.paused_chains,
+    metrics.intent_open,
+    metrics.target_sequence,
+    metrics.lag_measured,
+)
+_OF_CHAINS = (
+    metrics.position,
+    metrics.lag_sequences,
+    metrics.lag_messages,
+    metrics.lag_seconds,
+    metrics.waiting_seconds,
+    metrics.late_sequences,
+    metrics.source_lag_sequences,
+)
+
+
+def _position(state: ChainState, positions: Mapping[Chain, int]) -> int:
+    return positions.get(state.chain, state.position or 1)
+
+
+def _decoded(ready: Iterable[Block], intent: Intent | None) -> tuple[Counter[Chain], dict[Chain, float]]:
+    """Messages that are decoded and not stored, and the time of the first of them, by chain."""
+    counts: Counter[Chain] = Counter()
+    times: dict[Chain, float] = {}
+    for piece in intent.pieces if intent else ():
+        counts[piece.chain] += piece.count
+    for block in ready:
+        counts[block.piece.chain] += block.piece.count
+        if block.material is not None and block.material.timestamps_ns:
+            times.setdefault(block.piece.chain, block.material.timestamps_ns[0] / NS_PER_S)
+    return counts, times
+
+
+REMIND = 600.0  # seconds until the same reason is logged again
+CHAINS = 1000  # that /status shows of one target at most
+
+
+class TargetReport:
+    """The report of one target. `is_stopped`: it waits for an operator, as far as is known."""
+
+    def __init__(
+        self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = ""
+    ) -> None:
+        self.target, self._health, self._clock, self._sites = target, health, clock, sites
+        self._part, self._owner = f"target {target}", owner
+        self._lags = Lags(target)
+        self.is_stopped = self._is_over = False
+        self._publisher, self._reason, self._logged = "", "", float("-inf")
+        begin("ingress_", target=target)
+        for each in (metrics.holds_lease, metrics.stopped_targets):
+            each.labels(target).set(0)
+        self._state("starting", ready=False, why="nobody knows yet who holds its lease")
+
+    # The lease
+
+    def standby(self, holder: str | None) -> None:
+        """Another instance carries into the target: what was shown of the chains is that one's now."""
+        if holder not in (None, self._owner):
+            self._lags.forget()
+            self._shows_publisher("")
+        self._state("standby", ready=True, holder=owner_text(holder or ""))
+
+    def waits(self, error: FloeError) -> None:
+        """Nobody can say who holds the lease, or whether the target is there."""
+        self._state("waits", ready=False, why=error.message)
+
+    def holds(self) -> None:
+        """This instance holds the lease."""
+        metrics.holds_lease.labels(self.target).set(1)
+        self._state("starting", ready=False, why="starting")
+        log.info("carrying", action="carrying", target=self.target)
+
+    def gives_back(self) -> None:
+        """It holds it no more. What it showed of the chains stays until another instance is seen to hold it:
+        where NATS is away nobody does.
+        """
+        metrics.holds_lease.labels(self.target).set(0)
+        metrics.stopped_targets.labels(self.target).set(0)
+        self.is_stopped = False
+        self._state("standby", ready=True, holder="")
+        log.info("lease released", action="lease_released", target=self.target)
+
+    # Carrying
+
+    def publishes(self, name: str, against: dict[str, str]) -> None:
+        """The publisher was chosen; `against`: what speaks against each."""
+        self._shows_publisher(name)
+        why = {other: reason for other, reason in against.items() if reason}
+        log.info("publisher chosen", action="publisher", target=self.target, publisher=name, against=why)
+
+    def carries(self, carrier: Delivery, supply: Prefetcher) -> None:
+        """What goes on now; to be told every second."""
+        metrics.stopped_targets.labels(self.target).set(0)
+        self.is_stopped = False
+        state, now, chains = carrier.state, self._clock.now(), supply.chains
+        positions = state.checkpoint.positions
+        shown = {
+            str(each.chain): {
+                **each.status(positions),
+                "lag_seconds": round(self._lags.of(each, positions, now)),
+                **self._source(each.chain),
+            }
+            for each in list(chains)[:CHAINS]
+        }
+        status = {
+            "state": "carrying",
+            "publisher": self._publisher,
+            "trouble": carrier.trouble,
+            "target_sequence": state.checkpoint.target_sequence,
+            "intent": state.intent and {"base": state.intent.base, "count": state.intent.count},
+            "chains": shown,
+        }
+        self._health.set_ready(self._part, not carrier.trouble, carrier.trouble)
+        self._health.set_status(self._part, status)
+        self._lags.measure(chains, supply.positions, supply.ahead, state.intent, now, self._sites)
+
+    def _source(self, chain: Chain) -> dict[str, Any]:
+        """What egress says of the chain, where it says anything."""
+        if self._sites is None or (sighting := self._sites.of(chain)) is None:
+            return {}
+        sign = sighting.sign
+        return {
+            "source": {
+                "state": "silent" if self._sites.is_silent(sighting) else sign.state,
+                "code": sign.code,
+                "why": sign.why,
+                "sequence": sign.source_last,
+                "alive": sighting.modified,
+            }
+        }
+
+    # Not carrying
+
+    def retries(self, error: FloeError, pause: float) -> None:
+        """What keeps it from carrying passes by itself; it is tried again after `pause` seconds."""
+        log.warning("tried again later", action="retry", target=self.target, error=str(error), pause=pause)
+        self.waits(error)
+
+    def stopped(self, error: FloeError) -> None:
+        """An operator has to do something; it is looked at again, and logged once for each new reason."""
+        metrics.stopped_targets.labels(self.target).set(1)
+        self.is_stopped = True
+        self._state("stopped", ready=False, why=error.message, code=error.code, hint=error.hint)
+        reason, now = f"{error.code} {error.message}", self._clock.monotonic()
+        if reason != self._reason or now - self._logged >= REMIND:
+            self._reason, self._logged = reason, now
+            self._log_stop(error)
+
+    def ended(self, error: FloeError) -> None:
+        """It is not carried by this process any more, whatever an operator does."""
+        self.stopped(error)
+        self._is_over = True
+        self._log_stop(error)
+
+    def _log_stop(self, error: FloeError) -> None:
+        log.error(
+            "target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code
+        )
+
+    def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
+        if not self._is_over:  # whoever asks for its lease just now tells nothing new
+            self._health.set_ready(self._part, ready, why)
+            self._health.set_status(self._part, {"state": state, "why": why, **more})
+
+    def _shows_publisher(self, name: str) -> None:
+        with suppress(KeyError):
+            metrics.publisher.remove(self.target, self._publisher)
+        self._publisher = name
+        if name:
+            metrics.publisher.labels(self.target, name).set(1)
+
+
+SPACING = 60.0  # seconds between two objects at least
+LOOK = 1.0  # seconds between two looks whether anything has changed
+
+
+class PositionsReport:
+    """Puts `positions.json` of one target. Nothing waits for it: a store that refuses it stops no carrying.
+
+    `positions`: of the last closed checkpoint; None while that is not known to be true. `sources`: the
+    `site/feed` that may flow in.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        sources: tuple[str, ...],
+        positions: Callable[[], Mapping[Chain, int] | None],
+        documents: ChainStore,
+        threads: Threads,
+        clock: Clock,
+    ) -> None:
+        self._target, self._sources, self._positions = target, sources, positions
+        self._documents, self._threads, self._clock = documents, threads, clock
+        self._put: Mapping[Chain, int] | None = None
+        self._asked_at, self._failure = float("-inf"), ""
+
+    async def run(self) -> None:
+        """Say it for as long as the target is carried."""
+        while True:
+            await self.look()
+            await self._clock.sleep(LOOK)
+
+    async def look(self) -> None:
+        """Say it if it has changed, and the last time is long enough ago."""
+        positions, now = self._positions(), self._clock.monotonic()
+        if positions is not None and self._is_due(positions, now):
+            self._asked_at = now
+            await self._say(dict(positions))
+
+    def _is_due(self, positions: Mapping[Chain, int], now: float) -> bool:
+        """Whether to put it now: what was put must not stay ahead of a chain that was moved back."""
+        is_long_ago, put = now - self._asked_at >= SPACING, self._put or {}
+        if any(positions.get(chain, 0) < at for chain, at in put.items()):
+            return is_long_ago or not self._failure
+        return is_long_ago and positions != self._put
+
+    async def _say(self, positions: Mapping[Chain, int]) -> None:
+        said = TargetPositions(self._target, self._clock.now(), positions, self._sources)
+        try:
+            await self._threads.run(self._documents.write_positions, said)
+        except FloeError as error:
+            metrics.positions_errors.labels(self._target).inc()
+            if error.code != self._failure:
+                self._failure = error.code
+                log.warning(
+                    "positions not stored",
+                    action="positions_failed",
+                    target=self._target,
+                    code=error.code,
+                    error=str(error),
+                )
+            return
+        self._put, self._failure = positions, ""
+        metrics.positions_put.labels(self._target).set(said.time)

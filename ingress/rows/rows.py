@@ -1,0 +1,163 @@
+"""Rows that are decoded, checked and ready to be put on the wire."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, repeat
+from typing import Any
+
+from common.chain import Chain
+from ingress.checkpoint import IntentPiece, merged
+
+# One message as the publisher needs it: subject, everything of its header block behind the version line, and
+# a view of its payload, because a copy would cost as much as all the rest.
+Ready = tuple[bytes, bytes, memoryview]
+
+# What a message costs in memory beside its bytes, and a block beside its messages.
+ROW_OVERHEAD = 96
+BLOCK_OVERHEAD = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """The messages of one block, column by column, in sequence order.
+
+    `subjects`: as the target knows them, checked. `origin`: the `Floe-Source` line up to the
+    sequence. `tails`: for rows with a header block of their own, everything behind the version line;
+    None where no row has one. `payloads`: a binary array. `ends`: for each row, the bytes of payloads
+    and header blocks up to and including it. `end`: what closes the header block of rows without one of
+    their own. `most`: bytes of the largest row.
+    """
+
+    sequences: list[int]
+    timestamps_ns: list[int]
+    subjects: list[bytes]
+    origin: bytes
+    tails: list[bytes | None] | None
+    payloads: Any
+    ends: list[int]
+    end: bytes = b"\r\n\r\n"
+    most: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory, about."""
+        return self.ends[-1] + ROW_OVERHEAD * len(self.ends) + BLOCK_OVERHEAD
+
+    def messages(self, start: int, stop: int) -> Iterator[Ready]:
+        """Rows `start` to `stop` (exclusive)."""
+        rows = zip(
+            self.subjects[start:stop],
+            self.sequences[start:stop],
+            self.timestamps_ns[start:stop],
+            repeat(None) if self.tails is None else self.tails[start:stop],
+            views(self.payloads[start:stop]),
+            strict=False,
+        )
+        origin, end = self.origin, self.end
+        for subject, sequence, timestamp_ns, tail, payload in rows:
+            yield subject, tail or b"%b%d %d%b" % (origin, sequence, timestamp_ns, end), payload
+
+
+def views(values: Any) -> list[memoryview]:
+    """Each value of a binary array without nulls, not copied."""
+    _, ends, data = values.buffers()
+    offsets = memoryview(ends).cast("i")[values.offset : values.offset + len(values) + 1]
+    everything = memoryview(b"" if data is None else data)
+    return [everything[begin:end] for begin, end in pairwise(offsets.tolist())]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a chain with its messages. `material` is None where the piece has none. `size`:
+    bytes in memory.
+    """
+
+    piece: IntentPiece
+    material: PreparedBatch | None = None
+    size: int = BLOCK_OVERHEAD
+
+
+@dataclass(slots=True)
+class Rows:
+    """The messages of an intent: blocks in order, addressed by one index that begins at 0."""
+
+    blocks: Sequence[Block]
+    _starts: list[int] = field(init=False)
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._starts, self.count = [], 0
+        for block in self.blocks:
+            self._starts.append(self.count)
+            self.count += block.piece.count
+
+    @property
+    def size(self) -> int:
+        """Bytes in memory."""
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest message in memory."""
+        return max((block.material.most for block in self.blocks if block.material), default=0)
+
+    def above(self, limit: int, start: int) -> tuple[Chain, int, int] | None:
+        """Chain, sequence and bytes of the first message from index `start` on that is larger; None if none
+        is.
+        """
+        for block, begin in zip(self.blocks, self._starts, strict=True):
+            if block.material is None or block.material.most <= limit:
+                continue
+            for row, (before, end) in enumerate(pairwise([0, *block.material.ends])):
+                if end - before > limit and begin + row >= start:
+                    return block.piece.chain, block.material.sequences[row], end - before
+        return None
+
+    def pieces(self) -> list[IntentPiece]:
+        """What the intent over these rows says."""
+        return merged([block.piece for block in self.blocks])
+
+    def sequence(self, index: int) -> int | None:
+        """The sequence, in its chain, of message `index`; None where it is not in memory. Raises
+        IndexError.
+        """
+        material, row = self._place(index)
+        return None if material is None else material.sequences[row]
+
+    def messages(self, start: int, stop: int) -> Iterator[Ready]:
+        """Messages `start` to `stop` (exclusive, at most `count`)."""
+        while start < stop:
+            block, row = self._at(start)
+            taken = min(stop - start, len(block.sequences) - row)
+            yield from block.messages(row, row + taken)
+            start += taken
+
+    def stop(self, start: int, most: int, most_bytes: int) -> int:
+        """Where a batch that begins at `start` ends: at most `most` messages and `most_bytes`,
+        at least one.
+        """
+        stop, left = start, most_bytes
+        while stop < min(self.count, start + most):
+            block, row = self._at(stop)
+            before = block.ends[row - 1] if row else 0
+            fits = bisect.bisect_right(block.ends, before + left, row) - row
+            taken = min(fits, start + most - stop)
+            stop += taken
+            if row + taken < len(block.ends):
+                break
+            left -= block.ends[-1] - before
+        return max(stop, start + 1)
+
+    def _at(self, index: int) -> tuple[PreparedBatch, int]:
+        material, row = self._place(index)
+        assert material is not None, "only messages that are not stored yet are asked for"
+        return material, row
+
+    def _place(self, index: int) -> tuple[PreparedBatch | None, int]:
+        if not 0 <= index < self.count:
+            raise IndexError(f"message {index} of {self.count}")
+        place = bisect.bisect_right(self._starts, index) - 1
+        return self.blocks[place].material, index - self._starts[place]

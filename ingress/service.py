@@ -1,0 +1,190 @@
+"""The ingress service: all targets of a configuration, each for itself; what they share; the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+
+from common.clock import Clock
+from common.errors import FloeError
+from common.jetstream.buckets import open_leases
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.lease import Leases, new_owner
+from common.leasing.balancer import LeaseGroup
+from common.segments.documents import ChainStore
+from common.segments.store import SegmentStore
+from common.service.logs import get_logger
+from common.service.monitor import Health
+from common.service.process import Threads
+from common.settings.root import Settings
+from common.tasks import Stop, again, end, first_of
+from ingress import metrics
+from ingress.deps import SCOPE, IngressDeps, IngressTuning, TargetCounts, lease_key
+from ingress.discovery.discovery import Discovery
+from ingress.discovery.notifications import follow
+from ingress.discovery.sites import Sites
+from ingress.errors import check_targets, passes_by_itself
+from ingress.target import TargetSupervisor
+
+log = get_logger("ingress.service")
+
+THREADS = 4
+LOOKERS = 4
+BEAT_SPACING = 2.0  # seconds
+RETRY = 2.0  # seconds between two attempts to open the bucket of the leases
+LET_GO = 5.0  # seconds for each step that lets go of something at the end
+
+
+class Controller:
+    """Runs every target of `settings` until it is asked to stop. `pace`: what tests shorten."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: SegmentStore,
+        documents: ChainStore,
+        health: Health,
+        clock: Clock,
+        *,
+        pace: IngressTuning | None = None,
+    ) -> None:
+        self._settings, self._store, self._documents = settings, store, documents
+        self._health, self._clock, self._pace = health, clock, pace or IngressTuning()
+        self._threads = Threads("ingress", THREADS)
+        # Of its own: a look does not wait until segments are read.
+        self._lookers = Threads("look", LOOKERS)
+        self._failures: list[FloeError] = []
+
+    async def run(self, stop: Stop) -> None:
+        """Carry until `stop` is set. Raises the first error that ended a target, once no target is left."""
+        check_targets(self._settings.ingress)
+        for each in (metrics.nats_reachable, metrics.store_reachable):
+            each.set(0)
+        client = await self._connect()
+        self._shows(client.is_up)
+        client.add_listener(self._shows)
+        try:
+            await self._serve(client, stop)
+        finally:
+            await self._let_go(client)
+        if self._failures:
+            raise self._failures[0]
+
+    def _shows(self, is_up: bool) -> None:
+        now = self._clock.now()
+        metrics.nats_reachable.set(is_up)
+        metrics.nats_answered.set_function(self._clock.now if is_up else lambda: now)
+
+    async def _connect(self) -> FloeClient:
+        name = f"floe ingress {self._settings.instance}".strip()
+        return await connect(self._settings.nats_for("ingress"), name=name, clock=self._clock)
+
+    async def _serve(self, client: FloeClient, stop: Stop) -> None:
+        leases = await self._leases(client, stop)
+        if leases is None:
+            return
+        parts = self._parts(client, leases)
+        layout = self._documents.layout
+        events = partial(follow, self._settings, client, layout, parts.discovery, self._health, self._clock)
+        sides = [
+            asyncio.create_task(again("discovery", parts.discovery.run, self._clock), name="discovery"),
+            asyncio.create_task(self._beat(), name="beat"),
+            asyncio.create_task(parts.sharing.run(stop), name="sharing"),
+            asyncio.create_task(again("events", events, self._clock), name="events"),
+        ]
+        targets = [
+            asyncio.create_task(self._run(TargetSupervisor(parts, each), stop), name=f"target-{each.stream}")
+            for each in parts.settings.targets
+        ]
+        try:
+            await self._drained(targets, sides, stop)
+        finally:
+            await end(*targets, *sides)
+        for task in (*targets, *sides):
+            if not task.cancelled():
+                task.result()
+
+    def _parts(self, client: FloeClient, leases: Leases) -> IngressDeps:
+        settings, clock, health = self._settings.ingress, self._clock, self._health
+        keys = [lease_key(target.stream) for target in settings.targets]
+        documents, lookers = self._documents, self._lookers
+        sites = Sites(documents, lookers, clock, settings.silent_after)
+        return IngressDeps(
+            settings,
+            client,
+            self._connect,
+            self._store,
+            self._documents,
+            self._threads,
+            Discovery(documents, lookers, clock, health, settings.poll_seconds, sites),
+            LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, TargetCounts()),
+            health,
+            clock,
+            self._pace,
+        )
+
+    # The leases
+
+    async def _leases(self, client: FloeClient, stop: Stop) -> Leases | None:
+        """Once what they need can be reached; None where `stop` is set first."""
+        while not stop.is_set:
+            self._health.beat()
+            try:
+                owner = new_owner(self._settings.instance)
+                leases = await open_leases(client, self._settings.ingress, owner, self._clock)
+            except FloeError as error:
+                if not passes_by_itself(error):
+                    raise
+                self._health.set_ready("nats", False, error.message)
+                log.warning("waiting", action="waiting", part="nats", code=error.code, error=str(error))
+                await stop.wait(RETRY)
+            else:
+                self._health.forget("nats")
+                return leases
+        return None
+
+    # Running
+
+    async def _run(self, runner: TargetSupervisor, stop: Stop) -> None:
+        """One target; an error that ends it for this process leaves the others alone."""
+        try:
+            await runner.run(stop)
+        except FloeError as error:
+            self._failures.append(error)
+
+    async def _beat(self) -> None:
+        while True:
+            self._health.beat()
+            await self._clock.sleep(BEAT_SPACING)
+
+    # The drain, step by step: targets finish their open intents and give their leases back (at most
+    # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.
+
+    async def _drained(
+        self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: Stop
+    ) -> None:
+        """Wait until no target runs any more; from `stop` on for the time-out at most.
+
+        A side task that fails ends the service, and so does an error that a target did not take itself.
+        """
+        failing = asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+        carrying = asyncio.wait(targets, return_when=asyncio.FIRST_EXCEPTION)
+        await first_of(carrying, stop.wait(), failing)
+        if not stop.is_set:
+            return
+        running = [target.get_name() for target in targets if not target.done()]
+        log.info("draining", action="draining", targets=len(running))
+        timeout = self._settings.ingress.shutdown_timeout
+        # The sharing ends last: it gives back what nobody came for.
+        await asyncio.wait([*targets, sides[2]], timeout=timeout)
+        if left := [target.get_name() for target in targets if not target.done()]:
+            log.warning("drain timed out", action="drain_timeout", seconds=timeout, left=left)
+
+    async def _let_go(self, client: FloeClient) -> None:
+        await first_of(client.aclose(), seconds=LET_GO)
+        for pool in (self._threads, self._lookers):
+            await first_of(pool.idle(), seconds=LET_GO)
+            pool.close()
+        self._store.close()
+        log.info("stopped", action="stopped")

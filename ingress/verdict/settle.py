@@ -1,0 +1,331 @@
+"""Settles what is unclear: by reading the target, and the stored state where the target does not explain
+itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from common.clock import Backoff, Clock, doubling
+from common.errors import DataError, FloeError, LeaseLost, OutcomeUnknown, Unavailable
+from common.service.logs import get_logger
+from ingress.checkpoint import Intent, IntentPiece
+from ingress.checkpoint_store import StateMoved, StateStore, Stored
+from ingress.rows.rows import Rows
+from ingress.verdict.verdict import (
+    Doubt,
+    Finding,
+    IntentVerdict,
+    Origin,
+    Sending,
+    Settled,
+    TargetErrors,
+    TargetReading,
+    TargetStream,
+    Unread,
+    contradiction,
+    judge,
+    judge_shared,
+    newest,
+)
+
+log = get_logger("ingress.verdict.settle")
+
+
+T = TypeVar("T")
+
+LOOKS = 3  # equal answers before a verdict that stops
+LOOK_SPACING = 10.0  # seconds between them
+MOST_READ = 1000  # messages that are read to find one of an intent that is doubted
+AT_ONCE = 50
+PATIENCE = 30.0  # seconds without an answer of the target before everything is begun again
+PAUSES = doubling(0.05, 5.0)  # seconds between two questions
+
+
+class Tenure(Protocol):
+    """The right to carry (`common.jetstream.lease.Lease`)."""
+
+    def is_usable(self) -> bool: ...
+
+
+class Reconciler:
+    """Looks at one exclusive target and its stored state.
+
+    `sending`: what this process sent of the open intent. `steps_over`: messages of others.
+    """
+
+    steps_over = False
+
+    def __init__(
+        self,
+        choices: TargetErrors,
+        keeper: StateStore,
+        looker: TargetStream,
+        lease: Tenure,
+        clock: Clock,
+        look_spacing: float = LOOK_SPACING,
+        sending: Sending | None = None,
+    ) -> None:
+        self.target, self._choices = choices.target, choices
+        self._keeper, self._looker, self._lease = keeper, looker, lease
+        self._clock, self._look_spacing = clock, look_spacing
+        self.sending = sending or Sending()
+        self._proved = (0, 0)  # a revision, and the target sequence up to which its intent's pieces are ours
+
+    async def settle(self, known: Stored, rows: Rows | None) -> Settled:
+        """How many messages of the open intent of `known` are stored, by the target itself.
+
+        `rows`: the intent's messages, where they are in memory. Raises StateMoved where another instance
+        went on; Stopped or AnotherWriter where the target is not what the state says, three times over;
+        LeaseLost.
+        """
+        while True:
+            reading = await self._patiently(self._looker.read)
+            verdict = await self._judged(known, reading, rows)
+            if verdict.finding is Finding.STORED and reading is not None:
+                return await self._settled(known, rows, reading, verdict)
+            await self.check_moved(known)
+            await self._confirm(known, reading, verdict, rows)
+
+    async def check_moved(self, known: Stored) -> None:
+        """Raises StateMoved where the stored state is not `known` any more."""
+        stored = await self._keeper.load()
+        if stored.revision == known.revision:
+            return
+        if stored.state is None:
+            raise Unavailable(f"state of target {self.target} was removed", code="E-STATE-GONE")
+        raise StateMoved(stored)
+
+    def check_lease(self) -> None:
+        """Raises LeaseLost where the lease may not be used any more."""
+        if not self._lease.is_usable():
+            raise LeaseLost(f"lease of target {self.target} is not ours any more")
+
+    async def first(self) -> tuple[Stored, TargetReading | None]:
+        """What is stored, and where nothing is: a look at a target with which a state may begin.
+
+        Raises Stopped where nothing is stored and the target is not such a one, three times over.
+        """
+        for look in range(LOOKS):
+            if look:
+                await self._clock.sleep(self._look_spacing)
+            # The target before the state: whatever is stored there had an intent before.
+            reading = await self._patiently(self._looker.read)
+            stored = await self._keeper.load()
+            if stored.state is not None or (reading is not None and self._may_begin_with(reading)):
+                return stored, reading
+        raise self._choices.no_checkpoint(reading)
+
+    # What differs where others publish too
+
+    def _may_begin_with(self, reading: TargetReading) -> bool:
+        """Whether a target of which nothing is remembered may be like this: it never held a message."""
+        return reading.last_sequence == 0
+
+    async def _settled(
+        self, known: Stored, _rows: Rows | None, _reading: TargetReading, verdict: IntentVerdict
+    ) -> Settled:
+        return Settled(known.there.checkpoint.target_sequence, verdict.stored)
+
+    async def _judged(self, known: Stored, reading: TargetReading | None, rows: Rows | None) -> IntentVerdict:
+        """The verdict, and where rows are stored, what the ends of the pieces before the last one say."""
+        intent, expected = known.there.intent, None
+        if reading is not None and rows is not None and intent is not None:
+            last = reading.last_sequence - intent.base - 1
+            expected = rows.sequence(last) if 0 <= last < rows.count else None
+        verdict = judge(known.there, reading, expected, self.sending.of(known.revision))
+        if verdict.finding is not Finding.STORED or intent is None:
+            return verdict
+        if self._proved[0] != known.revision:
+            # What an operator accepted as it is need not be ours.
+            self._proved = (known.revision, max(intent.base, known.there.checkpoint.begins))
+        places = [at for at in intent.ends(verdict.stored) if at > self._proved[1]]
+        against = contradiction(intent, await self._origins(places) if places else {})
+        if against is not None:
+            return against
+        self._proved = (known.revision, max([self._proved[1], *places]))
+        return verdict
+
+    # Looking
+
+    async def _patiently(self, question: Callable[[], Awaitable[T]]) -> T:
+        """The answer; asked again for a while where the target does not answer."""
+        deadline, pauses = self._clock.monotonic() + PATIENCE, Backoff(None, PAUSES)
+        while True:
+            pause = pauses.next()
+            try:
+                return await question()
+            except (Unavailable, OutcomeUnknown, DataError):
+                if self._clock.monotonic() + pause >= deadline:
+                    raise
+            await self._clock.sleep(pause)
+
+    async def _origins(self, places: Collection[int]) -> Mapping[int, Origin | Unread]:
+        return await self._patiently(lambda: self._looker.origins(places))
+
+    async def _confirm(
+        self, known: Stored, reading: TargetReading | None, verdict: IntentVerdict, rows: Rows | None
+    ) -> None:
+        """Look again, on fresh connections; returns if the answer changes, else raises what it means.
+
+        Where somebody else stores messages: the same answer three times, or one that still moves.
+        """
+        finding, seen = verdict.finding, [reading]
+        log.warning(
+            "verdict to be confirmed",
+            action="verdict",
+            target=self.target,
+            finding=finding.name,
+            detail=verdict.detail,
+        )
+        while not _is_answer(finding, seen):
+            await self._clock.sleep(self._look_spacing)
+            self.check_lease()
+            seen.append(await self._looker.read_fresh())
+            await self.check_moved(known)
+            verdict = await self._judged(known, seen[-1], rows)
+            if verdict.finding is not finding:
+                return
+        raise await self._error(known, verdict, [each for each in seen if each is not None])
+
+    async def _error(self, known: Stored, verdict: IntentVerdict, seen: list[TargetReading]) -> FloeError:
+        """What the verdict means for an operator, with what can be read of the messages that it is about."""
+        if verdict.doubt is not None and verdict.doubt.certain < verdict.doubt.counted:
+            verdict = replace(verdict, doubt=await self._less_doubt(known, verdict.doubt))
+        described = ""
+        if verdict.at and seen:
+            for at in dict.fromkeys((verdict.at, seen[-1].last_sequence)):
+                described = described or await self._patiently(partial(self._looker.described, at))
+        return self._choices.error(verdict, seen, described)
+
+    async def _less_doubt(self, known: Stored, doubt: Doubt) -> Doubt:
+        """What of the rows that count as stored can be read, from the last one back, at most `MOST_READ`."""
+        intent = known.there.intent
+        assert intent is not None, "only rows of an open intent are doubted"
+        above = intent.base + max(doubt.certain, doubt.counted - MOST_READ)
+        places = range(intent.base + doubt.counted, above, -1)
+        for start in range(0, len(places), AT_ONCE):
+            if certain := newest(intent, await self._origins(places[start : start + AT_ONCE])):
+                return replace(doubt, certain=certain)
+        return doubt
+
+
+def _is_answer(finding: Finding, seen: Sequence[TargetReading | None]) -> bool:
+    """Whether enough was seen for a verdict that stops; `seen`: the looks with this finding, oldest first."""
+    if len(seen) < LOOKS:
+        return False
+    ends = [each.last_sequence for each in seen[-LOOKS:] if each is not None]
+    still = len(set(ends)) <= 1 or finding not in (Finding.AHEAD, Finding.FOREIGN, Finding.UNREAD)
+    return still or ends[-1] > ends[-2]
+
+
+# Messages of the target that are read for one open intent: behind more than that, an instance that comes back
+# sends the rest of the intent again rather than read for minutes.
+MOST_SCANNED = 50_000
+FIRST_READ, LARGEST_READ = 16, 512  # messages that are asked for at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """What was read for the intent stored at `revision`, up to target sequence `upto`: the `newest` of its
+    rows that was found, and the target sequence `at` which it stands.
+    """
+
+    revision: int
+    upto: int
+    newest: Origin | None = None
+    at: int = 0
+
+
+class SharedSettler(Reconciler):
+    """Looks at one target that is not exclusive, and its stored state: what stands between the rows of the
+    open intent and the end is stepped over. The base is such that the next row is expected right behind the
+    target's last message.
+    """
+
+    steps_over = True
+    _scan = _Scan(0, 0)
+    _drifted: frozenset[str] = frozenset()
+
+    def _may_begin_with(self, _reading: TargetReading) -> bool:
+        return True  # what it holds is of others
+
+    async def _settled(
+        self, known: Stored, rows: Rows | None, reading: TargetReading, _verdict: IntentVerdict
+    ) -> Settled:
+        intent, last = known.there.intent, reading.last_sequence
+        if intent is None:
+            return Settled(last, 0)
+        # Side by side: the longer it takes, the more likely somebody publishes meanwhile.
+        stored, _ = await asyncio.gather(
+            self._stored(known.revision, intent, rows, last), self.check_moved(known)
+        )
+        # Of a complete intent the base tells where it ends, whoever has published since.
+        return Settled((self._scan.at if stored == intent.count else last) - stored, stored)
+
+    async def _judged(
+        self, known: Stored, reading: TargetReading | None, _rows: Rows | None
+    ) -> IntentVerdict:
+        checkpoint = known.there.checkpoint
+        is_drifted = reading and reading.created not in (checkpoint.target_created, *self._drifted)
+        if reading and is_drifted and 0 < checkpoint.target_sequence <= reading.last_sequence:
+            # Some servers report another creation time after a restart; a row of ours in its place tells so.
+            origin = (await self._origins([checkpoint.target_sequence]))[checkpoint.target_sequence]
+            if isinstance(origin, Origin) and origin.sequence < checkpoint.positions.get(origin.chain, 0):
+                self._drifted |= {reading.created}
+        return judge_shared(known.there, reading, self._drifted)
+
+    async def _stored(self, revision: int, intent: Intent, rows: Rows | None, last: int) -> int:
+        """How many rows of the intent stand at or below target sequence `last`, for certain."""
+        former = self._scan if self._scan.revision == revision else _Scan(revision, intent.base)
+        found = await self._newest(intent, former.upto, last)
+        upto = max(last, former.upto)
+        if found is None or _place(intent, found[0], rows) < _place(intent, former.newest, rows):
+            self._scan = _Scan(revision, upto, former.newest, former.at)
+        else:
+            self._scan = _Scan(revision, upto, *found)
+        return _place(intent, self._scan.newest, rows)
+
+    async def _newest(self, intent: Intent, after: int, last: int) -> tuple[Origin, int] | None:
+        """The newest message of the intent in (`after`, `last`], read from the end, and where it stands."""
+        lowest, size = max(after, last - MOST_SCANNED), FIRST_READ
+        while last > lowest:
+            first = max(lowest, last - size) + 1
+            origins = await self._origins(range(first, last + 1))
+            for at in range(last, first - 1, -1):
+                origin = origins[at]
+                if isinstance(origin, Origin) and _piece_of(intent, origin) is not None:
+                    return origin, at
+            last, size = first - 1, min(LARGEST_READ, size * 2)
+        return None
+
+
+def _piece_of(intent: Intent, origin: Origin) -> tuple[int, IntentPiece] | None:
+    """The piece that the message belongs to, and how many messages stand before that piece."""
+    before = 0
+    for piece in intent.pieces:
+        if piece.count and origin.is_of(piece) and origin.sequence not in piece.left_out:
+            return before, piece
+        before += piece.count
+    return None
+
+
+def _place(intent: Intent, origin: Origin | None, rows: Rows | None) -> int:
+    """How many rows of the intent are stored for certain where `origin` is; 0 for None.
+
+    Exact where its piece is in memory, else the least that is possible: of the sequences behind it in the
+    piece each may have a row.
+    """
+    found = None if origin is None else _piece_of(intent, origin)
+    if origin is None or found is None:
+        return 0
+    before, piece = found
+    if rows is not None and rows.sequence(before) is not None:
+        places = range(before, before + piece.count)
+        return before + bisect_right(places, origin.sequence, key=lambda at: rows.sequence(at) or 0)
+    return before + max(1, piece.count - (piece.rows.last - origin.sequence))

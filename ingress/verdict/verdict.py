@@ -1,0 +1,467 @@
+"""What the target's last sequence and its last message say about an intent: a pure verdict.
+
+Nothing here trusts an acknowledgement that was lost. The arithmetic (`last sequence − base` rows are
+stored) holds whether or not the messages can still be read; where the last one can be read, its
+provenance must agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from common.chain import Chain
+from common.clock import NS_PER_S, format_time
+from common.errors import AnotherWriter, FloeError, Stopped
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, stored_message, stream_info
+from common.jetstream.client import FloeClient
+from common.jetstream.headers import restore
+from common.jetstream.requests import ApiError
+from common.segments.segment import Message, decode_subject
+from common.service.exits import ways
+from ingress.checkpoint import Checkpoint, Ending, Intent, IntentPiece, TargetState
+from ingress.hints import set_command
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a message of the target says it comes from: its chain and its sequence there."""
+
+    chain: Chain
+    sequence: int
+
+    def is_of(self, part: IntentPiece | Ending) -> bool:
+        """Whether that is among the rows of `part`."""
+        return self.chain == part.chain and self.sequence in part.rows
+
+
+class Unread(Enum):
+    """Why the last message of the target testifies to nothing, or against us."""
+
+    GONE = "not held any more, or there is none"
+    FOREIGN = "carries no provenance: Floe did not write it"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReading:
+    """One look at the target: its last sequence, when it was created, and what its last message says.
+
+    `forgets`: the stream may let go of its last message by itself, so that it proves nothing that it is gone.
+    """
+
+    last_sequence: int
+    created: str
+    tail: Origin | Unread
+    forgets: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What this process knows of the rows of an open intent: the first `acknowledged` are stored for certain;
+    those behind the first `handed` were never given to the connection (None: another process may have sent
+    them).
+    """
+
+    acknowledged: int
+    handed: int | None = None
+
+
+@dataclass(slots=True)
+class Sending:
+    """Remembers what was sent of the intent that was stored at `revision`, for as long as one lease lasts:
+    another process may send whatever it likes of an intent that it takes over.
+    """
+
+    revision: int = 0
+    _sent: Sent = Sent(0)
+
+    def opens(self, revision: int) -> None:
+        """This process opened the intent, and nothing of it was sent."""
+        self.revision, self._sent = revision, Sent(0, 0)
+
+    def settled(self, revision: int, stored: int) -> None:
+        """So many rows of the intent are known to be stored, whoever opened it."""
+        before = self.of(revision) or Sent(0)
+        self.revision, self._sent = revision, replace(before, acknowledged=max(before.acknowledged, stored))
+
+    def begins(self) -> Sent:
+        """Rows are about to be sent: until `ends` says more, any of them may be on its way."""
+        before, self._sent = self._sent, replace(self._sent, handed=None)
+        return before
+
+    def ends(self, before: Sent, stored: int, handed: int) -> None:
+        """`stored` rows are acknowledged; those from `handed` on were not given to the connection."""
+        most = None if before.handed is None else max(before.handed, stored, handed)
+        self._sent = Sent(max(before.acknowledged, stored), most)
+
+    def of(self, revision: int) -> Sent | None:
+        """What is known of the intent stored at that revision; None: nothing."""
+        return self._sent if revision == self.revision else None
+
+
+class Finding(Enum):
+    """What a reading means; `IntentVerdict.detail` names both sides."""
+
+    STORED = "the arithmetic holds"
+    AHEAD = "the target is further than this state explains"
+    FOREIGN = "the last message is not the one that stands there by the intent"
+    UNREAD = "rows count as stored that nobody can read, and that the stream does not let go of by itself"
+    MIXED = "messages of others may stand among those of the open intent"
+    BEHIND = "the target ends before the checkpoint"
+    RECREATED = "another stream of the same name"
+    GONE = "there is no such stream"
+
+
+NOT_COUNTED = "expected one that was opened with `exclusive: true`, found one of `exclusive: false`"
+
+
+@dataclass(frozen=True, slots=True)
+class IntentVerdict:
+    """`stored`: how many messages of the open intent are stored; 0 unless the finding is STORED. `at`: where
+    the message stands that speaks against going on; 0: none does. `doubt`: how far the counting is trusted.
+    """
+
+    finding: Finding
+    stored: int = 0
+    detail: str = ""
+    at: int = field(default=0, compare=False)
+    doubt: Doubt | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Of the `count` rows of the open intent the first `certain` are stored; `counted` are by the last
+    sequence, which something else may have moved.
+    """
+
+    certain: int
+    counted: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """`stored`: how many messages of the open intent are stored (0 without one). `base`: row n of the intent
+    is to stand at target sequence base + n, from the first row that is not stored on.
+    """
+
+    base: int
+    stored: int
+
+
+_GONE = IntentVerdict(Finding.GONE, detail="expected the stream, found none")
+
+
+def judge(
+    state: TargetState, reading: TargetReading | None, expected: int | None = None, sent: Sent | None = None
+) -> IntentVerdict:
+    """How much of the open intent (if any) is stored, or what speaks against going on.
+
+    `reading`: None where there is no such stream. `expected`: the exact sequence of the chain's
+    message that must stand last, where the caller knows it. `sent`: what the caller knows of its rows.
+    """
+    if reading is None:
+        return _GONE
+    checkpoint, last = state.checkpoint, reading.last_sequence
+    is_explained = checkpoint.target_sequence <= last <= state.expected_sequence and counts(state)
+    against = _against(state, reading, expected) if is_explained else ""
+    # Some servers report another creation time after a restart; a message of ours in its place tells so.
+    vouches = is_explained and not against and isinstance(reading.tail, Origin) and last > checkpoint.begins
+    is_same = reading.created == checkpoint.target_created or vouches
+    if (replaced := _replaced(checkpoint, reading, is_same)) is not None:
+        return replaced
+    if not counts(state):
+        return IntentVerdict(Finding.MIXED, detail=NOT_COUNTED)
+    if last > state.expected_sequence:
+        return _ahead(state, reading, state.expected_sequence, sent)
+    if against:
+        return IntentVerdict(Finding.FOREIGN, detail=against, at=last)
+    stored = last - checkpoint.target_sequence
+    return _unread(state, reading, stored, sent or Sent(0)) or IntentVerdict(Finding.STORED, stored)
+
+
+def judge_shared(
+    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
+) -> IntentVerdict:
+    """STORED (with 0: how much is read elsewhere), or what speaks against going on.
+
+    `drifted`: creation times that are known to be those of the same stream.
+    """
+    if reading is None:
+        return _GONE
+    is_same = reading.created in (state.checkpoint.target_created, *drifted)
+    return _replaced(state.checkpoint, reading, is_same) or IntentVerdict(Finding.STORED)
+
+
+def _replaced(checkpoint: Checkpoint, reading: TargetReading, is_same: bool) -> IntentVerdict | None:
+    """What speaks against the stream as a whole; None: nothing."""
+    last, least = reading.last_sequence, checkpoint.target_sequence
+    if not is_same:
+        detail = f"created: expected {checkpoint.target_created}, found {reading.created}"
+        return IntentVerdict(Finding.RECREATED, detail=detail)
+    if last < least:
+        return IntentVerdict(Finding.BEHIND, detail=f"last sequence: expected at least {least}, found {last}")
+    return None
+
+
+def _ahead(state: TargetState, reading: TargetReading, most: int, sent: Sent | None) -> IntentVerdict:
+    """The target ends behind `most`, the last sequence that our own doing explains."""
+    last, intent, doubt = reading.last_sequence, state.intent, None
+    if intent is not None and reading.tail is Unread.GONE:
+        certain = sent.acknowledged if sent else 0
+        doubt = Doubt(certain, min(intent.count, last - intent.base), intent.count)
+    detail = f"last sequence: expected at most {most}, found {last}"
+    return IntentVerdict(Finding.AHEAD, detail=detail, at=most + 1, doubt=doubt)
+
+
+def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent) -> IntentVerdict | None:
+    """What speaks against counting a last row that cannot be read; None: nothing does.
+
+    A purge up to a sequence beyond the end moves the last sequence without anything having been stored. What
+    this process never sent was stored by nobody; for what it may have sent, the stream must be one that lets
+    go of its last message. A row that can be read proves itself, whoever sent it.
+    """
+    intent, last = state.intent, reading.last_sequence
+    if intent is None or reading.tail is not Unread.GONE or last <= state.checkpoint.begins:
+        return None
+    if sent.handed is not None and stored > sent.handed:
+        return _ahead(state, reading, intent.base + sent.handed, sent)
+    if stored <= sent.acknowledged or reading.forgets:
+        return None
+    found = f"message {last}, row {stored} of the {intent.count} of the open intent, is gone"
+    doubt = Doubt(sent.acknowledged, stored, intent.count)
+    return IntentVerdict(
+        Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt
+    )
+
+
+def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
+    """How many rows of the intent are stored at least, by what was `read` of the target, by its sequences."""
+    for at in sorted(read, reverse=True):
+        origin, row = read[at], at - intent.base
+        if (
+            1 <= row <= intent.count
+            and isinstance(origin, Origin)
+            and origin.is_of(intent.piece_at(row - 1)[1])
+        ):
+            return row
+    return 0
+
+
+def counts(state: TargetState) -> bool:
+    """Whether the arithmetic holds for the open intent, if there is one: nobody else's messages may stand
+    before or between its rows.
+    """
+    intent = state.intent
+    return intent is None or (not intent.is_shared and intent.base == state.checkpoint.target_sequence)
+
+
+def contradiction(intent: Intent, read: Mapping[int, Origin | Unread]) -> IntentVerdict | None:
+    """What speaks against the intent among the ends of its pieces that were `read`, by target sequence; None:
+    nothing. What is not held any more speaks for nothing.
+
+    The last message alone could agree by chance where another writer stored other rows before it.
+    """
+    for at, piece in intent.ends(intent.count).items():
+        origin = read.get(at, Unread.GONE)
+        expected = f"expected {piece.chain} {piece.rows}"
+        if origin is Unread.FOREIGN:
+            return IntentVerdict(Finding.FOREIGN, detail=f"message {at} {origin.value}, {expected}", at=at)
+        if isinstance(origin, Origin) and not origin.is_of(piece):
+            found = f"message {at} is {origin.chain} {origin.sequence}"
+            return IntentVerdict(Finding.FOREIGN, detail=f"{found}, {expected}", at=at)
+    return None
+
+
+def _against(state: TargetState, reading: TargetReading, expected: int | None) -> str:
+    """What the last message says against standing where it does; empty: nothing."""
+    checkpoint, last, tail = state.checkpoint, reading.last_sequence, reading.tail
+    if tail is Unread.GONE or last <= checkpoint.begins:
+        return ""
+    if not isinstance(tail, Origin):
+        return f"message {last} {tail.value}"
+    stored = last - checkpoint.target_sequence
+    if state.intent is not None and stored > 0:
+        piece = state.intent.piece_at(stored - 1)[1]
+        is_ours = tail.is_of(piece) and expected in (None, tail.sequence)
+        wanted = f"{piece.chain} {piece.rows if expected is None else expected}"
+    elif checkpoint.ending is not None:
+        is_ours = tail.is_of(checkpoint.ending)
+        wanted = f"{checkpoint.ending.chain} {checkpoint.ending.rows}"
+    else:
+        is_ours = tail.sequence < checkpoint.positions.get(tail.chain, 0)
+        wanted = "one below the positions"
+    return "" if is_ours else f"message {last} is {tail.chain} {tail.sequence}, expected {wanted}"
+
+
+class TargetErrors:
+    """Errors about one target."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._accept = set_command(target, "--accept")
+        self._from_target = set_command(target, "--from-target")
+        self._forget = set_command(target, "--forget")
+
+    def no_checkpoint(self, reading: TargetReading | None) -> FloeError:
+        """A target that is missing, or that holds or held messages, and of which nothing is remembered."""
+        if reading is None:
+            return self.error(_GONE, [])
+        return Stopped(
+            f"target {self.target}: expected a checkpoint or an empty stream, found last sequence "
+            f"{reading.last_sequence} and no checkpoint",
+            hint=ways(("restore the state bucket; or go on behind what the target holds", self._from_target)),
+            code="E-TARGET-NOT-EMPTY",
+        )
+
+    def error(self, verdict: IntentVerdict, seen: Sequence[TargetReading], described: str = "") -> FloeError:
+        """What to raise for a confirmed `verdict`; `seen`: the readings, oldest first. `described`: the
+        message that speaks against going on, as far as it can be read.
+        """
+        message = f"target {self.target}: {verdict.finding.value}: {verdict.detail}"
+        message = f"{message}; {described}" if described else message
+        if verdict.finding in (Finding.GONE, Finding.RECREATED):
+            return Stopped(message, hint=self._replaced(seen), code=f"E-TARGET-{verdict.finding.name}")
+        if verdict.finding is Finding.BEHIND:
+            again = "restore a newer copy; or carry again what it lost (whoever has read it gets it twice)"
+            hint = ways((again, self._from_target), ("or go on without it", self._accept))
+            return Stopped(message, hint=hint, code="E-TARGET-BEHIND")
+        if verdict.finding is Finding.MIXED:
+            drop = "or drop the rest of it and leave what else stands there where it is"
+            hint = ways(("set `exclusive: false` again until the intent is closed; " + drop, self._accept))
+            return Stopped(message, hint=hint, code="E-TARGET-SHARED")
+        if verdict.finding is Finding.UNREAD and verdict.doubt is not None:
+            return Stopped(message, hint=self._counted(verdict.doubt), code="E-TARGET-UNREAD")
+        return self._shared(message, verdict.doubt, seen)
+
+    def _replaced(self, seen: Sequence[TargetReading]) -> str:
+        if not seen or seen[-1].last_sequence == 0:
+            return ways(("restore the stream; or fill an empty one from the archive", self._forget))
+        same = "or, where it is the same with another creation time, or what was carried shall not come again"
+        behind = "restore the stream; or go on behind what this one holds"
+        return ways((behind, self._from_target), (same, self._accept))
+
+    def _shared(self, message: str, doubt: Doubt | None, seen: Sequence[TargetReading]) -> FloeError:
+        hint = ways(("stop what else publishes to it; then leave its messages where they are", self._accept))
+        if doubt is not None:
+            hint = ways("stop what else publishes to it, or purges it; then choose", self._counted(doubt))
+        # What came before the last two looks has stopped.
+        if len(seen) > 1 and seen[-1].last_sequence > seen[-2].last_sequence:
+            return AnotherWriter(f"{message}; it still moves", hint=hint, code="E-TARGET-SHARED")
+        if seen and isinstance(seen[-1].tail, Origin):
+            hint = ways(hint, ("or, where the state bucket is an old copy", self._from_target))
+        return Stopped(message, hint=hint, code="E-TARGET-SHARED")
+
+    def _counted(self, doubt: Doubt) -> str:
+        """The two ways to go on where the last sequence does not tell how many rows are stored."""
+        rest = f"of the {doubt.count} rows of the open intent"
+        again = f"send {rest} those from row {doubt.certain + 1} on (what of them is stored comes twice)"
+        count = f"or count {doubt.counted} {rest} as stored (what of them is not stored is lost)"
+        stored = [set_command(self.target, f"--stored {rows}") for rows in (doubt.certain, doubt.counted)]
+        return ways((again, stored[0]), (count, stored[1]))
+
+
+PARALLEL = 32  # messages that are asked for at the same time
+
+
+class TargetStream:
+    """The target stream as one client sees it; `connect` makes a client for verdicts that need a
+    fresh look.
+    """
+
+    def __init__(
+        self,
+        client: FloeClient,
+        stream: str,
+        connect: Callable[[], Awaitable[FloeClient]],
+        control_headers: frozenset[bytes] = frozenset(),
+    ) -> None:
+        self._client, self._stream, self._connect = client, stream, connect
+        self._control_headers = control_headers
+
+    async def read(self) -> TargetReading | None:
+        """What the target says now; None if there is no such stream. Raises Unavailable, OutcomeUnknown."""
+        return await read(self._client, self._stream, self._control_headers)
+
+    async def read_fresh(self) -> TargetReading | None:
+        """The same over a connection of its own, which a deposed leader's old one cannot be."""
+        client = await self._connect()
+        try:
+            return await read(client, self._stream, self._control_headers)
+        finally:
+            await client.aclose()
+
+    async def origins(self, places: Collection[int]) -> dict[int, Origin | Unread]:
+        """What the messages at these target sequences say. Raises as `read`."""
+        gate = asyncio.Semaphore(PARALLEL)
+
+        async def one(place: int) -> Origin | Unread:
+            async with gate:
+                return await _tail(self._client, self._stream, place)
+
+        found = await asyncio.gather(*map(one, places))
+        return dict(zip(places, found, strict=True))
+
+    async def described(self, place: int) -> str:
+        """The message at this target sequence, for people; empty where it is gone. Raises as `read`."""
+        message = await _message(self._client, self._stream, place)
+        if message is None:
+            return ""
+        provenance, _ = restore(message.headers)
+        at = format_time(message.timestamp_ns // NS_PER_S * NS_PER_S)
+        header = "without" if provenance is None else "with"
+        subject = decode_subject(message.subject)
+        return f"message {place} has subject {subject!r}, was stored at {at}, {header} a Floe-Source"
+
+
+async def read(
+    client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
+) -> TargetReading | None:
+    """One look at the stream, over `client`. `control_headers`: those that act in it."""
+    info = await stream_info(client, stream)
+    if info is None:
+        return None
+    tail = await _tail(client, stream, info.last_sequence)
+    lets_go = forgets(info.config, control_headers, client.max_payload)
+    return TargetReading(info.last_sequence, info.created, tail, lets_go)
+
+
+def forgets(config: Mapping[str, Any], control_headers: frozenset[bytes], largest: int) -> bool:
+    """Whether the stream may let go of its last message by itself: it is consumed, it expires, or it is
+    larger than all that the stream may hold. Every other limit takes older ones first.
+
+    `largest`: bytes that a message may have.
+    """
+    is_consumed = config.get("retention", "limits") != "limits"
+    expires = int(config.get("max_age") or 0) > 0 or b"nats-ttl" in control_headers
+    return is_consumed or expires or 0 < int(config.get("max_bytes") or -1) < largest
+
+
+async def _tail(client: FloeClient, stream: str, sequence: int) -> Origin | Unread:
+    message = await _message(client, stream, sequence) if sequence else None
+    return Unread.GONE if message is None else origin_of(message.headers)
+
+
+async def _message(client: FloeClient, stream: str, sequence: int) -> Message | None:
+    """The message of that sequence; None where it is gone. Its subject is for people: the answer's JSON
+    cannot carry every one.
+    """
+    try:
+        return stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+    except ApiError as error:
+        if error.err_code not in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
+            raise
+        return None
+
+
+def origin_of(headers: bytes | None) -> Origin | Unread:
+    """Where a message with this header block says it comes from."""
+    provenance, _ = restore(headers)
+    try:
+        return Unread.FOREIGN if provenance is None else Origin(provenance.chain, provenance.sequence)
+    except ValueError:
+        return Unread.FOREIGN

@@ -1,1 +1,0 @@
-"""What a target says, compared with what is stored of it."""

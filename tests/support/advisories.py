@@ -1,0 +1,162 @@
+"""A stream for advisories on a real server, and senders for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.jetstream.api import create_stream
+from common.jetstream.client import FloeClient, connect
+from common.jetstream.headers import header
+from common.service.metrics import REGISTRY
+from common.settings.egress import FeedSettings
+from common.settings.service import NatsSettings
+from common.tasks import end
+from egress.advisories.advisory import Advisory, AdvisoryDocument, Event, parse
+from egress.advisories.senders import AdvisorySender, sender_kind
+from egress.partition import Partition
+from infra.oracle import read_stream
+from tests.support.basics import unique
+
+SECOND = 1_000_000_000
+SITE = "US_EAST"
+
+
+async def connected(url: str) -> FloeClient:
+    return await connect(NatsSettings(url=url), name="test")
+
+
+def now_ns() -> int:
+    return time.time_ns()
+
+
+def new(value: str, at: int = 0) -> Advisory:
+    at = at or now_ns()
+    return Advisory(Event.NEW, value, at, at)
+
+
+def news(count: int, values: int = 0) -> list[Advisory]:
+    """NEW of so many values (0: all different), a millisecond apart."""
+    start = now_ns() - count * 1_000_000
+    return [new(f"node{n % (values or count)}.example.net", start + n * 1_000_000) for n in range(count)]
+
+
+@dataclass
+class World:
+    """Names that no other test uses. The stream takes `{prefix}.>`; the template is `{prefix}.%s.%v`."""
+
+    client: FloeClient
+    prefix: str = field(default_factory=lambda: unique("adv"))
+    feed: str = field(default_factory=lambda: unique("FEED"))
+    reliable: bool = True
+    inspect_duration: str = "1h"
+    template: str = "{prefix}.%s.%v"
+
+    @property
+    def stream(self) -> str:
+        return f"S_{self.prefix}"
+
+    @property
+    def part(self) -> Partition:
+        feed = FeedSettings.model_validate(
+            {
+                "stream": self.feed,
+                "inspect_field": "sender",
+                "inspect_duration": self.inspect_duration,
+                "advisory": {
+                    "subject": self.template.replace("{prefix}", self.prefix),
+                    "reliable": self.reliable,
+                },
+            }
+        )
+        return Partition(SITE, feed)
+
+    async def make_stream(self, **config: Any) -> None:
+        """With a duplicate window too short to help, unless told otherwise."""
+        await create_stream(
+            self.client,
+            {
+                "name": self.stream,
+                "subjects": [f"{self.prefix}.>"],
+                "storage": "memory",
+                "retention": "limits",
+                "duplicate_window": SECOND // 10,
+                **config,
+            },
+        )
+
+    async def delete_stream(self) -> None:
+        await self.client.api(f"STREAM.DELETE.{self.stream}")
+
+    def advisories(
+        self,
+        client: FloeClient | None = None,
+        *,
+        outbox: Sequence[Advisory] = (),
+        clock: Clock | None = None,
+        may_send: Callable[[], bool] = lambda: True,
+        ack_timeout: float = 0.5,
+    ) -> AdvisorySender:
+        return sender_kind(self.part)(
+            self.part,
+            Chain(SITE, self.feed),
+            client or self.client,
+            clock or SystemClock(),
+            random.Random(1),
+            outbox=outbox,
+            may_send=may_send,
+            ack_timeout=ack_timeout,
+        )
+
+    async def stored(self, foreign: int = 0) -> list[AdvisoryDocument]:
+        """What the stream holds, each checked against its header; beside so many foreign messages."""
+        found: list[AdvisoryDocument] = []
+        others = 0
+
+        def take(message: Any) -> None:
+            nonlocal others
+            document = parse(message.payload)
+            if document is None:
+                others += 1
+                return
+            assert header(message.headers, b"Nats-Msg-Id") == document.event_id.encode()
+            found.append(document)
+
+        await read_stream(self.client, self.stream, take)
+        assert others == foreign
+        return found
+
+    async def count(self) -> int:
+        return int((await self.client.api(f"STREAM.INFO.{self.stream}"))["state"]["messages"])
+
+    def counted(self) -> Counter[str]:
+        """The metric by result, over all events."""
+        total: Counter[str] = Counter()
+        for family in REGISTRY.collect():
+            for sample in family.samples if family.name == "floe_egress_advisories" else ():
+                if sample.labels["feed"] == self.feed:
+                    total[sample.labels["result"]] += int(sample.value)
+        return +total
+
+    def gauge(self, name: str) -> float | None:
+        labels = {"site": SITE, "feed": self.feed, "partition": "0"}
+        return REGISTRY.get_sample_value(f"floe_egress_advisories_{name}", labels)
+
+
+@asynccontextmanager
+async def running(advisories: AdvisorySender) -> AsyncIterator[AdvisorySender]:
+    """It runs for the length of a block, and is then ended as suddenly as a task can be."""
+    task = asyncio.create_task(advisories.run())
+    try:
+        yield advisories
+        assert not task.done(), task
+    finally:
+        await end(task)

@@ -1,0 +1,130 @@
+"""Helpers shared by tests: polling, builders, unique names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+
+if TYPE_CHECKING:
+    from _pytest.mark import ParameterSet
+
+    from infra.local.seaweedfs import SeaweedFS
+import re
+import shlex
+
+import click
+
+from floe import cli
+
+T = TypeVar("T")
+
+PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only what hangs takes that long
+
+
+def eventually(check: Callable[[], T], seconds: float = PATIENCE, every: float = 0.05) -> T:
+    """Call `check` until it returns something true, and return that; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := check()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
+        time.sleep(every)
+    return answer
+
+
+async def soon(check: Callable[[], T | Awaitable[T]], seconds: float = PATIENCE, every: float = 0.02) -> T:
+    """`eventually` for the event loop; `check` may be a coroutine function."""
+    deadline = time.monotonic() + seconds
+    while True:
+        answer = check()
+        if isawaitable(answer):
+            answer = await answer
+        if answer:
+            return answer
+        assert time.monotonic() < deadline, f"not within {seconds} s: last answer {answer!r}"
+        await asyncio.sleep(every)
+
+
+def counted(metric: Any) -> float:
+    """What a counter or a gauge, with its labels, stands at."""
+    samples = [each for family in metric.collect() for each in family.samples]
+    [sample] = [each for each in samples if not each.name.endswith("_created")]
+    return float(sample.value)
+
+
+def unique(prefix: str) -> str:
+    """A name that no other test uses."""
+    return f"{prefix}_{secrets.token_hex(4)}"
+
+
+def seeded(seed: int | None = None) -> random.Random:
+    """A random source whose seed is printed, and taken from FLOE_SEED where that is set."""
+    chosen = seed if seed is not None else int(os.environ.get("FLOE_SEED", secrets.randbits(32)))
+    print(f"FLOE_SEED={chosen}")
+    return random.Random(chosen)
+
+
+def at_length(*values: object) -> ParameterSet:
+    """A parameter set that `make soak` runs, and `make test` does not."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+@dataclass(frozen=True)
+class SharedS3:
+    """One S3 server that many tests share, each with buckets of its own."""
+
+    server: SeaweedFS
+
+    @property
+    def endpoint_url(self) -> str:
+        return self.server.endpoint_url
+
+    @property
+    def access_key(self) -> str:
+        return self.server.access_key
+
+    @property
+    def secret_key(self) -> str:
+        return self.server.secret_key
+
+    def new_bucket(self) -> str:
+        """A bucket that nobody else uses."""
+        name = unique("t").replace("_", "-")
+        self.server.create_bucket(name)
+        return name
+
+
+# What `common.service.exits` makes: it names a configuration. A command named in words does not.
+_COMMAND = re.compile(r"\bfloe (?=[a-z][^\n]*? -c )[^\n]*")
+
+
+def commands_of(hint: str) -> list[str]:
+    """From where each command of a hint begins to the end of its line: what is pasted."""
+    return _COMMAND.findall(hint)
+
+
+def problem_of(command: str) -> str:
+    """Why `floe` would not take the command as it stands; empty where it would. Nothing is run."""
+    try:
+        words = shlex.split(command)[1:]
+        context = cli.make_context("floe", words)
+        while isinstance(context.command, click.Group):
+            rest = [*context._protected_args, *context.args]
+            _, found, rest = context.command.resolve_command(context, rest)
+            assert found is not None, command
+            context = found.make_context(found.name, rest, parent=context)
+    except (ValueError, click.ClickException) as error:
+        return f"{command}: {error}"
+    return ""
+
+
+def problems_of(hint: str) -> list[str]:
+    """What is wrong with the commands of a hint."""
+    return [problem for command in commands_of(hint) if (problem := problem_of(command))]

@@ -1,0 +1,128 @@
+"""Runs `floe` as a process over a bench, and pastes commands out of hints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from click.testing import CliRunner
+
+from floe import cli
+from infra.local.process import tether
+from tests.support.basics import PATIENCE, unique
+from tests.support.egress import SITE, Bench
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def configuration(bench: Bench, *feeds: dict[str, Any]) -> Path:
+    """A file that configures the bench's site."""
+    path = bench.root / f"{unique('site')}.yaml"
+    document = {
+        "site": SITE,
+        "nats": {"url": bench.url},
+        "store": bench.store_config,
+        "spool_dir": str(bench.root / "spool"),
+        "egress": {
+            "monitor": {"listen": ""},
+            "lease_bucket": bench.lease_bucket,
+            "state_bucket": bench.state_bucket,
+            "lease_ttl": "2s",
+            "feeds": list(feeds),
+        },
+    }
+    path.write_text(yaml.safe_dump(document))
+    path.chmod(0o600)
+    return path
+
+
+# They listen for signals, which only a main thread can.
+_LONG = {("replay",), ("drill",), ("egress", "repartition")}
+_one_at_a_time = threading.Lock()  # the runner takes this process's stdout
+
+
+async def floe(*arguments: str, env: dict[str, str] | None = None, seconds: float = PATIENCE) -> Done:
+    """Run `floe` with these arguments: in this process where that can be, since another one costs a second.
+
+    That the command is a process is held by `tests/unit/test_cli.py` and the acceptance tests.
+    """
+    if env is None and not {arguments[:1], arguments[:2]} & _LONG:
+        return await asyncio.wait_for(invoke(*arguments), seconds)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import sys; from floe import main; sys.exit(main())",
+        *arguments,
+        cwd=ROOT,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    tether(process.pid)
+    out, err = await asyncio.wait_for(process.communicate(), seconds)
+    return Done(process.returncode or 0, out.decode(), err.decode())
+
+
+async def invoke(*arguments: str) -> Done:
+    """The same in this process, which takes no second: on a loop of its own."""
+    return await asyncio.to_thread(_invoked, arguments)
+
+
+def _invoked(arguments: tuple[str, ...]) -> Done:
+    with _one_at_a_time:
+        result = CliRunner().invoke(cli, [*arguments], prog_name="floe")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Done(result.exit_code, result.stdout, result.stderr)
+
+
+def command_of(hint: str, wanted: str = "") -> list[str]:
+    """The arguments of the first `floe` command in a hint that has `wanted` in it."""
+    commands = re.findall(r"floe (egress (?:resolve|repartition) [^|;,()\n]*)", hint)
+    found = next(each for each in commands if wanted in each)
+    return shlex.split(found)
+
+
+def checkpoint_command(hint: str, wanted: str = "") -> list[str]:
+    """The arguments of the first `floe checkpoint set` of a hint that has `wanted` in it."""
+    commands = re.findall(r"floe (checkpoint set [^|;,()\n]*)", hint)
+    return shlex.split(next(each for each in commands if wanted in each))
+
+
+async def paste_checkpoint(config: Path, hint: str, wanted: str = "", *more: str) -> Done:
+    """Run a `floe checkpoint set` of a hint, with `config` in place of the file that it names."""
+    arguments = checkpoint_command(hint, wanted)
+    arguments[arguments.index("-c") + 1] = str(config)
+    done = await invoke(*arguments, "--yes", *more)
+    assert done.code == 0, done
+    return done
+
+
+async def paste(bench: Bench, hint: str, *feeds: dict[str, Any], wanted: str = "", yes: bool = True) -> Done:
+    """Run the command of a hint, with a configuration of these feeds in place of the one that it names."""
+    arguments = command_of(hint, wanted)
+    arguments[arguments.index("-c") + 1] = str(configuration(bench, *feeds))
+    done = await floe(*arguments, *(["--yes"] if yes else []))
+    assert done.code == 0, done
+    return done

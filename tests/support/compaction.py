@@ -1,0 +1,254 @@
+"""A real archive in a folder, for tests of compaction: segments with known rows, whose age is set by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import pyarrow as pa
+from hypothesis import strategies as st
+
+from common import failpoints
+from common.chain import Chain
+from common.clock import ManualClock
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectStore
+from common.segments.keys import Layout, SegmentName
+from common.segments.reader import SegmentWriter, record_batch
+from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
+from common.segments.store import SegmentStore
+from common.segments.table import SegmentTable
+from common.sequences import SequenceRange, cover
+from compaction.plan import Output, Planner
+from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
+from compaction.tombstones import StoredTombstone, TombstoneIndex
+from tests.support.basics import PATIENCE, eventually
+
+CHAIN = Chain("us-east", "NODES")
+
+
+def rows(sequences: Iterable[int], *, salt: str = "", sample_key: str | None = None) -> pa.RecordBatch:
+    """A message for each sequence, made from its number and `salt`; all kinds of nulls and bytes."""
+    numbers = list(sequences)
+    return record_batch(
+        numbers,
+        [1_700_000_000_000_000_000 + n * 1_001 for n in numbers],
+        [b"bad.\xff%d" % n if n % 17 == 0 else b"nodes.%d" % (n % 5) for n in numbers],
+        [None if n % 3 == 0 else b"NATS/1.0\r\nX-N: %d\r\nX-N:  again\r\n\r\n" % n for n in numbers],
+        [b"" if n % 11 == 0 else b"payload %d %s\x00\xff" % (n, salt.encode()) for n in numbers],
+        [sample_key if n % 2 else None for n in numbers],
+    )
+
+
+class Archive:
+    """A store in `folder`."""
+
+    def __init__(self, folder: Path, objects: ObjectStore | None = None) -> None:
+        self.folder = folder
+        self.objects = objects or LocalObjects(folder / "store")
+        self.layout = Layout("data")
+        self.store = SegmentStore(self.objects, self.layout, spool_dir=folder / "spool", clock=ManualClock())
+
+    def put(
+        self,
+        first: int,
+        last: int,
+        batch: pa.RecordBatch | None = None,
+        *,
+        level: int = 0,
+        age: float = 0,
+        ledger: Mapping[Reason, int] | None = None,
+        chain: Chain = CHAIN,
+        **footer: object,
+    ) -> SegmentRef:
+        """A segment of `first`..`last`; without `batch` it holds all of them. It is `age` seconds old.
+
+        Without `ledger` what is missing was deleted.
+        """
+        batch = rows(range(first, last + 1)) if batch is None else batch
+        missing = last - first + 1 - batch.num_rows
+        counts = ledger if ledger is not None else ({Reason.DELETED: missing} if missing else {})
+        writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
+        writer.append(batch)
+        spooled = writer.finish(
+            Footer(
+                **{
+                    "chain": chain,
+                    "level": level,
+                    "coverage": SequenceRange(first, last),
+                    "rows": batch.num_rows,
+                    "ledger": Ledger(dict(counts)),
+                    "raw_bytes": 0,
+                    "first_timestamp_ns": None,
+                    "last_timestamp_ns": None,
+                    "tip": Tip(last, last, "0" * 32),
+                    "writer": "test",
+                    **footer,
+                }
+            )
+        )
+        ref = self.store.put(spooled)
+        spooled.path.unlink()
+        self.age(ref.key, age)
+        return next(s for s in self.store.list(chain, level=level) if s.key == ref.key)
+
+    def age(self, key: str, seconds: float) -> None:
+        """Make an object `seconds` old."""
+        if seconds and isinstance(self.objects, LocalObjects):
+            path = self.path(key)
+            modified = path.stat().st_mtime - seconds
+            os.utime(path, (modified, modified))
+
+    def age_all(self, seconds: float) -> None:
+        """Make every object that much older."""
+        for info in self.objects.list(""):
+            self.age(info.key, seconds)
+
+    def path(self, key: str) -> Path:
+        """The file of an object."""
+        return self.folder / "store" / key
+
+    def listed(self, chain: Chain = CHAIN) -> list[SegmentRef]:
+        return self.store.list(chain)
+
+    def ranges(self, chain: Chain = CHAIN) -> list[str]:
+        """`level:first..last` of all segments."""
+        return sorted(f"{s.level}:{s.coverage}" for s in self.listed(chain))
+
+    def table(self, ref: SegmentRef) -> pa.Table:
+        """The rows of one segment."""
+        with self.store.open(ref) as reader:
+            return pa.Table.from_batches(list(reader.batches()), rows([]).schema)
+
+    def footer(self, ref: SegmentRef) -> Footer:
+        return self.store.footer(ref)
+
+    def read(self, chain: Chain = CHAIN) -> pa.Table:
+        """What readers of the cover see."""
+        found = [rows([])]
+        for stretch in cover(self.listed(chain), 1):
+            with self.store.open(stretch.segment) as reader:
+                found += list(reader.batches(rows=stretch.rows))
+        return pa.Table.from_batches(found)
+
+
+LAYOUT = Layout("data")
+NOW = 1_700_000_000.0
+
+
+@dataclass(frozen=True)
+class TestPolicy:
+    """A policy whose maxima are out of the way."""
+
+    __test__ = False
+
+    from_: int = 0
+    to: int = 1
+    min_age: float = 60
+    max_wait: float = 1000
+    min_count: int = 3
+    max_count: int = 1000
+    min_size: int = 1000
+    max_size: int = 1_000_000
+
+
+def plan(
+    segments: Sequence[SegmentRef], policy: TestPolicy, now: float, *, damaged: AbstractSet[str] = frozenset()
+) -> list[Output]:
+    """The outputs that are due among one chain's `segments` (all levels), planned in one window."""
+    planner = Planner(policy, now)
+    return [*planner.add([s for s in segments if s.key not in damaged]), *planner.end()]
+
+
+def index_of(listed: SegmentTable, standing: Iterable[StoredTombstone]) -> TombstoneIndex:
+    """What the tombstones `standing` say of what is listed."""
+    index = TombstoneIndex(listed)
+    for stone in standing:
+        index.add(stone)
+    return index
+
+
+def ref(
+    first: int,
+    last: int,
+    level: int = 0,
+    *,
+    size: int = 100,
+    age: float = 500,
+    twin: int = 0,
+    chain: Chain = CHAIN,
+) -> SegmentRef:
+    """A segment whose object is `age` seconds old at NOW; `twin` tells those of equal coverage apart."""
+    digest = hashlib.sha256(f"{first} {last} {level} {twin}".encode()).hexdigest()[:16]
+    name = SegmentName(chain, level, SequenceRange(first, last), digest)
+    return SegmentRef(name, LAYOUT.segment(name), size, NOW - age)
+
+
+def refs(first: int, *, level: int, size: int, count: int) -> st.SearchStrategy[list[SegmentRef]]:
+    """Segments with keys of their own, at most `count`; the others say how high theirs may be."""
+    one = st.builds(
+        lambda first, length, level, size, age, twin: ref(
+            first, first + length, level, size=size, age=age, twin=twin
+        ),
+        st.integers(1, first),
+        st.integers(0, 15),
+        st.integers(0, level),
+        st.integers(0, size),
+        st.integers(0, 3000),
+        st.integers(0, 1),
+    )
+    return st.lists(one, max_size=count, unique_by=lambda segment: segment.key)
+
+
+DUE = TestPolicy(min_age=60, max_wait=600, min_count=3, min_size=10**9, max_size=10**9)
+SECOND = TestPolicy(from_=1, to=2, min_age=0, max_wait=-1, min_count=2, min_size=10**9, max_size=10**9)
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.compaction"])
+
+
+def run(folder: Path, *, grace: float = 0) -> Report:
+    """One run, without Spark, over the archive in `folder`."""
+    store = Archive(folder).store
+    runner = LocalRunner(store)
+    try:
+        return Compaction(store, [DUE, SECOND], grace, runner, ReadingProver(runner)).run(Selection())
+    finally:
+        store.close()
+
+
+def _job(folder: Path, points: str) -> None:
+    failpoints._points = failpoints._parse(points)
+    run(folder)
+
+
+class Job:
+    """A run in another process, with failpoints as FLOE_FAILPOINTS names them."""
+
+    def __init__(self, folder: Path, points: str = "") -> None:
+        self._process: ForkServerProcess = _context.Process(target=_job, args=(folder, points))
+        self._process.start()
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """Its exit code; -9 if it was killed."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        assert code is not None, f"still running after {seconds} s"
+        return code
+
+    def wait_until_stopped(self) -> None:
+        """Until it has stopped itself at a failpoint."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+
+    def go_on(self) -> None:
+        """Let it run after that."""
+        assert self._process.pid
+        os.kill(self._process.pid, signal.SIGCONT)

@@ -1,0 +1,381 @@
+"""One site's egress inside the test's own event loop, over a real nats-server and a folder as its store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.chain import Chain
+from common.clock import Clock, SystemClock
+from common.errors import Unavailable
+from common.jetstream.api import create_stream, stream_info
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.kv import KeyValue
+from common.objects.open import open_objects
+from common.objects.port import ObjectStore
+from common.segments.documents import ChainStore
+from common.segments.keys import Layout
+from common.segments.segment import Footer, Ledger, Message, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange, cover, is_gapless
+from common.service.monitor import Health
+from common.settings.root import Settings, StoreSettings
+from common.tasks import Stop
+from egress.deps import Confirming, EgressTuning, Pulling, Tuning
+from egress.feed import lease_key
+from egress.incarnations import Closings, HighWaterMarks
+from egress.service import EgressService
+from infra.oracle import Comparison, Trace, archived, compare, read_stream, source_trace
+from tests.support.basics import PATIENCE, SharedS3, soon, unique
+from tests.support.invariants import rows_balance, unread_is_named
+
+SITE = "site"
+QUICK = Tuning(
+    pulling=Pulling(batch=500, heartbeat=0.3, expires=5.0, inactive=60.0),
+    pace=EgressTuning(tick=0.05, check=0.3, advance=0.1, idle=0.3, alive=3600.0),
+    confirming=Confirming(times=3, span=0.3, attempts=12),
+)
+
+
+async def connected(url: str) -> FloeClient:
+    from common.settings.service import NatsSettings
+
+    return await connect(NatsSettings(url=url), name="test")
+
+
+@dataclass
+class Running:
+    """An egress that runs: its health, and how to stop it."""
+
+    health: Health
+    stop: Stop
+    task: asyncio.Task[bool]
+
+    def status(self, feed: str) -> dict[str, Any]:
+        """What /status shows of a feed; empty before it has said anything."""
+        return self.health.status()["parts"].get(f"egress {feed}", {})
+
+    def state(self, feed: str) -> str:
+        return self.status(feed).get("state", "")
+
+    async def drain(self) -> None:
+        """Stop it as SIGTERM does; fails if it does not drain."""
+        self.stop.set()
+        assert await self.task, "not drained in time"
+
+    async def crash(self) -> None:
+        """End it as suddenly as a task can be ended."""
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+@dataclass
+class Bench:
+    """A server, a bucket, and what is needed to look into both."""
+
+    url: str | list[str]
+    root: Path
+    client: FloeClient
+    lease_bucket: str = field(default_factory=lambda: unique("L"))
+    state_bucket: str = field(default_factory=lambda: unique("S"))
+
+    s3: SharedS3 | None = None
+
+    def __post_init__(self) -> None:
+        self.store_config = self._on_s3(self.s3) if self.s3 else {"url": f"file://{self.root / 'bucket'}"}
+        self.objects = open_objects(StoreSettings.model_validate(self.store_config))
+        self.store = SegmentStore(self.objects, Layout("data"), spool_dir=self.root / "spool")
+        self.chains = ChainStore(self.objects, Layout("data"))
+
+    @staticmethod
+    def _on_s3(s3: SharedS3) -> dict[str, Any]:
+        return {
+            "url": f"s3://{s3.new_bucket()}",
+            "endpoint_url": s3.endpoint_url,
+            "access_key_id": s3.access_key,
+            "secret_access_key": s3.secret_key,
+            "addressing_style": "path",
+        }
+
+    def settings(self, *feeds: dict[str, Any], **egress: Any) -> Settings:
+        """Settings with these feeds. Segments close sooner than users may configure."""
+        settings = Settings.model_validate(
+            {
+                "site": SITE,
+                "nats": {"url": self.url},
+                "store": self.store_config,
+                "spool_dir": str(self.root / "spool"),
+                "egress": {
+                    "feeds": list(feeds),
+                    "lease_bucket": self.lease_bucket,
+                    "state_bucket": self.state_bucket,
+                    "lease_ttl": "2s",
+                    "shutdown_timeout": "10s",
+                    **egress,
+                },
+            }
+        )
+        hurried = tuple(
+            feed
+            if "max_age" in raw.get("segment", {})
+            else feed.model_copy(update={"segment": feed.segment.model_copy(update={"max_age": 0.15})})
+            for feed, raw in zip(settings.egress.feeds, feeds, strict=True)
+        )
+        return settings.model_copy(update={"egress": settings.egress.model_copy(update={"feeds": hurried})})
+
+    def start(
+        self,
+        settings: Settings,
+        tuning: Tuning = QUICK,
+        reexamine: float = 0.3,
+        objects: ObjectStore | None = None,
+        clock: Clock | None = None,
+    ) -> Running:
+        """Run egress as a task, over `objects` instead of the bench's own and by `clock`, if given."""
+        clock = clock or SystemClock()
+        health, stop = Health(clock), Stop()
+        service = EgressService(settings, tuning, reexamine, clock, health, stop, objects)
+        return Running(health, stop, asyncio.create_task(service.run()))
+
+    @asynccontextmanager
+    async def egress(
+        self,
+        *feeds: dict[str, Any],
+        tuning: Tuning = QUICK,
+        objects: ObjectStore | None = None,
+        clock: Clock | None = None,
+        **egress: Any,
+    ) -> AsyncIterator[Running]:
+        """Egress for the length of a block, drained at its end."""
+        running = self.start(self.settings(*feeds, **egress), tuning, objects=objects, clock=clock)
+        try:
+            yield running
+            await running.drain()
+        finally:
+            await running.crash()
+
+    # The source
+
+    async def make_stream(self, name: str, **config: Any) -> str:
+        """A memory stream on `{name}.>`; its name."""
+        await create_stream(
+            self.client,
+            {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config},
+        )
+        return name
+
+    async def delete_stream(self, name: str) -> None:
+        await self.client.api(f"STREAM.DELETE.{name}")
+
+    async def publish(
+        self, stream: str, payloads: Iterable[bytes], *, subject: str = "a", headers: bytes | None = None
+    ) -> None:
+        """Publish and wait until all are stored."""
+        before = await self.last(stream)
+        count = 0
+        for payload in payloads:
+            self.client.send(frame(f"{stream}.{subject}".encode(), payload, headers))
+            count += 1
+            if count % 4000 == 0:
+                # The server drops what it cannot queue.
+                await soon(lambda: self._reached(stream, before + count))  # noqa: B023
+        await soon(lambda: self._reached(stream, before + count))
+
+    async def _reached(self, stream: str, last: int) -> bool:
+        return await self.last(stream) >= last
+
+    async def last(self, stream: str) -> int:
+        """The last sequence of the stream; a cluster that has no leader just now is waited for."""
+
+        async def told() -> tuple[int] | None:
+            with suppress(Unavailable):
+                info = await stream_info(self.client, stream)
+                return (info.last_sequence if info else 0,)
+            return None
+
+        found = await soon(told)
+        assert found is not None
+        return found[0]
+
+    # The archive
+
+    def chain(self, feed: str, incarnation: int = 0) -> Chain:
+        return Chain(SITE, feed, incarnation)
+
+    def refs(self, feed: str, incarnation: int = 0) -> list[SegmentRef]:
+        return self.store.list(self.chain(feed, incarnation))
+
+    def end(self, feed: str, incarnation: int = 0) -> int:
+        """Where coverage ends; 0 without any."""
+        return max((ref.coverage.last for ref in self.refs(feed, incarnation)), default=0)
+
+    def messages(self, feed: str, incarnation: int = 0) -> list[Message]:
+        return list(archived(self.store, self.chain(feed, incarnation)))
+
+    def footers(self, feed: str, incarnation: int = 0) -> list[Footer]:
+        return [self.store.footer(ref) for ref in self.refs(feed, incarnation)]
+
+    def ledger(self, feed: str, incarnation: int = 0) -> dict[str, int]:
+        """The sums over all segments, by reason."""
+        total = Ledger()
+        for footer in self.footers(feed, incarnation):
+            total = total.plus(footer.ledger)
+        return total.to_json()
+
+    async def archived_to(
+        self, feed: str, last: int, incarnation: int = 0, seconds: float = PATIENCE
+    ) -> None:
+        """Wait until coverage reaches `last`."""
+        await soon(lambda: self.end(feed, incarnation) >= last, seconds)
+
+    async def mark(self, feed: str, incarnation: int = 0) -> int | None:
+        state = await KeyValue.open(self.client, self.state_bucket)
+        return await HighWaterMarks(state).get(self.chain(feed, incarnation))
+
+    def check(self, feed: str, incarnation: int = 0, first: int = 1) -> None:
+        """The archive accounts once for every sequence from `first` on; segments balance (I5, I7)."""
+        stretches = cover(self.refs(feed, incarnation), first)
+        assert is_gapless(stretch.rows for stretch in stretches)
+        if stretches:
+            assert stretches[0].rows.first == first
+        for footer in self.footers(feed, incarnation):
+            assert rows_balance(footer), footer
+            assert unread_is_named(footer), footer
+
+    async def compare(
+        self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False
+    ) -> Comparison:
+        """The archive against what the stream holds now, message by message."""
+        source = await source_trace(self.client, stream)
+        return compare(source, Trace.of(self.messages(feed, incarnation)), may_be_gone=may_be_gone)
+
+    async def same(self, feed: str, stream: str, incarnation: int = 0) -> None:
+        """Fails unless the archive holds exactly what the stream holds, and accounts for all of it."""
+        self.check(feed, incarnation, self.chains.read_chain(self.chain(feed, incarnation)).first)  # type: ignore[union-attr]
+        found = await self.compare(feed, stream, incarnation)
+        assert found.ok, found.report()
+
+
+def covered(refs: Iterable[SegmentRef]) -> list[SequenceRange]:
+    return [ref.coverage for ref in refs]
+
+
+async def until_unavailable(ask: Callable[[], Any]) -> None:
+    """Wait until `ask` raises Unavailable."""
+
+    async def fails() -> bool:
+        try:
+            await ask()
+        except Unavailable:
+            return True
+        return False
+
+    await soon(fails)
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """The partitions of one feed on a bench."""
+
+    bench: Bench
+    feed: str
+    count: int
+
+    def chain(self, partition: int, incarnation: int = 0) -> Chain:
+        return Chain(SITE, self.feed, incarnation, partition)
+
+    def end(self, partition: int, incarnation: int = 0) -> int:
+        """Where coverage ends; 0 without any."""
+        refs = self.bench.store.list(self.chain(partition, incarnation))
+        return max((ref.coverage.last for ref in refs), default=0)
+
+    async def archived_to(self, last: int, incarnation: int = 0, seconds: float = PATIENCE) -> None:
+        """Wait until every partition's coverage reaches `last`."""
+        await soon(lambda: all(self.end(p, incarnation) >= last for p in range(self.count)), seconds)
+
+    def messages(self, incarnation: int = 0, count: int | None = None) -> list[Message]:
+        """Of all partitions, in sequence order; a repeated one stands twice."""
+        chains = [self.chain(p, incarnation) for p in range(count or self.count)]
+        found = [m for chain in chains for m in archived(self.bench.store, chain)]
+        return sorted(found, key=lambda message: message.sequence)
+
+    def ends(self, incarnation: int = 0) -> dict[int, int]:
+        return {p: self.end(p, incarnation) for p in range(self.count)}
+
+    def previous(self, incarnation: int) -> dict[int, int] | None:
+        """What `stream.json` of the incarnation says of the one before."""
+        document = self.bench.chains.read_stream(self.chain(0, incarnation))
+        return None if document is None or document.previous is None else dict(document.previous)
+
+    def check(self, incarnation: int = 0) -> None:
+        """Each partition accounts once for every sequence from its first on; segments balance."""
+        for partition in range(self.count):
+            chain = self.chain(partition, incarnation)
+            document = self.bench.chains.read_chain(chain)
+            assert document is not None, chain
+            refs = self.bench.store.list(chain)
+            stretches = cover(refs, document.first)
+            assert is_gapless(stretch.rows for stretch in stretches), chain
+            assert not stretches or stretches[0].rows.first == document.first, chain
+            for ref in refs:
+                assert self.bench.store.footer(ref).is_balanced()
+
+    async def same(self, stream: str, incarnation: int = 0, first: int = 1) -> None:
+        """Fails unless the partitions together hold exactly what the stream holds from `first` on."""
+        self.check(incarnation)
+        source = Trace()
+
+        def take(message: Message) -> None:
+            if message.sequence >= first:
+                source.add(message)
+
+        source.through = await read_stream(self.bench.client, stream, take)
+        found = compare(source, Trace.of(self.messages(incarnation)), may_be_gone=False)
+        assert found.ok, found.report()
+
+    # Playing another instance
+
+    async def closings(self) -> Closings:
+        return Closings(await KeyValue.open(self.bench.client, self.bench.state_bucket))
+
+    @asynccontextmanager
+    async def away(self, partition: int, ttl: float = 2.0) -> AsyncIterator[None]:
+        """Another instance, which does nothing, holds the lease of the partition."""
+        bucket = await KeyValue.open(self.bench.client, self.bench.lease_bucket, ttl=ttl)
+        key = lease_key(self.chain(partition))
+        revision = await bucket.create(key, b"another")
+        assert revision is not None
+
+        async def keep() -> None:
+            current = revision
+            while current is not None:
+                await asyncio.sleep(ttl / 4)
+                current = await bucket.update(key, b"another", current)
+
+        keeping = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            await bucket.delete(key)
+
+
+async def publish_over(bench: Bench, stream: str, subjects: Sequence[str], count: int, text: str) -> None:
+    """Publish `count` messages, the subjects taking turns."""
+    for number, subject in enumerate(subjects):
+        mine = [f"{text} {i}".encode() for i in range(count) if i % len(subjects) == number]
+        await bench.publish(stream, mine, subject=subject)
+
+
+def feed_of(stream: str, count: int = 3, **keys: Any) -> dict[str, Any]:
+    """A feed cut by a template."""
+    return {
+        "stream": stream,
+        "partitions": {"count": count, "subject": f"{stream}.{{partition}}.>"},
+        **keys,
+    }

@@ -1,0 +1,118 @@
+"""The archive under `tests/golden/1`: an object of each kind, as Floe wrote it when the formats were settled.
+
+Never made again: what is there has to be readable for ever. This module says what it holds, and how it was
+made (`python -m tests.support.golden FOLDER`), for whoever adds an archive of a later version beside it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from common.chain import Chain
+from common.objects.local import LocalObjects
+from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
+from common.segments.keys import Layout
+from common.segments.reader import SegmentWriter, record_batch
+from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from compaction.merge import merge
+from compaction.plan import Output
+from compaction.supersede import made_by
+from compaction.tombstones import Tombstones
+
+CHAIN = Chain("us-east", "NODES", 1, 2)
+LAYOUT = Layout("data")
+TARGET = "FLEET"
+SAMPLING = {"inspect_field": "id", "inspect_duration_ns": 60_000_000_000}
+DIGEST = "5" * 64
+GENESIS_NS = 1_700_000_000_123_456_789
+
+STREAM = StreamDocument(
+    {"name": "NODES", "subjects": ["nodes.>"], "max_age": 86_400_000_000_000, "metadata": {"a": "ä"}},
+    "2026-11-20T10:00:00.123456789Z",
+    {0: 100, 1: 0},
+    tuple(ChainDocument((f"nodes.{number}.>",), 3, 1, relay=True) for number in range(3)),
+    continues=True,
+)
+DOCUMENT = ChainDocument(("nodes.2.>",), 3, 1, relay=True)
+FLOOR, END = 3, 60
+ACCEPTED = AcceptedGap(SequenceRange(41, 45), "disk lost, ticket 77", "operator", "2026-11-20T11:00:00Z")
+PASSED = AcceptedGap(SequenceRange(12, 15), "accepted", "ingress", "2026-11-20T12:00:00Z", from_hole=True)
+
+ROWS = [
+    Message(1, GENESIS_NS, b"nodes.2.a", None, b""),
+    Message(2, GENESIS_NS + 1, b"nodes.2.\xff", b"NATS/1.0\r\nX-N: 1\r\nX-N:  again\r\n\r\n", b"\x00\xff"),
+    Message(9, GENESIS_NS + 2_001, "nodes.2.ä".encode(), b"NATS/1.0\r\n\r\n", b"payload"),
+    Message(21, -1_500, b"nodes.2.a", None, b"before 1970"),
+]
+KEYS = ["one", None, "two", "one"]
+LEDGERS = (
+    {Reason.SAMPLED_OUT: 3, Reason.GONE_BEFORE_READ: 2, Reason.GONE_FROM_HOLE: 2, Reason.TOO_OLD: 10},
+    {Reason.NOT_MATCHED: 16, Reason.DELETED: 1, Reason.LOOPED: 2},
+)
+UNREAD = SequenceRange(4, 15)
+
+
+def make(folder: Path) -> None:
+    """Write the archive into an empty folder."""
+    objects = LocalObjects(folder)
+    store, chains = SegmentStore(objects, LAYOUT), ChainStore(objects, LAYOUT)
+    chains.create_stream(CHAIN, STREAM)
+    chains.create_chain(CHAIN, DOCUMENT)
+    chains.raise_floor(CHAIN, FLOOR)
+    chains.write_tail(CHAIN, END)
+    chains.accept_gap(CHAIN, ACCEPTED)
+    chains.pass_gap(TARGET, CHAIN, PASSED)
+    inputs = [
+        _segment(store, SequenceRange(1, 20), slice(0, 3), LEDGERS[0], UNREAD),
+        _segment(store, SequenceRange(21, 40), slice(3, 4), LEDGERS[1], None),
+    ]
+    output = Output(1, tuple(inputs))
+    Tombstones(objects, LAYOUT).put(made_by(merge(store, output).ref, output.inputs))
+    store.close()
+    shutil.rmtree(folder / ".floe-objects")
+
+
+def _segment(
+    store: SegmentStore,
+    coverage: SequenceRange,
+    rows: slice,
+    ledger: dict[Reason, int],
+    unread: SequenceRange | None,
+) -> SegmentRef:
+    found, keys = ROWS[rows], KEYS[rows]
+    writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)
+    writer.append(
+        record_batch(
+            [m.sequence for m in found],
+            [m.timestamp_ns for m in found],
+            [m.subject for m in found],
+            [m.headers for m in found],
+            [m.payload for m in found],
+            keys,
+        )
+    )
+    footer = Footer(
+        chain=CHAIN,
+        level=0,
+        coverage=coverage,
+        rows=len(found),
+        ledger=Ledger(dict(ledger)),
+        raw_bytes=0,
+        first_timestamp_ns=None,
+        last_timestamp_ns=None,
+        tip=Tip.of(found[-1]),
+        writer="floe golden",
+        sampling=SAMPLING,
+        sampling_digest=DIGEST,
+        unread=unread,
+    )
+    spooled = writer.finish(footer)
+    return store.put(spooled)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

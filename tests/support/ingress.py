@@ -1,0 +1,406 @@
+"""An archive made by hand and a centre that carries it, for the tests of ingress."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import FloeError, OutcomeUnknown, Stopped, Unavailable
+from common.jetstream.api import ask, create_consumer, create_stream, stored_message, stream_info
+from common.jetstream.client import FloeClient, connect, frame
+from common.jetstream.headers import Provenance, escape, restore
+from common.jetstream.kv import KeyValue, state_key
+from common.jetstream.protocol import parse_ack
+from common.jetstream.requests import ApiError
+from common.objects.local import LocalObjects
+from common.segments.documents import ChainDocument, ChainStore, StreamDocument
+from common.segments.keys import Layout
+from common.segments.segment import Message, SegmentRef
+from common.segments.store import SegmentStore
+from common.sequences import SequenceRange
+from common.service.monitor import Health
+from common.settings.loader import load
+from common.settings.root import Settings
+from common.settings.service import NatsSettings
+from common.tasks import Stop
+from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
+from ingress.checkpoint_store import StateStore
+from ingress.deps import IngressTuning
+from ingress.service import Controller
+from tests.support.basics import PATIENCE, soon, unique
+from tests.support.segments import message, write_segment
+
+CHAIN = Chain("us-east", "NODES")
+PREFIX = "data"
+QUICK = IngressTuning(look_spacing=0.1, reexamine=0.3, parked=0.3, look_at_stopped=1.0)
+
+
+class Archive:
+    """A store in a folder, with chains in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.objects = LocalObjects(folder)
+        self.store = SegmentStore(self.objects, Layout(PREFIX))
+        self.documents = ChainStore(self.objects, Layout(PREFIX))
+        self.rows: dict[Chain, list[Message]] = {}
+
+    def begin(self, chain: Chain = CHAIN, first: int = 1, previous: dict[int, int] | None = None) -> None:
+        """The documents of a chain."""
+        self.documents.create_stream(chain, StreamDocument({"name": chain.feed}, "t0", previous))
+        self.documents.create_chain(chain, ChainDocument((), 1, first))
+
+    def put(
+        self,
+        rows: Sequence[Message],
+        coverage: SequenceRange | None = None,
+        chain: Chain = CHAIN,
+        *,
+        tail: bool = True,
+        **fields: Any,
+    ) -> SegmentRef:
+        """Put one segment, remember its rows as what the target must hold, and write the tail."""
+        if self.documents.read_chain(chain) is None:
+            self.begin(chain)
+        path = self.store.new_spool()
+        spooled = write_segment(path, rows, coverage, chain=chain, **fields)
+        ref = self.store.put(spooled)
+        path.unlink()
+        if fields.get("level", 0) == 0:
+            self.rows.setdefault(chain, []).extend(rows)
+        if tail:
+            self.documents.write_tail(chain, max(ref.coverage.last, self.documents.read_tail(chain) or 0))
+        return ref
+
+
+def rows_of(first: int, last: int, chain: Chain = CHAIN, size: int = 20) -> list[Message]:
+    """Messages of all sequences first..last, each with a payload of its own."""
+    return [
+        message(s, f"{chain}|{s}|".encode().ljust(size, b"x"), subject=b"nodes.%d" % (s % 7))
+        for s in range(first, last + 1)
+    ]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One message of the target."""
+
+    sequence: int
+    subject: bytes
+    provenance: Provenance | None
+    message: Message
+
+    @property
+    def chain(self) -> Chain:
+        assert self.provenance is not None
+        return self.provenance.chain
+
+
+async def arrived(client: FloeClient, stream: str) -> list[Arrived]:
+    """Everything that the target holds."""
+    info = await stream_info(client, stream)
+    if info is None:
+        return []
+    gate = asyncio.Semaphore(64)
+
+    async def read(sequence: int) -> Arrived | None:
+        async with gate:
+            return await _read(client, stream, sequence)
+
+    sequences = range(info.first_sequence, info.last_sequence + 1)
+    return [found for found in await asyncio.gather(*map(read, sequences)) if found]
+
+
+async def _read(client: FloeClient, stream: str, sequence: int) -> Arrived | None:
+    try:
+        stored = stored_message(await ask(client, f"STREAM.MSG.GET.{stream}", {"seq": sequence}))
+    except ApiError:
+        return None
+    provenance, headers = restore(stored.headers)
+    origin = provenance and Message(
+        provenance.sequence, provenance.timestamp_ns, stored.subject, headers, stored.payload
+    )
+    return Arrived(sequence, stored.subject, provenance, origin or stored)
+
+
+async def count_in(client: FloeClient, stream: str) -> int:
+    """How many messages the target holds; 0 where it does not exist, or nobody can tell now."""
+    try:
+        info = await stream_info(client, stream)
+    except (Unavailable, OutcomeUnknown):
+        return 0
+    return 0 if info is None else info.messages
+
+
+def check_exact(messages: Sequence[Arrived], archive: Archive, prefix: bytes = b"") -> None:
+    """Each row once, in order within its chain, byte for byte."""
+    for chain, rows in archive.rows.items():
+        got = [each.message for each in messages if each.provenance and each.chain == chain]
+        want = [
+            Message(m.sequence, m.timestamp_ns, prefix + m.subject, m.headers, m.payload)
+            for m in sorted(rows, key=lambda m: m.sequence)
+        ]
+        assert [m.sequence for m in got] == [m.sequence for m in want]
+        assert got == want
+    assert len(messages) == sum(len(rows) for rows in archive.rows.values())
+
+
+class Centre:
+    """A configuration of ingress over an archive and a server, with one target."""
+
+    def __init__(self, folder: Path, archive: Archive, url: str, **target: Any) -> None:
+        self.folder, self.archive, self.url, self.urls = folder, archive, url, [url]
+        self.target: str = target.pop("stream", None) or unique("FLEET")
+        name = unique("b")
+        self.lease_bucket, self.state_bucket = f"L_{name}", f"S_{name}"
+        self.target_settings = {
+            "stream": self.target,
+            "create": {"subjects": [f"{self.target}.>"]},
+            "sources": [{"site": ["us-east", "eu-west"], "feed": ["NODES"], "subject_prefix": self.target}],
+            **target,
+        }
+
+    def document(self, **ingress: Any) -> dict[str, Any]:
+        """The configuration; `ingress` overrides keys of that section."""
+        return {
+            "nats": {"url": self.urls},
+            "store": {"url": f"file://{self.archive.folder}", "prefix": PREFIX},
+            "ingress": {
+                "monitor": {"listen": ""},
+                "lease_ttl": "2s",
+                "lease_bucket": self.lease_bucket,
+                "state_bucket": self.state_bucket,
+                "poll_interval": "1s",
+                "targets": [self.target_settings],
+                **ingress,
+            },
+        }
+
+    def write(self, **ingress: Any) -> Path:
+        """The configuration as a file."""
+        path = self.folder / f"{unique('c')}.yaml"
+        path.write_text(yaml.safe_dump(self.document(**ingress), sort_keys=False))
+        path.chmod(0o600)
+        return path
+
+    def settings(self, **ingress: Any) -> Settings:
+        """The configuration as it is loaded."""
+        return load(str(self.write(**ingress)))
+
+    @property
+    def prefix(self) -> bytes:
+        """What stands before each subject in the target."""
+        return f"{self.target}.".encode()
+
+    @asynccontextmanager
+    async def running(self, **ingress: Any) -> AsyncIterator[Health]:
+        """The service in this process, drained at the end."""
+        health, stop = Health(SystemClock()), Stop()
+        task = asyncio.create_task(self.run(stop, health, **ingress))
+        try:
+            yield health
+        finally:
+            stop.set()
+            await asyncio.wait_for(task, PATIENCE)
+
+    async def run(self, stop: Stop | None = None, health: Health | None = None, **ingress: Any) -> None:
+        """The service until `stop`, or until it ends by itself."""
+        store = SegmentStore(self.archive.objects, Layout(PREFIX))
+        health = health or Health(SystemClock())
+        controller = Controller(
+            self.settings(**ingress), store, self.archive.documents, health, SystemClock(), pace=QUICK
+        )
+        await controller.run(stop or Stop())
+
+    async def ending(self, seconds: float = PATIENCE, **ingress: Any) -> FloeError:
+        """What ends the service, or what stops the target while the service stays: then as Stopped."""
+        health, stop = Health(SystemClock()), Stop()
+        task = asyncio.create_task(self.run(stop, health, **ingress))
+
+        def over() -> bool:
+            return task.done() or self.status(health).get("state") == "stopped"
+
+        try:
+            await soon(over, seconds)
+            found = self.status(health)
+        finally:
+            stop.set()
+            await asyncio.wait({task}, timeout=PATIENCE)
+        if (raised := task.exception()) is not None:
+            assert isinstance(raised, FloeError), raised
+            return raised
+        return Stopped(found["why"], hint=found["hint"], code=found["code"])
+
+    def status(self, health: Health) -> dict[str, Any]:
+        """What /status says of the target."""
+        return dict(health.status()["parts"].get(f"target {self.target}", {}))
+
+    async def state(self, client: FloeClient) -> StateStore:
+        """The stored state of the target."""
+        bucket = await KeyValue.open(client, self.state_bucket)
+        return StateStore(bucket, state_key("ingress", self.target), self.target)
+
+    async def carried(self, client: FloeClient, count: int, seconds: float = PATIENCE) -> list[Arrived]:
+        """What the target holds once it holds `count` messages."""
+
+        async def enough() -> bool:
+            return await count_in(client, self.target) >= count
+
+        await soon(enough, seconds)
+        return await arrived(client, self.target)
+
+
+@asynccontextmanager
+async def client_of(*urls: str) -> AsyncIterator[FloeClient]:
+    """A connection of the test's own."""
+    client = await connect(NatsSettings(url=urls), name="test")
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def make(client: FloeClient, centre: Centre, **config: Any) -> str:
+    """The target; its creation time."""
+    subjects = [f"{centre.target}.>"]
+    info = await create_stream(
+        client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config}
+    )
+    return info.created
+
+
+async def store(client: FloeClient, centre: Centre, rows: Sequence[Message], **headers: Any) -> None:
+    """Store rows in the target as ingress would."""
+    for row in rows:
+        where = Provenance(CHAIN.site, CHAIN.feed, 0, 0, row.sequence, row.timestamp_ns)
+        subject = centre.prefix + row.subject
+        await client.request_raw(subject, row.payload, escape(row.headers, where, **headers), timeout=5)
+
+
+async def foreign(client: FloeClient, centre: Centre, block: bytes | None = None) -> None:
+    """A message of somebody else, acknowledged."""
+    await client.request_raw(f"{centre.target}.foreign".encode(), b"x", block, timeout=5)
+
+
+async def left_open(
+    client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0
+) -> TargetState:
+    """What a killed instance leaves: an intent over the whole segment, after `base`; returns the state."""
+    positions = {CHAIN: ref.coverage.first} if base else {}
+    state = TargetState(Checkpoint(base, created, positions))
+    opened = open_intent(state, [IntentPiece(ref.segment, ref.coverage, len(ref.coverage))])
+    assert await (await centre.state(client)).save(opened, 0) is not None
+    return opened
+
+
+async def change(client: FloeClient, centre: Centre, **fields: Any) -> None:
+    """Change fields of the stored checkpoint, as a restored copy of the bucket would."""
+    keeper = await centre.state(client)
+    stored = await keeper.load()
+    assert stored.state is not None
+    state = replace(stored.state, checkpoint=replace(stored.state.checkpoint, **fields))
+    assert await keeper.save(state, stored.revision) is not None
+
+
+async def put_back(client: FloeClient, centre: Centre, state: TargetState) -> None:
+    """Restore an old copy of the state."""
+    keeper = await centre.state(client)
+    assert await keeper.save(state, (await keeper.load()).revision) is not None
+
+
+async def closed_at(client: FloeClient, centre: Centre, sequence: int) -> TargetState:
+    """The state once it is closed at that target sequence."""
+
+    async def closed() -> TargetState | None:
+        state = (await (await centre.state(client)).load()).state
+        is_there = state and not state.intent and state.checkpoint.target_sequence == sequence
+        return state if is_there else None
+
+    found = await soon(closed)
+    assert found is not None
+    return found
+
+
+@asynccontextmanager
+async def service(centre: Centre, **ingress: Any) -> AsyncIterator[Health]:
+    """The service in this process, whatever it ends with."""
+    health, stop = Health(SystemClock()), Stop()
+    task = asyncio.create_task(centre.run(stop, health, **ingress))
+    try:
+        yield health
+        assert not task.done(), task
+    finally:
+        stop.set()
+        await asyncio.wait({task}, timeout=PATIENCE)
+        if not task.cancelled():
+            task.exception()
+
+
+async def stop_of(centre: Centre, health: Health, seconds: float = PATIENCE) -> dict[str, Any]:
+    """What /status says once the target waits for an operator: why, hint and code."""
+
+    def found() -> dict[str, Any] | None:
+        status = centre.status(health)
+        return status if status.get("state") == "stopped" else None
+
+    status = await soon(found, seconds)
+    assert status is not None
+    return status
+
+
+def sequences(messages: Sequence[Arrived]) -> list[int]:
+    """Which rows of the chain arrived, in the order in which they stand there."""
+    return [each.message.sequence for each in messages if each.provenance and each.chain == CHAIN]
+
+
+async def stands(client: FloeClient, centre: Centre, wanted: list[int], seconds: float = PATIENCE) -> None:
+    """Wait until the rows of the chain in the target are exactly these, in this order."""
+
+    async def found() -> list[int]:
+        info = await stream_info(client, centre.target)
+        held = info.messages if info else 0
+        return sequences(await arrived(client, centre.target)) if held >= len(wanted) else []
+
+    try:
+        await soon(lambda: _equal(found, wanted), seconds, every=0.1)
+    except AssertionError:
+        assert await found() == wanted
+
+
+async def _equal(found: Any, wanted: list[int]) -> bool:
+    return await found() == wanted
+
+
+@dataclass
+class Consumer:
+    """Consumes a work queue as it fills, and remembers what it saw."""
+
+    client: FloeClient
+    stream: str
+    seen: list[int] = field(default_factory=list)
+
+    async def start(self) -> None:
+        """Consume from now on, for as long as the connection lasts."""
+        inbox = self.client.new_inbox()
+        await self.client.subscribe_raw(inbox, self._sink)
+        await create_consumer(self.client, self.stream, {"durable_name": "C", "ack_policy": "explicit"})
+        subject = self.client.api_subject(f"CONSUMER.MSG.NEXT.{self.stream}.C").encode()
+        request = json.dumps({"batch": 1000, "expires": 60 * 10**9}).encode()
+        self.client.send(frame(subject, request, None, inbox.encode()))
+
+    def _sink(self, _subject: bytes, reply: bytes, _payload: bytes, headers: bytes | None) -> None:
+        if not reply.startswith(b"$JS.ACK"):
+            return
+        provenance, _ = restore(headers)
+        assert parse_ack(reply).stream == self.stream
+        self.seen.append(provenance.sequence if provenance else 0)
+        self.client.send(frame(reply, b"+ACK"))

@@ -1,0 +1,75 @@
+"""An archive, a server, and replays between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.chain import Chain
+from common.clock import SystemClock
+from common.errors import FloeError
+from common.jetstream.api import create_stream
+from common.jetstream.client import FloeClient
+from common.tasks import Stop
+from ingress.replay.output import Teller
+from ingress.replay.replay import Replay
+from ingress.replay.request import ReplayOptions, ReplayResult, Request
+from ingress.replay.survey import Outlook
+from tests.support.basics import unique
+from tests.support.ingress import CHAIN, Archive, Centre, arrived, rows_of
+
+STEP_NS = 1_000_001  # between two messages of `rows_of`
+
+
+class World:
+    """An archive, a server, and replays between them."""
+
+    def __init__(self, folder: Path, url: str, client: FloeClient) -> None:
+        self.archive = Archive(folder / "store")
+        self.centre = Centre(folder, self.archive, url)
+        self.client = client
+        self.target = unique("BACK")
+
+    def fill(self, *ranges: tuple[int, int], chain: Chain = CHAIN, **fields: Any) -> None:
+        for first, last in ranges:
+            self.archive.put(rows_of(first, last, chain), chain=chain, **fields)
+
+    async def make(self, **config: Any) -> None:
+        base = {"name": self.target, "subjects": [f"{self.target}.>"], "storage": "memory"}
+        await create_stream(self.client, {**base, "allow_atomic": True, "allow_batched": True, **config})
+
+    def replay(self, options: ReplayOptions | None = None, **asked: Any) -> Replay:
+        asked = {"site": "us-east", "feed": "NODES", "target": self.target, "prefix": self.target, **asked}
+        settings = self.centre.settings()
+        options = replace(options or ReplayOptions(), look_spacing=0.05)
+        archive = self.archive
+        return Replay(
+            settings, Request(**asked), options, archive.store, archive.documents, SystemClock(), Teller()
+        )
+
+    async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
+        work = self.replay(options, **asked)
+        async with work.connected() as client:
+            return await work.run(client, Stop())
+
+    async def look(self, **asked: Any) -> Outlook:
+        work = self.replay(**asked)
+        async with work.connected() as client:
+            return await work.outlook(client)
+
+    async def held(self) -> list[tuple[str, int]]:
+        found = await arrived(self.client, self.target)
+        return [(str(each.chain), each.message.sequence) for each in found]
+
+    async def sequences(self) -> list[int]:
+        return [sequence for _, sequence in await self.held()]
+
+
+async def refused(world: World, code: str, options: ReplayOptions | None = None, **asked: Any) -> FloeError:
+    with pytest.raises(FloeError) as caught:
+        await world.run(options, **asked)
+    assert caught.value.code == code, caught.value
+    return caught.value

@@ -1,0 +1,230 @@
+"""A sampled feed without servers: a log in memory, its archive in a store, snapshots, and how it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.chain import Chain
+from common.clock import ManualClock
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectStore
+from common.segments.columns import Columns, raw_size, record_batch
+from common.segments.documents import ChainStore, StreamDocument
+from common.segments.keys import Layout
+from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
+from common.segments.store import SegmentStore
+from common.segments.writer import SegmentWriter
+from common.sequences import SequenceRange
+from common.service.process import Threads
+from common.settings.egress import FeedSettings
+from egress.advisories.advisory import Advisory
+from egress.archive import Archive
+from egress.identity import SourceStream
+from egress.partition import Partition, Position
+from egress.sampling.resume import Resumed, resume
+from egress.sampling.sampler import Sampler
+from egress.sampling.settings import Sampling
+from egress.sampling.snapshot import Snapshot
+from egress.sampling.snapshot_store import SnapshotRef, Snapshots
+
+SECOND = 1_000_000_000
+START_NS = 1_700_000_000 * SECOND
+SITE, FEED = "us-east", "NODES"
+CHAIN = Chain(SITE, FEED)
+CREATED = "2026-11-20T10:00:00Z"
+EVERYTHING = SequenceRange(1, 10**6)
+
+
+def feed(**keys: Any) -> FeedSettings:
+    """By the second token of the subject, one in 100 s."""
+    settings = {
+        "inspect_subject_token": 2,
+        "inspect_duration": "100s",
+        "advisory": {"subject": "a.%s"},
+        **keys,
+    }
+    return FeedSettings.model_validate({"stream": FEED, **settings})
+
+
+def sent(sequence: int, node: str, seconds: float, size: int = 5) -> Message:
+    """What `node` published `seconds` after the start."""
+    time = START_NS + round(seconds * SECOND)
+    return Message(sequence, time, f"nodes.{node}".encode(), None, b"x" * size)
+
+
+def columns_of(messages: Sequence[Message]) -> Columns:
+    """As a sampler is given them."""
+    return Columns(
+        [m.sequence for m in messages],
+        [m.timestamp_ns for m in messages],
+        [m.subject for m in messages],
+        [m.headers for m in messages],
+        [m.payload for m in messages],
+    )
+
+
+def fold(sampler: Sampler, messages: Sequence[Message]) -> list[Message]:
+    """Fold all of them; those that pass."""
+    kept = sampler.fold(columns_of(messages)).kept if messages else b""
+    return [message for message, passes in zip(messages, kept, strict=True) if passes]
+
+
+def facts(sampler: Sampler) -> dict[str, tuple[int, int, int]]:
+    """Of each value: seen, due, size."""
+    return {known.value: (known.seen_ns, known.due_ns, known.size) for known in sampler.freeze().known()}
+
+
+class SampledArchive:
+    """One store, and what egress would do to it."""
+
+    def __init__(self, folder: Path, objects: ObjectStore | None = None, **keys: Any) -> None:
+        self.objects = objects or LocalObjects(folder / "store")
+        self.layout, self.clock = Layout("data"), ManualClock()
+        self.spool_dir = folder / "spool"
+        self.store = SegmentStore(self.objects, self.layout, spool_dir=self.spool_dir, clock=self.clock)
+        self.chains = ChainStore(self.objects, self.layout)
+        self.part = Partition(SITE, feed(**keys))
+
+    @property
+    def sampling(self) -> Sampling:
+        found = Sampling.of(self.part.settings)
+        assert found is not None
+        return found
+
+    def set(self, **keys: Any) -> None:
+        """Other settings from now on."""
+        self.part = Partition(SITE, feed(**keys), self.part.number, self.part.filter_subject)
+
+    def begin(
+        self, chain: Chain = CHAIN, created: str = CREATED, previous: dict[int, int] | None = None
+    ) -> None:
+        self.chains.create_stream(chain, StreamDocument({"name": FEED}, created, previous))
+
+    def put(
+        self,
+        rows: Sequence[Message],
+        coverage: SequenceRange,
+        *,
+        examined: Message | None = None,
+        chain: Chain = CHAIN,
+        level: int = 0,
+        group_bytes: int | None = None,
+        digest: str | None = None,
+    ) -> SegmentRef:
+        """A segment with `rows`; `examined`: the last message looked at, by default the last row."""
+        lists = columns_of(rows)
+        batch = record_batch(
+            lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads
+        )
+        writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
+        writer._limit = group_bytes or writer._limit
+        writer.append(batch)
+        missing = len(coverage) - len(rows)
+        tip = examined or (rows[-1] if rows else None)
+        spooled = writer.finish(
+            Footer(
+                chain=chain,
+                level=level,
+                coverage=coverage,
+                rows=len(rows),
+                ledger=Ledger({Reason.SAMPLED_OUT: missing} if missing else {}),
+                raw_bytes=raw_size(batch),
+                first_timestamp_ns=rows[0].timestamp_ns if rows else None,
+                last_timestamp_ns=rows[-1].timestamp_ns if rows else None,
+                tip=Tip.of(tip) if tip else None,
+                writer="test",
+                sampling=None if digest == "" else self.sampling.to_json(),
+                sampling_digest=self.sampling.digest if digest is None else digest,
+            )
+        )
+        ref = self.store.put(spooled)
+        spooled.path.unlink()
+        return ref
+
+    def archive(
+        self, log: Sequence[Message], ends: Iterable[int], *, chain: Chain = CHAIN, first: int = 1
+    ) -> Sampler:
+        """Fold the log and put a segment up to each of `ends`; the sampler as it is then."""
+        sampler = Sampler(self.sampling)
+        for end in ends:
+            part = [m for m in log if first <= m.sequence <= end]
+            kept = fold(sampler, part)
+            self.put(kept, SequenceRange(first, end), examined=part[-1] if part else None, chain=chain)
+            first = end + 1
+        return sampler
+
+    # Snapshots
+
+    def snapshots(self, chain: Chain = CHAIN, objects: ObjectStore | None = None) -> Snapshots:
+        store = self.store
+        if objects is not None:
+            store = SegmentStore(objects, self.layout, spool_dir=self.spool_dir, clock=self.clock)
+        return Snapshots(store, chain, clock=self.clock)
+
+    def save(
+        self,
+        sampler: Sampler,
+        position: int,
+        *,
+        outbox: tuple[Advisory, ...] = (),
+        chain: Chain = CHAIN,
+        newest_ns: int | None = None,
+    ) -> SnapshotRef:
+        newest_ns = sampler.watermark_ns if newest_ns is None else newest_ns
+        snapshot = Snapshot(chain, position, self.sampling.digest, newest_ns, sampler.freeze(), outbox)
+        try:
+            return self.snapshots(chain).save(snapshot)
+        finally:
+            files = [path for path in self.spool_dir.rglob("*") if path.is_file() and path.name != "lock"]
+            assert not files
+
+    async def resume(
+        self,
+        place: int,
+        source: int = 1,
+        *,
+        chain: Chain = CHAIN,
+        first: int = 1,
+        source_time_ns: int | None = None,
+        retention: str = "limits",
+        objects: ObjectStore | None = None,
+    ) -> Resumed:
+        """As a worker does at `place`, with the source holding `source` and all behind it."""
+        threads = Threads("resume", 1)
+        archive = Archive(chain, first, self.store, self.chains, None, threads)  # type: ignore[arg-type]
+        try:
+            await archive.survey()
+            return await resume(
+                self.part,
+                archive,
+                Position(place),
+                SourceStream(CREATED, source, 10**6, source_time_ns, retention=retention),
+                self.snapshots(chain, objects),
+                self.store,
+                threads,
+            )
+        finally:
+            await threads.idle()
+            threads.close()
+
+
+MINUTE = 60 * SECOND
+HOUR = 60 * MINUTE
+START = 1_700_000_000 * SECOND
+
+
+def sampling(**more: Any) -> Sampling:
+    """By `sender`, hourly, with a warning after 12 minutes; `more` as keys of the configuration."""
+    feed = {"stream": "S", "inspect_field": "sender", "inspect_duration": 3600.0, "warn_duration": 720.0}
+    found = Sampling.of(FeedSettings.model_validate(feed | more))
+    assert found is not None
+    return found
+
+
+def batch(messages: Sequence[tuple[int, bytes]], first: int = 1) -> Columns:
+    """Messages as (time in ns, payload), with subject `s` and no headers."""
+    count = len(messages)
+    times, payloads = [time for time, _ in messages], [payload for _, payload in messages]
+    return Columns([*range(first, first + count)], times, [b"s"] * count, [None] * count, payloads)

@@ -1,0 +1,261 @@
+"""A cluster that tests may put streams into."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from tests.support.basics import PATIENCE
+
+if TYPE_CHECKING:
+    from infra.local.nats import NatsCluster, NatsServer
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote_plus, urlsplit
+
+import boto3
+
+from infra.local.nats import NatsServer
+from infra.local.process import free_ports, spawn
+from tests.support.basics import eventually, unique
+from tests.support.proxies import Answer, Exchange, FaultProxy
+
+SETTLED = 10.0  # seconds after which a group that is too small stays so
+
+
+def placing(cluster: NatsCluster) -> NatsCluster:
+    """The cluster, once a stream can have a replica on every member.
+
+    A member can be healthy while the leader has not yet heard that it serves JetStream; streams are then
+    refused with "no suitable peers". An older server can also leave a member out of the group for good where
+    all start at once on a busy machine; such a cluster begins anew. Nothing but a creation tells.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while answer := _refusal(cluster):
+        assert time.monotonic() < deadline, f"the cluster places no stream: {answer}"
+        for server in cluster.servers:
+            server.kill()
+            shutil.rmtree(server.store, ignore_errors=True)
+        cluster.start()
+    _ask(cluster.servers[0], "STREAM.DELETE._READY", {})
+    return cluster
+
+
+def _refusal(cluster: NatsCluster) -> dict[str, Any] | None:
+    """Why the cluster places no stream, after a while; None once it has placed one."""
+    config = {"name": "_READY", "storage": "memory", "num_replicas": len(cluster.servers)}
+    settled = time.monotonic() + SETTLED
+    while "error" in (answer := _ask(cluster.servers[0], "STREAM.CREATE._READY", config)):
+        if time.monotonic() > settled:
+            return answer
+        time.sleep(0.1)
+    return None
+
+
+def _ask(server: NatsServer, request: str, document: dict[str, Any]) -> dict[str, Any]:
+    """What the JetStream API answers one request, on a connection of its own."""
+    body = json.dumps(document).encode()
+    with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as link, link.makefile("rwb") as io:
+        io.write(b'CONNECT {"verbose":false,"headers":false}\r\nSUB _INBOX.ask 1\r\n')
+        io.write(b"PUB $JS.API.%s _INBOX.ask %d\r\n%s\r\n" % (request.encode(), len(body), body))
+        io.flush()
+        for line in io:
+            if line.startswith(b"MSG "):
+                return dict(json.loads(io.read(int(line.split()[-1]))))
+            if line.startswith(b"PING"):
+                io.write(b"PONG\r\n")
+                io.flush()
+    raise AssertionError(f"{server.name} closed the connection before it answered {request}")
+
+
+async def save_disk(server: NatsServer, folder: Path) -> Path:
+    """A copy of the server's store as it is now."""
+    saved = folder / "saved"
+
+    def save() -> None:
+        server.stop()
+        shutil.copytree(server.store, saved)
+        server.start()
+
+    await asyncio.to_thread(save)
+    return saved
+
+
+async def restore_disk(server: NatsServer, saved: Path) -> None:
+    """Put the copy back in place of what the server has now."""
+
+    def restore() -> None:
+        server.kill()
+        shutil.rmtree(server.store)
+        shutil.copytree(saved, server.store)
+        server.start()
+
+    await asyncio.to_thread(restore)
+
+
+# Credentials that moto does not check.
+CREDENTIALS = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+_RUN = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+
+
+class SqsServer:
+    """Started by `with`; `url` is its address on loopback."""
+
+    def __init__(self) -> None:
+        [self.port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> SqsServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start it, empty."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        self._process = spawn(
+            [sys.executable, "-c", _RUN, str(self.port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        eventually(self._answers)
+
+    def stop(self) -> None:
+        """SIGKILL; what it held is gone."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def client(self) -> Any:
+        """A client of the test's own."""
+        return boto3.session.Session().client("sqs", endpoint_url=self.url, **CREDENTIALS)
+
+    def new_queue(self, name: str = "", **attributes: str) -> str:
+        """Make a queue; its name."""
+        name = name or unique("floe-events")
+        self.client().create_queue(QueueName=name, Attributes=attributes)
+        return name
+
+    def send(self, name: str, *bodies: str) -> None:
+        """Put messages into a queue."""
+        client, url = self._queue(name)
+        for body in bodies:
+            client.send_message(QueueUrl=url, MessageBody=body)
+
+    def left_in(self, name: str) -> int:
+        """How many messages the queue holds, those received and not deleted included."""
+        client, url = self._queue(name)
+        names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
+        answer = client.get_queue_attributes(QueueUrl=url, AttributeNames=names)
+        return sum(map(int, answer["Attributes"].values()))
+
+    def _queue(self, name: str) -> tuple[Any, str]:
+        client = self.client()
+        return client, client.get_queue_url(QueueName=name)["QueueUrl"]
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "moto's server ended"
+        try:
+            self.client().list_queues()
+        except Exception:
+            return False
+        return True
+
+
+def notification(bucket: str, key: str, size: int = 1) -> dict[str, Any]:
+    """MinIO's document for an object that was put; the key stands in it as in a form."""
+    name = "s3:ObjectCreated:Put"
+    return {
+        "EventName": name,
+        "Key": f"{bucket}/{key}",
+        "Records": [
+            {
+                "eventVersion": "2.0",
+                "eventSource": "minio:s3",
+                "awsRegion": "",
+                "eventName": name,
+                "s3": {
+                    "s3SchemaVersion": "1.0",
+                    "configurationId": "Config",
+                    "bucket": {"name": bucket, "arn": f"arn:aws:s3:::{bucket}"},
+                    "object": {"key": quote_plus(key), "size": size, "sequencer": "15CFEDF8D5304D1A"},
+                },
+            }
+        ],
+    }
+
+
+class Notifying:
+    """`url` is an S3 server: the one at `upstream`, with a notification on `subject` after each put."""
+
+    def __init__(self, upstream: str, nats_url: str, subject: str) -> None:
+        self._proxy, self._publisher = FaultProxy(upstream), _Publisher(nats_url, subject)
+        self._proxy.on("put", self._put)
+
+    def __enter__(self) -> Notifying:
+        self._proxy.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._proxy.__exit__(kind, error, trace)
+        self._publisher.close()
+
+    @property
+    def url(self) -> str:
+        return self._proxy.url
+
+    def _put(self, exchange: Exchange) -> Answer:
+        answer = exchange.forward()
+        if answer.status == 200:
+            bucket = exchange.target.lstrip("/").partition("/")[0]
+            document = notification(bucket, exchange.key, len(exchange.body))
+            self._publisher.publish(json.dumps(document).encode())
+        return answer
+
+
+class _Publisher:
+    """The least of a NATS client: publishes from any thread, answers pings."""
+
+    def __init__(self, url: str, subject: str) -> None:
+        address = urlsplit(url)
+        self._subject, self._lock = subject.encode(), threading.Lock()
+        self._socket = socket.create_connection((address.hostname, address.port))
+        self._socket.sendall(b'CONNECT {"verbose":false,"pedantic":false,"lang":"test","version":"0"}\r\n')
+        self._reader = threading.Thread(target=self._answer, daemon=True)
+        self._reader.start()
+
+    def publish(self, payload: bytes) -> None:
+        with self._lock:
+            self._socket.sendall(b"PUB %b %d\r\n%b\r\n" % (self._subject, len(payload), payload))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._socket.close()
+
+    def _answer(self) -> None:
+        with suppress(OSError):
+            while received := self._socket.recv(65536):
+                if b"PING" in received:
+                    with self._lock:
+                        self._socket.sendall(b"PONG\r\n")

@@ -1,0 +1,148 @@
+"""An object store that misbehaves as a test says; everything else goes to the real one behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import Unforeseen
+from common.jetstream.client import FloeClient
+from common.objects.local import LocalObjects
+from common.objects.port import ObjectStore
+from common.tasks import unexpected
+from tests.support.basics import counted
+
+Fault = Callable[..., Any]
+
+
+class FaultyStore:
+    """Passes each verb on, unless `faults` has something to do instead on that pass (1 is the first).
+
+    A fault is called with the real verb and its arguments. `calls` counts every verb.
+    """
+
+    def __init__(self, objects: ObjectStore) -> None:
+        self._objects = objects
+        self._faults: dict[tuple[str, int | None], Fault] = {}
+        self.calls: Counter[str] = Counter()
+        self.keys: list[tuple[str, str]] = []
+
+    def on(self, verb: str, fault: Fault, *, nth: int | None = None) -> FaultyStore:
+        """Let `fault` answer pass `nth` of `verb`, or every pass."""
+        self._faults[verb, nth] = fault
+        return self
+
+    def heal(self) -> None:
+        """No more of them."""
+        self._faults.clear()
+
+    def __getattr__(self, verb: str) -> Any:
+        real = getattr(self._objects, verb)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls[verb] += 1
+            self.keys.append((verb, args[0]))
+            fault = self._faults.get((verb, self.calls[verb])) or self._faults.get((verb, None))
+            return fault(real, *args, **kwargs) if fault else real(*args, **kwargs)
+
+        return call
+
+
+def raising(error: BaseException, *, after: bool = False) -> Fault:
+    """A fault that raises `error`, having done the work before if `after`."""
+
+    def fault(real: Fault, *args: Any, **kwargs: Any) -> Any:
+        if after:
+            real(*args, **kwargs)
+        raise error
+
+    return fault
+
+
+def answering(value: Any, *, after: bool = False) -> Fault:
+    """A fault that answers `value`, having done the work before if `after`."""
+
+    def fault(real: Fault, *args: Any, **kwargs: Any) -> Any:
+        if after:
+            real(*args, **kwargs)
+        return value
+
+    return fault
+
+
+class CountingObjects(LocalObjects):
+    """Counts the bytes of objects that are read."""
+
+    read = 0
+
+    def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
+        data = super().get(key, first=first, length=length)
+        self.read += len(data or b"")
+        return data
+
+    def download(self, key: str, path: Path) -> bool:
+        done = super().download(key, path)
+        self.read += path.stat().st_size if done else 0
+        return done
+
+
+def count(part: str) -> float:
+    """How many errors have ended `part` so far."""
+    return counted(unexpected.labels(part))
+
+
+class Throw:
+    """Has `owner.name` raise the next `times` times, where `where` holds of its arguments."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        times: float = 1,
+        where: Callable[..., bool] = lambda *_: True,
+    ) -> None:
+        self.left, self.times, self.where = times, [], where
+        real = getattr(owner, name)
+
+        def throw(*args: Any, **kwargs: Any) -> None:
+            if self.left and self.where(*args):
+                self.left -= 1
+                self.times.append(asyncio.get_running_loop().time())
+                raise MemoryError("no room")
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            throw(*args, **kwargs)
+            return real(*args, **kwargs)
+
+        async def waiting(*args: Any, **kwargs: Any) -> Any:
+            throw(*args, **kwargs)
+            return await real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, waiting if inspect.iscoroutinefunction(real) else plain)
+
+
+def no_room(*_: object) -> None:
+    """A callback that raises."""
+    raise MemoryError("no room")
+
+
+def break_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every subscription from now on throws at its first message; its owner is told as it was to be."""
+    real = FloeClient.subscribe_raw
+
+    async def subscribe(client: FloeClient, subject: str, _sink: Any, *tell: Any) -> Any:
+        return await real(client, subject, no_room, *tell)
+
+    monkeypatch.setattr(FloeClient, "subscribe_raw", subscribe)
+
+
+def is_no_room(error: BaseException) -> bool:
+    """Whether `error` came of what was thrown, wrapped or not."""
+    return "no room" in Unforeseen.of(error).message

@@ -1,0 +1,124 @@
+"""The size and the shape of the product: what keeps it a house in which a stranger finds the way."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COUNTED = ("common", "egress", "ingress", "compaction", "floe.py")  # for lines of code
+PRODUCT = (*COUNTED, "infra", "bench")
+
+# A later issue may raise the number of files by 15 at most, with a line in the decisions; lines only fall.
+MOST_FILES = 208
+MOST_LINES = 31_650
+MOST_PARAMETERS = 8  # of a constructor, beside self
+SMALL = 60  # lines of a file that only one other may not import alone
+CROWDED = {  # as long as work on them goes on
+}
+
+# Small files with a single importer, each with its reason.
+GROUND: dict[str, str] = {}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def files(*tops: str) -> tuple[Path, ...]:
+    """Files with content: more than a docstring."""
+    found: list[Path] = []
+    for top in tops:
+        found += [ROOT / top] if top.endswith(".py") else sorted((ROOT / top).rglob("*.py"))
+    return tuple(path for path in found if lines_of(path))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            value = first.value if isinstance(first, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield first
+
+
+@cache
+def lines_of(path: Path) -> int:
+    """Lines of code: no blank ones, comments or docstrings."""
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in (*nothing, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for doc in docstrings(parsed(path)):
+        lines -= set(range(doc.lineno, (doc.end_lineno or doc.lineno) + 1))
+    return len(lines)
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef))
+
+
+def imported(path: Path) -> set[Path]:
+    """The files of the product that `path` imports."""
+    names: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {each.name for each in node.names}
+    return {ROOT / (name.replace(".", "/") + ".py") for name in names}
+
+
+def test_the_product_has_few_files():
+    assert len(files(*PRODUCT)) <= MOST_FILES
+
+
+def test_the_product_has_few_lines_of_code():
+    assert sum(map(lines_of, files(*COUNTED))) <= MOST_LINES
+
+
+def test_a_public_class_name_stands_once_in_the_product():
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path in files(*PRODUCT):
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_a_small_file_is_needed_by_several_others():
+    needed: defaultdict[Path, set[Path]] = defaultdict(set)
+    for path in files(*PRODUCT):
+        for other in imported(path):
+            needed[other].add(path)
+    alone = {name_of(path) for path in files(*PRODUCT) if lines_of(path) < SMALL and len(needed[path]) == 1}
+    assert alone - GROUND.keys() == set()
+    assert GROUND.keys() - alone == set(), "of these nothing need be said any more"
+    assert len(GROUND) <= 15
+
+
+def test_a_constructor_has_few_parameters():
+    crowded = {}
+    for path in files(*PRODUCT):
+        for each in classes(path):
+            for node in each.body:
+                if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                    given = node.args
+                    count = len(given.posonlyargs + given.args + given.kwonlyargs) - 1
+                    count += (given.vararg is not None) + (given.kwarg is not None)
+                    if count > MOST_PARAMETERS:
+                        crowded[f"{name_of(path)} {each.name}"] = count
+    assert {name: count for name, count in crowded.items() if name not in CROWDED} == {}
+    assert CROWDED - crowded.keys() == set(), "of these nothing need be said any more"

@@ -1,0 +1,104 @@
+"""A typed document under a key: read, written where nobody else did, and told of where it is none."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from common.documents import JsonForm
+from common.errors import DataError
+from common.jetstream.kv import KvDocument, KvEntry
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="format_version", tag=1):
+    end: int
+    ends: dict[int, int] = {}
+
+
+FORM = JsonForm(Mark)
+SPOILED = [
+    b"",
+    b"[]",
+    b'{"end":1}',
+    b'{"end":1,"format_version":2}',
+    b'{"end":"1","format_version":1}',
+    b'{"end":1,"format_version":1,"more":2}',
+    b'{"end":1,"format_version":1,"ends":' + b"[" * 100_000,
+]
+
+
+class Bucket:
+    """A key-value bucket in memory; `between` is stored by somebody else right before the next write."""
+
+    def __init__(self, value: bytes | None = None) -> None:
+        self.entry = None if value is None else KvEntry(value, 1)
+        self.between: bytes | None = None
+
+    async def get(self, _key: str) -> KvEntry | None:
+        return self.entry
+
+    async def create(self, _key: str, value: bytes) -> int | None:
+        return await self.update(_key, value, 0)
+
+    async def update(self, _key: str, value: bytes, revision: int) -> int | None:
+        if self.between is not None:
+            other, self.between = self.between, None
+            await self.put(_key, other)
+        there = 0 if self.entry is None else self.entry.revision
+        return await self.put(_key, value) if there == revision else None
+
+    async def put(self, _key: str, value: bytes) -> int:
+        self.entry = KvEntry(value, 1 if self.entry is None else self.entry.revision + 1)
+        return self.entry.revision
+
+
+def document(bucket: Bucket) -> KvDocument[Mark]:
+    return KvDocument(bucket, "mark", FORM, lambda why: DataError(f"mark: {why}", code="E-STATE-KV"))
+
+
+async def test_reads_what_was_written_with_its_revision() -> None:
+    kept = document(Bucket())
+    assert await kept.get() == (None, 0)
+    assert await kept.update(Mark(1), 0) == 1
+    assert await kept.update(Mark(2, {10: 1, 9: 2}), 1) == 2
+    assert await kept.get() == (Mark(2, {10: 1, 9: 2}), 2)
+    assert await kept.update(Mark(3), 1) is None
+    assert await kept.create(Mark(3)) is None
+    assert await kept.put(Mark(4)) == 3
+
+
+async def test_a_change_is_made_again_where_somebody_else_was_first() -> None:
+    bucket = Bucket(FORM.encode(Mark(1)))
+    bucket.between = FORM.encode(Mark(5))
+    kept = document(bucket)
+    assert await kept.change(lambda mark: Mark(mark.end + 1)) == Mark(6)
+    assert await kept.get() == (Mark(6), 3)
+
+
+async def test_what_stays_is_not_written() -> None:
+    bucket = Bucket()
+    kept = document(bucket)
+    assert await kept.change(lambda _: None) is None
+    assert bucket.entry is None
+    await kept.put(Mark(1))
+    assert await kept.change(lambda _: Mark(1)) == Mark(1)
+    assert await kept.change(lambda _: None) == Mark(1)
+    assert bucket.entry.revision == 1
+
+
+@pytest.mark.parametrize("raw", SPOILED)
+async def test_a_value_that_is_none_is_told_and_not_replaced(raw: bytes) -> None:
+    bucket = Bucket(raw)
+    for attempt in (document(bucket).get(), document(bucket).change(lambda _: Mark(1))):
+        with pytest.raises(DataError, match=r"mark: .* \(begins b'") as caught:
+            await attempt
+        assert caught.value.code == "E-STATE-KV"
+    assert bucket.entry == KvEntry(raw, 1)
+
+
+def test_the_same_value_gives_the_same_bytes_and_a_version_goes_first() -> None:
+    assert FORM.encode(Mark(1, {10: 1, 9: 2})) == b'{"end":1,"ends":{"10":1,"9":2},"format_version":1}'
+    with pytest.raises(ValueError, match="format_version: expected 1, found 2"):
+        FORM.decode(b'{"end":"of another form","format_version":2}')
+    with pytest.raises(ValueError, match="nested too deeply"):
+        FORM.decode(b'{"format_version":1,"end":' + b"[" * 100_000)
