@@ -86,7 +86,7 @@ def verify(config: str, what: str | None, deep: bool, as_json: bool) -> int:
     """
     from common.segments.archive import select_chains
     from common.segments.checks import look_for_foreign
-    from common.segments.naming import configured
+    from common.segments.keys import configured
     from compaction import report
     from compaction.verify import verify_chain
 
@@ -124,7 +124,7 @@ def _overridden(settings: Settings, engine: str | None, verify: str | None, mast
 def _check_names(settings: Settings, selection: Selection) -> None:
     """Raises UsageError for a site, feed or partition that is not there."""
     from common.segments.archive import among
-    from common.segments.naming import chosen, configured
+    from common.segments.keys import chosen, configured
 
     site, feed, partition = selection.site, selection.feed, selection.partition
     feeds = configured(settings)
@@ -192,7 +192,7 @@ def _ending(failures: list[Failure], told: list[Failure]) -> int:
 
 def _offer(keys: Sequence[str]) -> None:
     """The commands that put objects away, one a line."""
-    from common.segments.quarantine import quarantine_command
+    from common.segments.store import quarantine_command
 
     for key in keys:
         click.echo(quarantine_command(key), err=True)

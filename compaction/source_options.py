@@ -14,7 +14,7 @@ from common.errors import UsageError
 from common.jetstream.headers import parse_block
 from common.segments.archive import among
 from common.segments.documents import ChainStore
-from common.segments.naming import Pair, chosen, configured
+from common.segments.keys import Pair, chosen, configured
 from common.segments.reader import SCHEMA
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import StoreSettings

@@ -23,9 +23,8 @@ from common.objects.port import HiddenObject, Versioned
 from common.segments.archive import behind, ways_on
 from common.segments.documents import ChainStore, carry_late, way_out, way_out_filled
 from common.segments.parquet_guard import Forked
-from common.segments.quarantine import quarantine_command
 from common.segments.segment import Footer, Reason, SegmentRef
-from common.segments.store import SegmentGone, SegmentStore
+from common.segments.store import SegmentGone, SegmentStore, quarantine_command
 from common.segments.table import WINDOW, SegmentTable
 from common.segments.unread import StretchReader, open_stretch
 from common.sequences import Covered, SequenceRange, cover, holes

@@ -26,8 +26,8 @@ from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import first_of
 from egress.deps import EgressTuning, PartitionDeps
-from egress.hints import believe_listing
 from egress.incarnations import HighWaterMarks, Incarnation
+from egress.partition import believe_listing
 
 log = get_logger("egress.archive")
 

@@ -16,7 +16,7 @@ from common.clock import Backoff, Clock
 from common.errors import FloeError, LeaseLost, OutcomeUnknown, Unavailable, Unforeseen
 from common.jetstream.kv import state_key
 from common.jetstream.lease import Lease
-from common.leasing.balancer import LeaseGroup
+from common.leasing import LeaseGroup
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads

@@ -34,8 +34,7 @@ from common.jetstream.kv import KeyValue, KvDocument, state_key
 from common.segments.segment import Tip
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.service.exits import command
-from egress.hints import believe_listing, bring_back, resolve
-from egress.partition import Partition
+from egress.partition import Partition, believe_listing, bring_back, resolve
 
 
 class HeldMessage(StrEnum):

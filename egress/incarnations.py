@@ -26,8 +26,7 @@ from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.sequences import MAX_SEQUENCE
 from common.service.logs import get_logger
 from egress.deps import PartitionDeps
-from egress.hints import believe_listing, repartition, resolve
-from egress.partition import Partition, partitions_of
+from egress.partition import Partition, believe_listing, partitions_of, repartition, resolve
 
 log = get_logger("egress.incarnations")
 

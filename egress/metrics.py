@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.leasing.balancer import HAND_OVERS
+from common.leasing import HAND_OVERS
 from common.segments.segment import Reason
 from common.service.metrics import counter, gauge, histogram
 from egress.acks import REASONS

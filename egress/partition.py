@@ -1,8 +1,9 @@
-"""One partition of one feed: what a lease is for, and what one worker freezes."""
+"""One partition of one feed: what a lease is for, what one worker freezes; commands to paste about it."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -10,7 +11,7 @@ from hashlib import sha256
 from common.chain import Chain
 from common.errors import ConfigError
 from common.sequences import SequenceRange
-from common.service.exits import source
+from common.service.exits import command, source
 from common.settings.egress import FeedSettings
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
@@ -128,3 +129,28 @@ def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: 
     if held is None:
         return Position(end + 1, None, lost)
     return Position(max(held.first, source_first), held.last, lost)
+
+
+def resolve(feed: str, options: str = "", partition: int | None = None) -> str:
+    """`floe egress resolve` for a feed, or for one partition of it."""
+    named = "" if partition is None else f"--partition {partition}"
+    return command("egress resolve", shlex.quote(feed), named, options)
+
+
+def repartition(feed: str) -> str:
+    """Cut a feed as it is configured now."""
+    return command("egress repartition", "--feed", shlex.quote(feed))
+
+
+def bring_back(partition: Partition, chain: Chain, *, continues: bool) -> str:
+    """Make the stream again with what the archive holds of it: of its incarnation, or of all where that goes
+    on with the history of the one before.
+    """
+    words = ["--site", partition.site, "--feed", shlex.quote(chain.feed)]
+    words += ["--incarnation", str(chain.incarnation)] if chain.incarnation and not continues else []
+    return command("replay", *words, "--target", shlex.quote(partition.stream), "--into-source --create")
+
+
+def believe_listing(chain: Chain) -> str:
+    """Have the listing of the chain believed as it is."""
+    return resolve(chain.feed, "--believe-listing", chain.partition or None)

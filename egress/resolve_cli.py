@@ -129,7 +129,7 @@ def _show(cases: Sequence[Case], as_json: bool) -> int:
 
 def _lines(case: Case) -> list[str]:
     from common.service.logs import escaped
-    from egress.hints import resolve as command
+    from egress.partition import resolve as command
     from egress.resolve import OF_FEED
 
     found, chain = case.as_json(), str(case.chain)

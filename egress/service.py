@@ -15,7 +15,7 @@ from common.jetstream.buckets import open_leases, open_state
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
-from common.leasing.balancer import LeaseGroup, LeaseScope
+from common.leasing import LeaseGroup, LeaseScope
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
@@ -40,7 +40,7 @@ log = get_logger("egress.service")
 
 
 class SiteCounts:
-    """The metrics of one site's sharing (`common.leasing.balancer.Counts`)."""
+    """The metrics of one site's sharing (`common.leasing.Counts`)."""
 
     def __init__(self, site: str) -> None:
         self._site = site

@@ -26,7 +26,7 @@ from ingress.checkpoint import (
     TargetState,
     advanced,
 )
-from ingress.hints import set_command
+from ingress.errors import set_command
 
 VERSION = 1
 _GAP = "gap"  # in the place of a segment

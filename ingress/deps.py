@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from common.clock import Clock
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import state_key
-from common.leasing.balancer import LeaseGroup, LeaseScope
+from common.leasing import LeaseGroup, LeaseScope
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.metrics import begin
@@ -64,7 +64,7 @@ SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ing
 
 
 class TargetCounts:
-    """The metrics of the sharing (`common.leasing.balancer.Counts`)."""
+    """The metrics of the sharing (`common.leasing.Counts`)."""
 
     def __init__(self) -> None:
         begin("ingress_")

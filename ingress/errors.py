@@ -1,9 +1,17 @@
-"""What becomes of a target after an error: pure."""
+"""What becomes of a target after an error, and the commands to paste about a chain or a hole; pure."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
+
+from common.chain import Chain
 from common.errors import AnotherWriter, ConfigError, FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
+from common.segments.documents import of_chain, way_out
+from common.segments.store import quarantine_command
+from common.sequences import SequenceRange
+from common.service.exits import command
 from common.settings.ingress import IngressSettings
 
 # A cluster whose members do not all know each other yet says so too, for some seconds.
@@ -46,3 +54,30 @@ def check_targets(settings: IngressSettings) -> None:
     """Raises ConfigError where there is nothing to carry into, as with the configuration of a site."""
     if not settings.targets:
         raise ConfigError("ingress.targets: expected at least one target, found none")
+
+
+def set_command(target: str, *options: str) -> str:
+    """`floe checkpoint set -c FILE --target STREAM …`, to paste; on a terminal it shows, and asks."""
+    return command("checkpoint set", f"--target {shlex.quote(target)}", *options)
+
+
+SHOWN = 5  # damaged segments
+
+
+def way_out_of(chain: Chain, hole: SequenceRange, damaged: Sequence[str]) -> str:
+    """What to do about a hole; first about segments that would cover it and are `damaged`: their keys."""
+    if not damaged:
+        return way_out(chain, hole)
+    away = "\n".join(map(quarantine_command, damaged[:SHOWN]))
+    text = "put a good copy of the damaged segment back; or put it away, so that egress may archive it again:"
+    return f"{text}\n{away}\n{way_out(chain, hole)}"
+
+
+def resume(target: str, chain: Chain) -> str:
+    """Carry a paused chain again, or look again at one that has stopped."""
+    return command("chain resume", f"--target {shlex.quote(target)}", of_chain(chain))
+
+
+def set_position(target: str, chain: Chain, sequence: int) -> str:
+    """Make a chain go on at `sequence`."""
+    return set_command(target, of_chain(chain), f"--sequence {sequence} --yes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.leasing.balancer import HAND_OVERS
+from common.leasing import HAND_OVERS
 from common.service.metrics import counter, gauge, histogram
 from ingress.checkpoint import Intent
 

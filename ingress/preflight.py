@@ -15,8 +15,7 @@ from common.jetstream.requests import ApiError
 from common.service.logs import get_logger
 from common.settings.ingress import CreateSettings, TargetSettings
 from ingress.errors import passes_by_itself
-from ingress.rows.prepare import TargetLimits
-from ingress.rows.subjects import Accepting, rule_of
+from ingress.rows.prepare import Accepting, TargetLimits, rule_of
 
 log = get_logger("ingress.preflight")
 

@@ -11,7 +11,7 @@ from common.errors import FloeError
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.lease import Leases, new_owner
-from common.leasing.balancer import LeaseGroup
+from common.leasing import LeaseGroup
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger

@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
 from common.segments.documents import ChainStore
-from common.segments.keys import MAX_LEVEL
-from common.segments.naming import Pair, chosen, one, parse
+from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore

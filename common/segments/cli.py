@@ -17,11 +17,10 @@ from common.open import load_settings, open_chains, open_store
 from common.segments.archive import find_chain, read_cover, select_chains, span
 from common.segments.columns import messages
 from common.segments.documents import ChainStore
-from common.segments.naming import configured
+from common.segments.keys import configured
 from common.segments.parquet_guard import SegmentGone
-from common.segments.quarantine import quarantine
 from common.segments.segment import Message, Reason, SegmentRef, decode_subject, encode_bytes
-from common.segments.store import SegmentStore
+from common.segments.store import SegmentStore, quarantine
 from common.sequences import MAX_SEQUENCE, SequenceRange, cover, holes
 from common.service.cli import SequenceType, config_option, json_option, print_json, run_command, table
 from common.service.exits import DIFFERENCES

@@ -223,7 +223,7 @@ class Named:
         """
         from common.open import open_chains
         from common.segments.archive import among
-        from common.segments.naming import configured, one
+        from common.segments.keys import configured, one
 
         site, feed = self.site, self.feed
         if self.incarnation is not None and self.partition is not None:

@@ -14,9 +14,8 @@ from pydantic import SecretStr, TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from common.settings.base import Section
 from common.settings.root import UNBUILT, Settings
-from common.settings.types import OneOrMore, Range, TypeName
+from common.settings.types import OneOrMore, Range, Section, TypeName
 
 # What a file needs no quotes for: a word, a duration, a size with its unit.
 _BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")

@@ -10,8 +10,8 @@ from pydantic import Discriminator, Tag
 
 from common.chain import FEED_PATTERN
 from common.settings import types as t
-from common.settings.base import Section, merged_entries, needed, option, repeated
 from common.settings.service import ServiceSettings, StartSettings
+from common.settings.types import Section, merged_entries, needed, option, repeated
 from common.subjects import first_overlap, first_repeated
 
 _NAME = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]{1,255}")  # a token of RFC 9110; a colon would end it

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator
 
 from common.settings import types as t
-from common.settings.base import Section, merged_entries, needed, option, repeated
 from common.settings.service import ServiceSettings, StartSettings
+from common.settings.types import Section, merged_entries, needed, option, repeated
 from common.transforms import TransformError, compile_transform
 
 _AFFIX = re.compile(r"[^\s.*>\x00-\x1f\x7f][^\s*>\x00-\x1f\x7f]*")

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from common.settings import types as t
-from common.settings.base import Section, merged, needed, option, plain, repeated
 from common.settings.egress import EgressSettings
 from common.settings.ingress import IngressSettings
 from common.settings.service import NatsSettings
+from common.settings.types import Section, merged, needed, option, plain, repeated
 
 # What is encoded nowhere: no engine needs more, and names beginning with _ or . are skipped by most.
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from common.sequences import MAX_SEQUENCE
 from common.settings import types as t
-from common.settings.base import Section, option, repeated
+from common.settings.types import Section, option, repeated
 
 
 class StartSettings(Section):

@@ -16,13 +16,12 @@ from common.service.exits import ways
 from common.service.logs import get_logger
 from common.service.metrics import begin
 from common.settings.ingress import SourceSettings, TargetSettings
-from ingress import hints
+from ingress import errors
 from ingress.chains.plan import ChainPlan, Phase, unfinished
 from ingress.chains.search import SearchState
-from ingress.hints import set_command, set_position
+from ingress.errors import set_command, set_position
 from ingress.rows.decoder import FromHole
-from ingress.rows.prepare import Preparer, TargetLimits
-from ingress.rows.subjects import rule_of
+from ingress.rows.prepare import Preparer, TargetLimits, rule_of
 
 log = get_logger("ingress.chains.chain_state")
 
@@ -269,9 +268,9 @@ class ChainState:
             state["waiting_since"] = self.plan.waiting_since
             away = sorted(self.damaged) if self.plan.phase is Phase.DAMAGED else []
             if self.gone:
-                state["hint"] = hints.way_out_filled(self.chain, self.plan.hole)
+                state["hint"] = errors.way_out_filled(self.chain, self.plan.hole)
             else:
-                state["hint"] = hints.way_out_of(self.chain, self.plan.hole, away)
+                state["hint"] = errors.way_out_of(self.chain, self.plan.hole, away)
         if self.waits_for:
             state["waits_for"] = self.waits_for
         if self.phase is Phase.PAUSED:

@@ -19,7 +19,7 @@ from common.segments.store import SegmentStore
 from common.sequences import SequenceRange
 from common.service.logs import get_logger
 from common.service.process import Threads
-from ingress import hints, metrics
+from ingress import errors, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState
 from ingress.chains.plan import ChainPlan, GapAction, GapDecision, GapPolicy, Phase, decide, first_position
 from ingress.chains.search import LISTED, StoreClock, Surveyed, has_news, look, survey
@@ -291,7 +291,7 @@ class SegmentLocator:
         state.plan = replace(plan, phase=Phase.LOST)
         chain, part = state.chain, state.surveyed[1]
         message = f"chain {chain}: sequences {part} are lost: {decision.why}"
-        raise Stopped(message, hint=hints.way_out(chain, part), code="E-LOST")
+        raise Stopped(message, hint=errors.way_out(chain, part), code="E-LOST")
 
     async def look_behind(self, state: ChainState) -> None:
         """Tell what arrived behind gaps that were passed: it is not carried."""
@@ -304,7 +304,7 @@ class SegmentLocator:
                 "a segment arrived behind a gap that was passed; it is not carried",
                 action="arrived_behind",
                 gap=str(gap.range),
-                to_carry_it=hints.set_position(self._chains.target, state.chain, first),
+                to_carry_it=errors.set_position(self._chains.target, state.chain, first),
                 **ref.log_context(),
             )
 
@@ -313,6 +313,6 @@ def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:
     return Stopped(
         f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
         f"{gone.missing} of them were gone from the source by then: {why}",
-        hint=hints.way_out_filled(chain, gone.rows),
+        hint=errors.way_out_filled(chain, gone.rows),
         code="E-LOST",
     )

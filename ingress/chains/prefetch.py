@@ -28,7 +28,7 @@ from common.service.exits import ways
 from common.service.logs import get_logger
 from common.service.process import Threads
 from common.tasks import Stop, Trouble, together
-from ingress import hints, metrics
+from ingress import errors, metrics
 from ingress.chains.chain_state import ChainRegistry, ChainState, Turn
 from ingress.chains.locate import SegmentLocator
 from ingress.chains.pauses import Pauses
@@ -37,9 +37,8 @@ from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, IntentPiece
 from ingress.errors import LOOK_AT_STOPPED
 from ingress.parked import ParkedStore
-from ingress.rows.ahead import DecodedAhead
 from ingress.rows.decoder import Decoder, FromHoleError, Relays
-from ingress.rows.rows import Block, Rows
+from ingress.rows.rows import Block, DecodedAhead, Rows
 
 log = get_logger("ingress.chains.prefetch")
 
@@ -368,7 +367,7 @@ class Prefetcher:
         """Nothing more of it is carried until it is looked at again; told once for each reason."""
         if not self.chains.is_current(chain):
             return
-        told = with_way_out(error, hints.resume(self.chains.target, chain.chain))
+        told = with_way_out(error, errors.resume(self.chains.target, chain.chain))
         if chain.stop(told, self._clock.monotonic() + self.look_at_stopped):
             context = chain.chain.log_context()
             log.error("chain stopped", action="chain_stopped", error=str(told), code=told.code, **context)

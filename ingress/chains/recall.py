@@ -19,12 +19,11 @@ from common.service.process import Threads
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.search import covering
 from ingress.checkpoint import Gap, Intent, IntentPiece
-from ingress.hints import set_command
+from ingress.errors import set_command
 from ingress.parked import ParkedName, ParkedStore, to_bytes
-from ingress.rows.ahead import ByteBudget
 from ingress.rows.decoder import Decoder, Relays
 from ingress.rows.prepare import Preparer, RowRefused, oversize_hint
-from ingress.rows.rows import Block, Rows
+from ingress.rows.rows import Block, ByteBudget, Rows
 
 log = get_logger("ingress.chains.recall")
 

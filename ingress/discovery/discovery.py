@@ -15,7 +15,7 @@ from common.chain import Chain
 from common.clock import Clock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.segments.documents import ChainStore
-from common.segments.naming import Pair, suggestion
+from common.segments.keys import Pair, suggestion
 from common.service.logs import get_logger
 from common.service.monitor import Health
 from common.service.process import Threads

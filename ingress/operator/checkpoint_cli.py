@@ -31,7 +31,7 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[cli.Named, int]:
-        from common.segments.naming import parse
+        from common.segments.keys import parse
 
         name, _, sequence = str(value).rpartition("=")
         try:

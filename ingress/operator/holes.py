@@ -16,7 +16,7 @@ from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.plan import Phase, first_position
 from ingress.chains.search import look_into
-from ingress.hints import way_out_filled, way_out_of
+from ingress.errors import way_out_filled, way_out_of
 
 
 @dataclass(frozen=True, slots=True)

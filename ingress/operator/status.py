@@ -22,7 +22,7 @@ from common.segments.alive import STANDBY, Sighting, newest
 from common.segments.archive import behind, carry
 from common.segments.checks import Foreign, look_for_foreign
 from common.segments.documents import ChainStore
-from common.segments.naming import suggestion
+from common.segments.keys import suggestion
 from common.segments.store import SegmentStore
 from common.service.cli import print_json, table
 from common.service.logs import get_logger

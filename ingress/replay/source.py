@@ -32,11 +32,9 @@ from ingress.chains.recall import Recall
 from ingress.checkpoint import Gap, Intent, IntentPiece
 from ingress.replay.plan import ChainRange
 from ingress.replay.request import Advice, Request
-from ingress.rows.ahead import ByteBudget, DecodedAhead
 from ingress.rows.decoder import Decoder, Relays
-from ingress.rows.prepare import Prepared, Preparer, TargetLimits
-from ingress.rows.rows import Block, Rows
-from ingress.rows.subjects import SubjectRule
+from ingress.rows.prepare import Prepared, Preparer, SubjectRule, TargetLimits
+from ingress.rows.rows import Block, ByteBudget, DecodedAhead, Rows
 
 log = get_logger("ingress.replay.source")
 

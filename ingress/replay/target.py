@@ -16,7 +16,7 @@ from common.service.exits import ways
 from common.service.logs import get_logger
 from common.settings.types import format_size
 from ingress.checkpoint_store import ROLE as INGRESS
-from ingress.hints import set_command
+from ingress.errors import set_command
 from ingress.preflight import add_command, problems
 from ingress.replay.plan import ReplayPlan
 from ingress.replay.request import Advice, Request

@@ -22,9 +22,8 @@ from common.segments.unread import NOTHING, StretchReader, UnreadPart, open_stre
 from common.sequences import SequenceRange, Stretch, holes
 from common.service.process import Threads
 from ingress.checkpoint import IntentPiece
-from ingress.rows.ahead import ByteBudget
 from ingress.rows.prepare import Oversize, Prepared, Preparer
-from ingress.rows.rows import Block
+from ingress.rows.rows import Block, ByteBudget
 
 # Of a chunk: its raw bytes (a single larger message is a chunk of its own) and its rows. Making Python
 # objects of

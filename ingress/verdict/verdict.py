@@ -24,7 +24,7 @@ from common.jetstream.requests import ApiError
 from common.segments.segment import Message, decode_subject
 from common.service.exits import ways
 from ingress.checkpoint import Checkpoint, Ending, Intent, IntentPiece, TargetState
-from ingress.hints import set_command
+from ingress.errors import set_command
 
 
 @dataclass(frozen=True, slots=True)

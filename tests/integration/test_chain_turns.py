@@ -19,8 +19,7 @@ from common.tasks import Stop
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import Prefetcher
 from ingress.checkpoint import Gap, advanced
-from ingress.rows.prepare import TargetLimits
-from ingress.rows.subjects import Accepting
+from ingress.rows.prepare import Accepting, TargetLimits
 from tests.support.basics import PATIENCE, soon
 from tests.support.ingress import CHAIN, Archive, rows_of
 

@@ -18,7 +18,7 @@ from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Lease, Leases, new_owner
-from common.leasing.balancer import LeaseGroup, fair_share
+from common.leasing import LeaseGroup, fair_share
 from common.service.monitor import Health
 from common.settings.service import NatsSettings
 from common.tasks import Stop, end, first_of

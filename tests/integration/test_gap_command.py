@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 import floe
 from common.chain import Chain
-from common.segments.quarantine import quarantine_command
+from common.segments.store import quarantine_command
 from common.sequences import SequenceRange
 from ingress.operator.holes import look_up, standing_at
 from tests.support.ingress import CHAIN, Archive, Centre, rows_of

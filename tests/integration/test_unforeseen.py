@@ -19,8 +19,7 @@ from common.clock import SystemClock
 from common.jetstream.api import stream_info
 from common.jetstream.client import frame
 from common.jetstream.lease import Lease
-from common.leasing.balancer import LeaseGroup
-from common.leasing.members import LeaseWatcher
+from common.leasing import LeaseGroup, LeaseWatcher
 from common.segments.columns import Columns
 from common.service.monitor import Health
 from common.settings.root import Settings

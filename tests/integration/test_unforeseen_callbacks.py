@@ -17,7 +17,7 @@ from common.jetstream.kv import KeyValue
 from common.jetstream.lease import Leases
 from common.jetstream.pull import From, get_message, read_through, scan
 from common.jetstream.requests import Requests
-from common.leasing.members import LeaseWatcher
+from common.leasing import LeaseWatcher
 from common.settings.service import NatsSettings
 from common.tasks import Stop, to_its_end
 from infra.local.nats import NatsServer

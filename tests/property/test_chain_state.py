@@ -17,8 +17,7 @@ from common.sequences import SequenceRange, Stretch
 from ingress.chains.chain_state import ChainState
 from ingress.chains.plan import ChainPlan, Phase
 from ingress.rows.decoder import FromHole
-from ingress.rows.prepare import Preparer, TargetLimits
-from ingress.rows.subjects import Accepting, SubjectRule
+from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from tests.support.basics import seeded
 
 CHAIN = Chain("us-east", "NODES")

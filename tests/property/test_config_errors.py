@@ -12,11 +12,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.settings.base import Section
 from common.settings.docs import fields_of, sections_of, type_name
 from common.settings.loader import parse_documents
 from common.settings.root import Settings
-from common.settings.types import Range, TypeName, parse_size
+from common.settings.types import Range, Section, TypeName, parse_size
 from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -30,9 +30,8 @@ from ingress.chains.pauses import Pause, Pauses
 from ingress.chains.prefetch import Prefetcher
 from ingress.chains.search import look
 from ingress.checkpoint import Gap, IntentPiece, advanced
-from ingress.rows.prepare import TargetLimits
+from ingress.rows.prepare import Accepting, TargetLimits
 from ingress.rows.rows import Block
-from ingress.rows.subjects import Accepting
 from tests.support.basics import seeded
 
 CHAIN = Chain("us-east", "NODES")

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.jetstream.kv import KeyValue
-from common.leasing.balancer import fair_share
+from common.leasing import fair_share
 from common.open import load_settings, open_store
 from common.segments.segment import Message
 from common.segments.store import SegmentStore

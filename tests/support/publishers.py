@@ -16,9 +16,8 @@ from common.sequences import SequenceRange
 from ingress.checkpoint import IntentPiece
 from ingress.publishers.choose import make
 from ingress.publishers.publisher import Publisher, Replies
-from ingress.rows.prepare import Preparer, TargetLimits
+from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block, Rows
-from ingress.rows.subjects import Accepting, SubjectRule
 from tests.support.basics import soon, unique
 from tests.support.ingress import Arrived, arrived
 from tests.support.segments import START_NS

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from common.settings import docs
-from common.settings.base import Section
 from common.settings.docs import default_of, fields_of, sections_of
 from common.settings.ingress import CreateSettings
 from common.settings.loader import parse
 from common.settings.root import Settings
+from common.settings.types import Section
 from common.settings.yaml import Items, Keys, Node, Problems, parse_yaml, refuse
 
 ROOT = Path(__file__).parents[2]

@@ -8,10 +8,9 @@ import pytest
 
 from common.clock import NS_PER_S
 from common.jetstream.api import ConsumerInfo
-from common.settings.base import Section
 from common.settings.egress import FeedSettings, SegmentSettings
 from common.settings.service import ServiceSettings
-from common.settings.types import Range, parse_duration
+from common.settings.types import Range, Section, parse_duration
 from egress.consumers import ACK_WAIT, WantedMessages, durable, ephemeral, filters, first, unfit
 from egress.partition import Partition, is_of_site, partitions_of
 

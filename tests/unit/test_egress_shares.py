@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.leasing.balancer import circle_of, fair_share, surplus
+from common.leasing import circle_of, fair_share, surplus
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from common.jetstream.lease import new_owner, owner_text
 from common.service import exits
-from egress.hints import repartition, resolve
 from egress.incarnations import filters_text
+from egress.partition import repartition, resolve
 from egress.report import LeftOut, Unmatched
 
 

@@ -11,16 +11,15 @@ from typing import Any, cast
 import pytest
 
 from common.chain import Chain
-from common.segments import archive, documents, quarantine
+from common.segments import archive, documents, store
 from common.segments.segment import Tip
 from common.sequences import SequenceRange
 from common.service import exits
 from common.settings.egress import FeedSettings
-from egress import hints, identity
+from egress import identity, partition
 from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness
 from egress.partition import Partition, partitions_of
-from ingress import hints as chain_advice
-from ingress import hints as checkpoint_commands
+from ingress import errors as chain_advice
 from ingress.replay import request as replay_advice
 from ingress.replay.request import ReplayOptions, Request
 from tests.support.basics import commands_of, problems_of
@@ -81,21 +80,21 @@ SAMPLES: dict[str, Callable[[], object]] = {
     "common/segments/documents.py:carry_late": lambda: [
         documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)
     ],
-    "common/segments/quarantine.py:quarantine_command": lambda: quarantine.quarantine_command("a b.parquet"),
+    "common/segments/store.py:quarantine_command": lambda: store.quarantine_command("a b.parquet"),
     "egress/identity.py:_hint": verdicts,
-    "egress/hints.py:resolve": lambda: [
-        hints.resolve("IT'S", "--new-incarnation --from 3", 0),
-        hints.believe_listing(CHAIN),
+    "egress/partition.py:resolve": lambda: [
+        partition.resolve("IT'S", "--new-incarnation --from 3", 0),
+        partition.believe_listing(CHAIN),
     ],
-    "egress/hints.py:repartition": lambda: hints.repartition("IT'S"),
-    "egress/hints.py:bring_back": lambda: [
-        hints.bring_back(part, chain, continues=False) for part in PARTS for chain in (CHAIN, PLAIN)
+    "egress/partition.py:repartition": lambda: partition.repartition("IT'S"),
+    "egress/partition.py:bring_back": lambda: [
+        partition.bring_back(part, chain, continues=False) for part in PARTS for chain in (CHAIN, PLAIN)
     ],
-    "ingress/hints.py:set_command": lambda: [
-        checkpoint_commands.set_command("A TARGET", "--forget"),
+    "ingress/errors.py:set_command": lambda: [
+        chain_advice.set_command("A TARGET", "--forget"),
         chain_advice.set_position("A TARGET", CHAIN, 5),
     ],
-    "ingress/hints.py:resume": lambda: [
+    "ingress/errors.py:resume": lambda: [
         chain_advice.resume("A TARGET", CHAIN),
         chain_advice.resume("A TARGET", PLAIN),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ingress.rows.ahead import ByteBudget
+from ingress.rows.rows import ByteBudget
 
 
 async def turn() -> None:

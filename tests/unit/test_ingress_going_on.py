@@ -26,9 +26,8 @@ from ingress.chains.plan import ChainPlan, Phase
 from ingress.checkpoint import Intent, IntentPiece
 from ingress.errors import ends_target, leading, passes_by_itself
 from ingress.report import Lags, TargetReport
-from ingress.rows.prepare import Preparer, TargetLimits
+from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from ingress.rows.rows import Block
-from ingress.rows.subjects import Accepting, SubjectRule
 from tests.support.basics import unique
 
 CHAIN = Chain("us-east", "NODES")

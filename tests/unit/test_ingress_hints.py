@@ -11,10 +11,11 @@ import pytest
 from common.chain import Chain
 from common.errors import FloeError, Stopped
 from common.jetstream.api import StreamInfo
+from common.segments import documents
 from common.sequences import SequenceRange
 from common.settings.ingress import TargetSettings
 from ingress import checkpoint_store as state_module
-from ingress import hints as advice
+from ingress import errors as advice
 from ingress.chains.chain_state import ChainRegistry
 from ingress.chains.prefetch import with_way_out
 from ingress.chains.recall import Recall
@@ -25,8 +26,7 @@ from ingress.replay.receipt import Receipt, other, receipt_key, unreadable
 from ingress.replay.replay import ReplayChoices, held_error
 from ingress.replay.request import Advice, ReplayOptions, Request
 from ingress.replay.source import hole_error
-from ingress.rows.prepare import TargetLimits, oversize_hint, way_out
-from ingress.rows.subjects import Accepting
+from ingress.rows.prepare import Accepting, TargetLimits, oversize_hint, way_out
 from ingress.verdict.verdict import Doubt, Finding, IntentVerdict, Origin, TargetErrors, TargetReading, Unread
 from tests.support.basics import problems_of
 
@@ -87,7 +87,7 @@ def of_chains() -> Iterator[str]:
         recall: Any = Recall.__new__(Recall)
         recall._chains = roster
         yield recall._refused(refused).hint
-    yield advice.way_out(CHAIN, HOLE)
+    yield documents.way_out(CHAIN, HOLE)
     for hint in ("", "mend it"):
         error = with_way_out(FloeError("x", hint=hint), advice.resume("FLEET", CHAIN))
         yield error.hint

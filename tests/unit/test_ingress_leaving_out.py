@@ -17,11 +17,9 @@ from ingress.chains.recall import Recall
 from ingress.checkpoint import Checkpoint, Intent, IntentPiece, TargetState
 from ingress.checkpoint_store import from_json, to_json
 from ingress.parked import ParkedStore
-from ingress.rows.ahead import ByteBudget
 from ingress.rows.decoder import Decoder, Relays
-from ingress.rows.prepare import TargetLimits
-from ingress.rows.rows import Block, Rows
-from ingress.rows.subjects import Accepting
+from ingress.rows.prepare import Accepting, TargetLimits
+from ingress.rows.rows import Block, ByteBudget, Rows
 from tests.support.basics import seeded
 from tests.support.ingress import CHAIN, Archive
 from tests.support.segments import message

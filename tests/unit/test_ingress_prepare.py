@@ -5,9 +5,16 @@ from __future__ import annotations
 from common.chain import Chain
 from common.jetstream.headers import Provenance, escape, restore
 from common.segments.segment import Message
-from ingress.rows.prepare import MAX_HEADER_BLOCK, PUBLISHER_LINES, Prepared, Preparer, TargetLimits
+from ingress.rows.prepare import (
+    MAX_HEADER_BLOCK,
+    PUBLISHER_LINES,
+    Accepting,
+    Prepared,
+    Preparer,
+    SubjectRule,
+    TargetLimits,
+)
 from ingress.rows.rows import PreparedBatch
-from ingress.rows.subjects import Accepting, SubjectRule
 from tests.support.segments import batch_of, message
 
 CHAIN = Chain("us-east", "NODES", 1, 2)

@@ -15,8 +15,7 @@ from common.segments.documents import ChainDocument, ChainStore
 from common.segments.keys import Layout
 from common.service.process import Threads
 from ingress.rows.decoder import Relays
-from ingress.rows.prepare import Preparer, TargetLimits
-from ingress.rows.subjects import Accepting, SubjectRule
+from ingress.rows.prepare import Accepting, Preparer, SubjectRule, TargetLimits
 from tests.support.segments import batch_of, message
 
 CITY, REGION = Chain("city", "NODES"), Chain("region", "FLEET", 0, 1)

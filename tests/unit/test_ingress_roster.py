@@ -10,8 +10,7 @@ from common.chain import Chain
 from common.errors import ConfigError, Stopped
 from common.settings.ingress import TargetSettings
 from ingress.chains.chain_state import ChainRegistry
-from ingress.rows.prepare import TargetLimits
-from ingress.rows.subjects import Accepting
+from ingress.rows.prepare import Accepting, TargetLimits
 
 CHAIN = Chain("us-east", "NODES")
 NEXT = CHAIN.next_incarnation()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingress.rows.subjects import MAX_SUBJECT, Accepting, SubjectRule, problem
+from ingress.rows.prepare import MAX_SUBJECT, Accepting, SubjectRule, problem
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from common.chain import Chain
 from common.errors import UsageError
-from common.segments.naming import MOST_NAMES, chosen, configured, one, parse, suggestion
+from common.segments.keys import MOST_NAMES, chosen, configured, one, parse, suggestion
 from common.settings.root import Settings
 
 OLD, NEW = Chain("us-east", "NODES"), Chain("us-east", "NODES", 1)

@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.settings.loader import load
 from common.subjects import matches
 from common.transforms import TransformError, compile_transform
-from ingress.rows.subjects import Accepting, SubjectRule, rule_of
+from ingress.rows.prepare import Accepting, SubjectRule, rule_of
 
 CONFIG = """\
 nats: {url: nats://127.0.0.1}
