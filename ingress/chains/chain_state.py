@@ -10,6 +10,7 @@ from typing import Any
 
 from common.chain import Chain
 from common.errors import ConfigError, FloeError, Stopped
+from common.segments import documents
 from common.segments.segment import SegmentRef
 from common.sequences import SequenceRange, Stretch
 from common.service.exits import ways
@@ -268,7 +269,7 @@ class ChainState:
             state["waiting_since"] = self.plan.waiting_since
             away = sorted(self.damaged) if self.plan.phase is Phase.DAMAGED else []
             if self.gone:
-                state["hint"] = errors.way_out_filled(self.chain, self.plan.hole)
+                state["hint"] = documents.way_out_filled(self.chain, self.plan.hole)
             else:
                 state["hint"] = errors.way_out_of(self.chain, self.plan.hole, away)
         if self.waits_for:

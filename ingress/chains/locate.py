@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from common.chain import Chain
 from common.clock import NS_PER_S, Clock, parse_time
 from common.errors import FloeError, Stopped
+from common.segments import documents
 from common.segments.documents import MAX_TEXT, AcceptedGap, ChainStore
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
@@ -291,7 +292,7 @@ class SegmentLocator:
         state.plan = replace(plan, phase=Phase.LOST)
         chain, part = state.chain, state.surveyed[1]
         message = f"chain {chain}: sequences {part} are lost: {decision.why}"
-        raise Stopped(message, hint=errors.way_out(chain, part), code="E-LOST")
+        raise Stopped(message, hint=documents.way_out(chain, part), code="E-LOST")
 
     async def look_behind(self, state: ChainState) -> None:
         """Tell what arrived behind gaps that were passed: it is not carried."""
@@ -313,6 +314,6 @@ def _missing(chain: Chain, gone: FromHole, why: str) -> Stopped:
     return Stopped(
         f"chain {chain}: sequences {gone.rows} were archived again after their segment was lost, and "
         f"{gone.missing} of them were gone from the source by then: {why}",
-        hint=errors.way_out_filled(chain, gone.rows),
+        hint=documents.way_out_filled(chain, gone.rows),
         code="E-LOST",
     )

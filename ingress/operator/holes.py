@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, UsageError
-from common.segments.documents import AcceptedGap, ChainStore
+from common.segments.documents import AcceptedGap, ChainStore, way_out_filled
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import Reason, SegmentRef
 from common.segments.store import SegmentStore
@@ -16,7 +16,7 @@ from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, cover, holes
 from ingress.chains.plan import Phase, first_position
 from ingress.chains.search import look_into
-from ingress.errors import way_out_filled, way_out_of
+from ingress.errors import way_out_of
 
 
 @dataclass(frozen=True, slots=True)
