@@ -11,9 +11,10 @@ from typing import TypeVar
 import pyarrow as pa
 
 from common.chain import Chain
-from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.errors import OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
-from common.jetstream.api import absent
+from common.jetstream.api import STREAM_NOT_FOUND, absent
+from common.jetstream.requests import ApiError
 from common.segments.columns import Columns
 from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
 from common.segments.reader import SegmentWriter, SpooledSegment, record_batch
@@ -207,11 +208,13 @@ class SourceQuestions:
     async def _asked(self, asking: Awaitable[T], otherwise: T) -> T:
         try:
             return await asking
-        except FloeError as error:
+        except (Unavailable, OutcomeUnknown) as error:
             if self._ended.is_set:
                 return otherwise
-            if isinstance(error, Unavailable | OutcomeUnknown):
-                raise ReaderResetError("unreachable", error.message) from error
+            raise ReaderResetError("unreachable", error.message) from error
+        except ApiError as error:  # a stream that is gone holds nothing; any other refusal says nothing of it
+            if self._ended.is_set and error.err_code == STREAM_NOT_FOUND:
+                return otherwise
             raise
 
 

@@ -313,10 +313,19 @@ class KvDocument(Generic[T]):
     ) -> None:
         self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
 
-    async def get(self) -> tuple[T | None, int]:
-        """The value and its revision; None and 0 where there is none."""
+    async def get(self, *, anew: bool = False) -> tuple[T | None, int]:
+        """The value and its revision; None and 0 where there is none. `anew`: an unreadable value is as none,
+        with its revision, so that it can be replaced.
+        """
         entry = await self._bucket.get(self.key)
-        return (None, 0) if entry is None else (self._parsed(entry.value), entry.revision)
+        if entry is None:
+            return None, 0
+        try:
+            return self._form.decode(entry.value), entry.revision
+        except ValueError as error:
+            if anew:
+                return None, entry.revision
+            raise self._unreadable(f"{error} (begins {entry.value[:40]!r})") from error
 
     async def put(self, value: T) -> int:
         """Have this value, whatever was there; its revision."""
@@ -332,23 +341,18 @@ class KvDocument(Generic[T]):
             return await self.create(value)
         return await self._bucket.update(self.key, self._form.encode(value), revision)
 
-    async def change(self, step: Callable[[T | None], T | None]) -> T | None:
+    async def change(self, step: Callable[[T | None], T | None], *, anew: bool = False) -> T | None:
         """Have what `step` makes of the value (None: none is there), whoever else changes it too; what is
         there then. Where `step` gives None, or the same again, the value stays. What `step` raises is raised.
+        `anew`: as in `get`.
         """
         while True:
-            found, revision = await self.get()
+            found, revision = await self.get(anew=anew)
             value = step(found)
             if value is None or value == found:
                 return found
             if await self.update(value, revision) is not None:
                 return value
-
-    def _parsed(self, raw: bytes) -> T:
-        try:
-            return self._form.decode(raw)
-        except ValueError as error:
-            raise self._unreadable(f"{error} (begins {raw[:40]!r})") from error
 
 
 def _is_marker(message: Message) -> bool:

@@ -312,11 +312,17 @@ def read_url(given: Given, key: str, tls: Mapping[str, str]) -> tuple[Connection
     No message ever holds a part of the URL before the host was found to be one.
     """
     try:
-        texts = [each.strip() for each in given.text(key).split(",")]
-        return _connection([urlsplit(text if "://" in text else f"nats://{text}") for text in texts], tls)
+        return _connection([_parts(each.strip()) for each in given.text(key).split(",")], tls)
     except ValueError as error:
         given.refuse(key, str(error))
         return None, []
+
+
+def _parts(text: str) -> SplitResult:
+    try:
+        return urlsplit(text if "://" in text else f"nats://{text}")
+    except ValueError:  # its words hold parts of the text
+        raise ValueError(f"expected {URL_FORM}, found another") from None
 
 
 def _server(part: SplitResult) -> str:

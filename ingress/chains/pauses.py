@@ -129,11 +129,8 @@ class PauseStore:
 
     async def resume_all(self, at: str) -> Pauses:
         """Have nothing paused, also where what stands there cannot be read. Raises what the bucket raises."""
-        try:
-            return await self.change(lambda pauses: pauses.resume_all(at))
-        except Stopped:
-            await self._document.put(Pauses())
-            return Pauses()
+        found = await self._document.change(lambda found: (found or Pauses()).resume_all(at), anew=True)
+        return found or Pauses()
 
 
 @asynccontextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.errors import Unavailable
+from common.errors import FloeError, OutcomeUnknown, Unavailable
+from common.jetstream.api import STREAM_NOT_FOUND
+from common.jetstream.requests import ApiError
 from common.segments.columns import Columns
 from common.segments.reader import open_file
 from common.segments.writer import Spool
@@ -18,10 +21,12 @@ from common.sequences import SequenceRange
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.egress import FeedSettings
+from common.tasks import Stop
 from egress.acks import ReaderResetError
 from egress.batch import SAMPLED_OUT
 from egress.builder import Close, Piece
-from egress.encoder import BATCH_ROWS, Encoder, SegmentFile
+from egress.encoder import BATCH_ROWS, Encoder, SegmentFile, SourceQuestions
+from egress.identity import SourceStream
 from egress.memory import MemoryBudget
 from egress.report import FeedReport
 from egress.sampling.settings import Sampling
@@ -236,3 +241,39 @@ async def test_closing_leaves_nothing_in_the_spool(thread: Threads, tmp_path: Pa
     assert [path.name for path in tmp_path.rglob("tmp*")]
     made.close()
     assert not list(tmp_path.rglob("tmp*"))
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize(
+    ("error", "raised", "raised_at_the_end"),
+    [
+        (Unavailable("away"), ReaderResetError, None),
+        (OutcomeUnknown("no answer"), ReaderResetError, None),
+        (ApiError(404, STREAM_NOT_FOUND, "stream not found"), ApiError, None),
+        (ApiError(500, 10077, "message get refused"), ApiError, ApiError),
+    ],
+)
+async def test_only_who_cannot_be_asked_is_taken_to_hold_nothing_at_the_end(
+    has_ended: bool, error: FloeError, raised: type[FloeError], raised_at_the_end: type[FloeError] | None
+) -> None:
+    class Client:
+        async def api(self, *_: Any, **__: Any) -> Any:
+            raise error
+
+        def api_subject(self, name: str) -> str:
+            return name
+
+    partition = SimpleNamespace(filter_subject="one.>", stream="S")
+    parts: Any = SimpleNamespace(
+        client=Client(), partition=partition, store=None, report=None, pools=SimpleNamespace(io=None)
+    )
+    ended = Stop()
+    asked: Any = SourceQuestions(parts, CHAIN, SourceStream("2026", 1, 9), SimpleNamespace(), ended)  # type: ignore[arg-type]
+    if has_ended:
+        ended.set()
+    expected = raised_at_the_end if has_ended else raised
+    if expected is None:
+        assert await asked.gone([SequenceRange(3, 4)]) == [SequenceRange(3, 4)]
+    else:
+        with pytest.raises(expected):
+            await asked.gone([SequenceRange(3, 4)])

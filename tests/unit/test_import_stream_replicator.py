@@ -266,6 +266,7 @@ def test_no_secret_is_printed(login: str, tmp_path: Path) -> None:
         "nats://u:hush@s,nats://v:hush@s",
         "nats://u:hush@s:99999",
         "nats://u:hush@[::1",
+        "nats://u:hush\u2105@s",
         "nats://u:hush@s?credentials=x&jwt=hush",
         "nats://u:hush@s?connect_timeout=9",
         "nats://u:12?hush@s",

@@ -80,7 +80,7 @@ async def test_what_stays_is_not_written() -> None:
     kept = document(bucket)
     assert await kept.change(lambda _: None) is None
     assert bucket.entry is None
-    await kept.put(Mark(1))
+    assert await kept.create(Mark(1)) == 1
     assert await kept.change(lambda _: Mark(1)) == Mark(1)
     assert await kept.change(lambda _: None) == Mark(1)
     assert bucket.entry.revision == 1
@@ -94,6 +94,13 @@ async def test_a_value_that_is_none_is_told_and_not_replaced(raw: bytes) -> None
             await attempt
         assert caught.value.code == "E-STATE-KV"
     assert bucket.entry == KvEntry(raw, 1)
+
+
+async def test_a_value_that_is_none_is_replaced_where_nobody_else_did_first() -> None:
+    bucket = Bucket(b"no mark")
+    bucket.between = FORM.encode(Mark(5))
+    assert await document(bucket).change(lambda mark: Mark(mark.end + 1 if mark else 1), anew=True) == Mark(6)
+    assert bucket.entry == KvEntry(FORM.encode(Mark(6)), 3)
 
 
 def test_the_same_value_gives_the_same_bytes_and_a_version_goes_first() -> None:
