@@ -90,7 +90,7 @@ async def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing(
     stream = await bench.make_stream(unique("T"))
     async with TcpProxy(nats_server.port) as proxy:
         far = Bench(proxy.url, bench.root, bench.client, bench.lease_bucket, bench.state_bucket)
-        async with far.egress({"stream": stream, "segment": {"max_age": "1h"}}):
+        async with far.egress({"stream": stream, "segment": {"max_age": "20s"}}):
             for _ in range(10):
                 await bench.publish(stream, [b"x" * 100] * 200)
                 await asyncio.sleep(0.15)
