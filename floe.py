@@ -24,16 +24,12 @@ COMMANDS = {
     "egress": Entry("egress.cli:egress", "Freeze the streams of a site into segments."),
     "ingress": Entry("ingress.cli:ingress", "Melt segments back into target streams."),
     "compact": Entry("compaction.cli:compact", "Merge small segments into larger ones."),
-    "advisories": Entry(
-        "egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."
-    ),
+    "advisories": Entry("egress.advisories.cli:advisories", "Show who was seen when, from a stream of advisories."),
     "state": Entry("egress.sampling.cli:state", "Show what the sampler of a feed knows about its senders."),
     "segments": Entry("common.segments.cli:segments", "List, show and verify segments."),
     "checkpoint": Entry("ingress.cli:checkpoint", "Show how far ingress has come."),
     "gap": Entry("ingress.operator.decisions_cli:gap", "List holes in the archive, and give them up."),
-    "chain": Entry(
-        "ingress.operator.decisions_cli:chain", "Pause single chains, and have them carried again."
-    ),
+    "chain": Entry("ingress.operator.decisions_cli:chain", "Pause single chains, and have them carried again."),
     "parked": Entry("ingress.operator.parked_cli:parked", "Show and deliver messages that were too large."),
     "replay": Entry("ingress.replay.cli:replay", "Put what the archive holds of a feed into a stream."),
     "drill": Entry("ingress.replay.cli:drill", "Replay into a scratch stream, compare, and remove it."),
@@ -96,12 +92,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, wanted: bool) ->
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show tracebacks (FLOE_DEBUG=1).")
 @click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Show the version.",
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show the version."
 )
 def cli(debug: bool) -> None:
     """Carry JetStream streams between sites through object storage, and restore them from it."""

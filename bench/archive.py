@@ -107,9 +107,7 @@ def look(store: SegmentStore, position: int) -> float:
     started = time.perf_counter()
     found = next_stretches(store, CHAIN, position)
     elapsed = (time.perf_counter() - started) * 1000
-    assert [each.rows.first for each in found[:1]] == [position], (
-        f"expected rows from {position}, found {found[:1]}"
-    )
+    assert [each.rows.first for each in found[:1]] == [position], f"expected rows from {position}, found {found[:1]}"
     return elapsed
 
 
@@ -138,9 +136,7 @@ async def session(objects: Synthetic) -> Archive:
     assert objects.requests <= 20, f"expected at most 20 LISTs at the start, found {objects.requests}"
     before = objects.requests
     assert not await archive.is_covered(end + 1), "expected nothing behind the end"
-    assert objects.requests == before + 1, (
-        f"expected one LIST before a put, found {objects.requests - before}"
-    )
+    assert objects.requests == before + 1, f"expected one LIST before a put, found {objects.requests - before}"
     return archive
 
 
@@ -167,10 +163,7 @@ INPUTS, INPUT_ROWS = 8, 50_000
 def inputs(store: SegmentStore) -> list[SegmentRef]:
     """Adjacent segments of level 0 with messages of 1 KB, as egress writes them."""
     bodies = payloads()
-    return [
-        _segment(store, SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS), bodies)
-        for n in range(INPUTS)
-    ]
+    return [_segment(store, SequenceRange(n * INPUT_ROWS + 1, (n + 1) * INPUT_ROWS), bodies) for n in range(INPUTS)]
 
 
 def _segment(store: SegmentStore, coverage: SequenceRange, bodies: list[bytes]) -> SegmentRef:

@@ -5,29 +5,12 @@ from __future__ import annotations
 import time
 
 from bench.harness import Bench, Figure, paired
-from bench.place import (
-    STREAM,
-    BenchPlace,
-    archive_end,
-    documents,
-    fill,
-    peak_mb,
-    place,
-    raw_read,
-    run,
-    store_of,
-    until,
-)
+from bench.place import STREAM, BenchPlace, archive_end, documents, fill, peak_mb, place, raw_read, run, store_of, until
 
 COUNT = 400_000
 SENDERS = 50_000
 HOUR = 12 * SENDERS  # messages of senders that publish every five minutes; one in twelve is copied
-SAMPLED = {
-    "inspect_field": "sender",
-    "inspect_duration": "1h",
-    "size_trigger": "1K",
-    "segment": {"max_age": "1s"},
-}
+SAMPLED = {"inspect_field": "sender", "inspect_duration": "1h", "size_trigger": "1K", "segment": {"max_age": "1s"}}
 
 
 def freeze(at: BenchPlace) -> tuple[float, float]:
@@ -99,17 +82,7 @@ def sampled(name: str, size: int, count: int) -> Figure:
 
 BENCHES = [
     Bench("egress.unsampled", "msg/s", "ratio >= 0.3", unsampled),
-    Bench(
-        "egress.sampled.1k",
-        "msg/s",
-        "ratio >= 0.3",
-        lambda: sampled("egress.sampled.1k", 1_000, 2 * HOUR),
-    ),
-    Bench(
-        "egress.sampled.14k",
-        "msg/s",
-        "ratio >= 0.3",
-        lambda: sampled("egress.sampled.14k", 14_000, HOUR),
-    ),
+    Bench("egress.sampled.1k", "msg/s", "ratio >= 0.3", lambda: sampled("egress.sampled.1k", 1_000, 2 * HOUR)),
+    Bench("egress.sampled.14k", "msg/s", "ratio >= 0.3", lambda: sampled("egress.sampled.14k", 14_000, HOUR)),
     Bench("memory.egress", "MB", "<= 300", memory),
 ]

@@ -149,10 +149,7 @@ def _against(name: str, publisher: str, raw: Raw) -> Figure:
         run(fill(at.nats.url, STREAM, COUNT))
         config = frozen(at)
         return paired(
-            name,
-            "msg/s",
-            floor=lambda: run(_floor(at.nats.url, raw)),
-            value=lambda: melt(at, config, publisher)[0],
+            name, "msg/s", floor=lambda: run(_floor(at.nats.url, raw)), value=lambda: melt(at, config, publisher)[0]
         )
 
 
@@ -242,10 +239,7 @@ def _configs(at: BenchPlace, bucket: str, endpoint_url: str, ingress: Mapping[st
     """One for each service: egress writes through `endpoint_url`."""
     central = at.config(bucket, {"segment": {"max_age": "1s"}})
     document = yaml.safe_load(central.read_text())
-    document["ingress"] = {
-        **{k: v for k, v in document["ingress"].items() if k != "poll_interval"},
-        **ingress,
-    }
+    document["ingress"] = {**{k: v for k, v in document["ingress"].items() if k != "poll_interval"}, **ingress}
     central.write_text(yaml.safe_dump(document))
     document["store"]["endpoint_url"] = endpoint_url
     site = central.with_name("site.yaml")

@@ -139,9 +139,7 @@ def payloads(count: int = 500) -> list[bytes]:
     """Documents of 1 KB that compress about as well as JSON does: half text that repeats, half noise."""
     rng = random.Random(1)
     text = json.dumps({"facts": {f"key{n}": n for n in range(40)}}).encode()[: MESSAGE_BYTES // 2]
-    return [
-        text + rng.randbytes(MESSAGE_BYTES // 2).hex().encode()[: MESSAGE_BYTES // 2] for _ in range(count)
-    ]
+    return [text + rng.randbytes(MESSAGE_BYTES // 2).hex().encode()[: MESSAGE_BYTES // 2] for _ in range(count)]
 
 
 def documents(size: int, senders: int) -> Callable[[int], bytes]:
@@ -164,9 +162,7 @@ async def fill(url: str, stream: str, count: int, payload: Callable[[int], bytes
     client = await client_of(url)
     bodies = payloads()
     make = payload or (lambda number: bodies[number % len(bodies)])
-    await create_stream(
-        client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file", "retention": "limits"}
-    )
+    await create_stream(client, {"name": stream, "subjects": [f"{stream}.>"], "storage": "file", "retention": "limits"})
     for start in range(0, count, 1000):
         numbers = range(start, min(count, start + 1000))
         client.send(b"".join(frame(f"{stream}.{n % 1000}".encode(), make(n)) for n in numbers))
@@ -223,9 +219,7 @@ async def raw_atomic(url: str, stream: str, subject: str, count: int, header: by
     `header`: a line that each message carries beside those of the batch, so that sizes are those of Floe.
     """
     client, bodies = await client_of(url), payloads()
-    await create_stream(
-        client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_atomic": True}
-    )
+    await create_stream(client, {"name": stream, "subjects": [subject + ".>"], "storage": "file", "allow_atomic": True})
     inbox, answers = client.new_inbox(), asyncio.Queue[bytes]()
     await client.subscribe_raw(inbox, lambda _s, _r, payload, _h: answers.put_nowait(payload))
     started = time.perf_counter()

@@ -104,26 +104,16 @@ def child() -> None:
 
 
 def measured() -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.sampling"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "bench.sampling"], capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
 
 BENCHES = [
     Bench(
-        "memory.senders.1m",
-        "MB",
-        "<= 400",
-        lambda: Figure("memory.senders.1m", round(measured()["memory"], 1), "MB"),
+        "memory.senders.1m", "MB", "<= 400", lambda: Figure("memory.senders.1m", round(measured()["memory"], 1), "MB")
     ),
-    Bench(
-        "pause.snapshot",
-        "ms",
-        "<= 50",
-        lambda: Figure("pause.snapshot", round(measured()["pause"], 1), "ms"),
-    ),
+    Bench("pause.snapshot", "ms", "<= 50", lambda: Figure("pause.snapshot", round(measured()["pause"], 1), "ms")),
 ]
 
 if __name__ == "__main__":

@@ -52,9 +52,4 @@ class Chain:
 
     def log_context(self) -> dict[str, object]:
         """The fields that every log line about this chain carries."""
-        return {
-            "site": self.site,
-            "feed": self.feed,
-            "incarnation": self.incarnation,
-            "partition": self.partition,
-        }
+        return {"site": self.site, "feed": self.feed, "incarnation": self.incarnation, "partition": self.partition}

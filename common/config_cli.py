@@ -72,9 +72,7 @@ def _check(file: str) -> tuple[list[ConfigDocument], list[ConfigError], list[str
     return documents, errors, refused
 
 
-def _print_checked(
-    file: str, documents: list[ConfigDocument], errors: list[ConfigError], warnings: list[str]
-) -> None:
+def _print_checked(file: str, documents: list[ConfigDocument], errors: list[ConfigError], warnings: list[str]) -> None:
     lines = [error.line() for error in errors] + [f"warning: {warning}" for warning in warnings]
     for line in lines:
         click.echo(line, err=True)
@@ -87,11 +85,7 @@ def _print_checked(
 
 def _summary(document: ConfigDocument) -> dict[str, object]:
     settings = document.settings
-    return {
-        "site": settings.site,
-        "feeds": len(settings.egress.feeds),
-        "targets": len(settings.ingress.targets),
-    }
+    return {"site": settings.site, "feeds": len(settings.egress.feeds), "targets": len(settings.ingress.targets)}
 
 
 def _problems(error: ConfigError) -> list[object]:

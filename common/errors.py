@@ -45,9 +45,7 @@ class FloeError(Exception):
         """
         message, hint = f"error[{self.code}]: {self.message}", self.hint.split("\n")
         first = f"{message}; {hint[0]}" if hint[0] else message
-        return "\n".join(
-            "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) for text in (first, *hint[1:])
-        )
+        return "\n".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in text) for text in (first, *hint[1:]))
 
 
 class ConfigError(FloeError):

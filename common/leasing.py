@@ -22,19 +22,7 @@ from common.jetstream.lease import Lease, Leases
 from common.jetstream.requests import ApiError
 from common.service.logs import get_logger
 from common.service.monitor import Health
-from common.tasks import (
-    Stop,
-    StopReason,
-    Tell,
-    Trouble,
-    again,
-    end,
-    first_of,
-    guarded,
-    orphaned,
-    wait_for,
-    watched,
-)
+from common.tasks import Stop, StopReason, Tell, Trouble, again, end, first_of, guarded, orphaned, wait_for, watched
 
 log = get_logger("leasing")
 
@@ -99,9 +87,7 @@ class LeaseWatcher:
     `members`: the member keys known to whoever looks, so that their renewals ring nothing.
     """
 
-    def __init__(
-        self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]
-    ) -> None:
+    def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
         self._leases, self._client, self._keys = leases, client, frozenset(keys)
         self._pattern, self._prefix = pattern, prefix
         self.rung = asyncio.Event()

@@ -133,9 +133,7 @@ PARTS = (
     "walk",
     "worker",
 )
-unexpected = counter(
-    "unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=PARTS
-)
+unexpected = counter("unexpected_errors", "Errors that nobody foresaw, by what they ended.", ("part",), part=PARTS)
 for _part in PARTS:
     unexpected.labels(_part)
 
@@ -271,9 +269,7 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
 
 def _is_of_transport(error: BaseException, context: dict[str, Any]) -> bool:
     """Whether it is about a connection, which is made again by whoever needs it."""
-    return "transport" in context or isinstance(
-        error, ConnectionError | TimeoutError | Unavailable | OutcomeUnknown
-    )
+    return "transport" in context or isinstance(error, ConnectionError | TimeoutError | Unavailable | OutcomeUnknown)
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

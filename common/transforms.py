@@ -92,9 +92,7 @@ def compile_transform(source: str, destination: str) -> Transform:
 def _tokens(where: str, subject: str) -> list[str]:
     tokens = subject.split(".")
     if "" in tokens or ">" in tokens[:-1]:
-        raise TransformError(
-            where, f"expected a subject without empty tokens, > only last, found {subject!r}"
-        )
+        raise TransformError(where, f"expected a subject without empty tokens, > only last, found {subject!r}")
     for token in tokens:
         is_function = where == "destination" and "{{" in token
         if _CONTROL.search(token) or (" " in token and not is_function):
@@ -133,9 +131,7 @@ def _function(text: str) -> tuple[str, list[str]]:
     if found is None or name not in _NAMES or not re.fullmatch(_NAMES[name], found[1]):
         raise TransformError("destination", f"expected one of {_known()}, found {text}")
     if name == "random":
-        raise TransformError(
-            "destination", f"expected a function that gives the same each time, found {text}"
-        )
+        raise TransformError("destination", f"expected a function that gives the same each time, found {text}")
     return name, re.split(r",\s*", found[2])
 
 
@@ -147,9 +143,7 @@ def _of_token(text: str, name: str, arguments: list[str], wildcards: Sequence[in
     """A function of one token of the source."""
     expected = 1 if name == "wildcard" else 2
     if len(arguments) != expected or (expected == 1 and not arguments[0]):
-        raise TransformError(
-            "destination", f"{text}: expected {expected} of arguments, found {len(arguments)}"
-        )
+        raise TransformError("destination", f"{text}: expected {expected} of arguments, found {len(arguments)}")
     place = _place(text, _number(text, arguments[0]), wildcards)
     if name == "wildcard":
         return _at(place)
@@ -201,9 +195,7 @@ def _bucket(key: bytes, count: int) -> bytes:
 
 def _split(text: str, at: str, place: int) -> Part:
     if not at or " " in at:
-        raise TransformError(
-            "destination", f"{text}: expected a text without spaces to split at, found {at!r}"
-        )
+        raise TransformError("destination", f"{text}: expected a text without spaces to split at, found {at!r}")
     raw = at.encode()
     return lambda tokens: _split_at(tokens[place], raw)
 

@@ -77,11 +77,7 @@ def _rows(reader: SegmentReader, window: SequenceRange) -> pa.Table:
 
 
 def _compare(
-    supersession: Supersession,
-    readers: _Readers,
-    stretch: Stretch[SegmentRef],
-    above: pa.Table,
-    window: SequenceRange,
+    supersession: Supersession, readers: _Readers, stretch: Stretch[SegmentRef], above: pa.Table, window: SequenceRange
 ) -> None:
     sequences: Values = above.column("sequence").to_pylist()
     found: Values = pa.repeat(False, above.num_rows)

@@ -55,9 +55,7 @@ class Failure:
         damaged = (error.key,) if isinstance(error, UnreadableInput) else ()
         suspects = error.keys if isinstance(error, Forked) else damaged
         is_stale = isinstance(error, SegmentGone)
-        return cls(
-            what, error.line(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain
-        )
+        return cls(what, error.line(), error.exit_code, frozenset(damaged), is_stale, error.code, suspects, chain)
 
 
 def exit_code(failures: Iterable[Failure]) -> int:

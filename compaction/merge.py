@@ -271,10 +271,7 @@ def _spool(store: SegmentStore, output: Output) -> tuple[SpooledSegment, tuple[i
         return reader
 
     writer = SegmentWriter(
-        path,
-        level=output.level,
-        compression_level=COMPRESSION_LEVEL,
-        subject_statistics=store.subject_statistics,
+        path, level=output.level, compression_level=COMPRESSION_LEVEL, subject_statistics=store.subject_statistics
     )
     try:
         for batch in ahead(union(output.inputs, opened)):

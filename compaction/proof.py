@@ -48,10 +48,7 @@ class Sums:
         leasts = [n for n in (self.least, other.least) if n is not None]
         greatests = [n for n in (self.greatest, other.greatest) if n is not None]
         return Sums(
-            self.rows + other.rows,
-            min(leasts, default=None),
-            max(greatests, default=None),
-            self.hashes + other.hashes,
+            self.rows + other.rows, min(leasts, default=None), max(greatests, default=None), self.hashes + other.hashes
         )
 
 

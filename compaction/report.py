@@ -70,9 +70,7 @@ def preview_rows(surveys: Iterable[ChainSurvey]) -> list[list[object]]:
     rows: list[list[object]] = []
     for survey in surveys:
         for output in survey.outputs:
-            rows += [
-                ["merge", s.key, s.size, f"level {output.level} {output.coverage}"] for s in output.inputs
-            ]
+            rows += [["merge", s.key, s.size, f"level {output.level} {output.coverage}"] for s in output.inputs]
         rows += [["delete", s.key, s.size, None] for s in survey.going]
         rows += [["delete", s.key, s.size, None] for s in survey.outdated]
     return rows

@@ -433,9 +433,7 @@ class Compaction:
                 break
             pruned.append(ref)
         if pruned:
-            log.info(
-                "snapshots pruned", action="snapshots_pruned", **chain.log_context(), snapshots=len(pruned)
-            )
+            log.info("snapshots pruned", action="snapshots_pruned", **chain.log_context(), snapshots=len(pruned))
         return pruned, failures
 
     def _outdated(self, chain: Chain, now: float, grace: float) -> tuple[list[SnapshotRef], list[Failure]]:

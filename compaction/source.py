@@ -110,9 +110,7 @@ class _Reading:
                     rest = SequenceRange(position, stretch.rows.last)
                     self._pending[:0] = self._elsewhere(stretch.segment, rest, error)
 
-    def _elsewhere(
-        self, failed: SegmentRef, rows: SequenceRange, error: DataError
-    ) -> list[Stretch[SegmentRef]]:
+    def _elsewhere(self, failed: SegmentRef, rows: SequenceRange, error: DataError) -> list[Stretch[SegmentRef]]:
         self._avoided.add(failed.key)
         listed = self._store.list(failed.chain, position=rows.first)
         stretches = cover([s for s in listed if s.key not in self._avoided], rows.first, rows.last)
@@ -269,9 +267,7 @@ _stores: dict[str, tuple[ObjectStore, SegmentStore]] = {}
 def _open_store(options: ReadOptions) -> tuple[ObjectStore, SegmentStore]:
     """The store, opened once in each process: Spark gives one Python process many small partitions."""
     settings = options.store
-    identity = (
-        f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
-    )
+    identity = f"{settings.model_dump_json()} {settings.secret_access_key.get_secret_value()} {options.spool_dir}"
     if identity not in _stores:
         objects = open_objects(settings)
         spool_dir = Path(options.spool_dir) if options.spool_dir else None

@@ -188,13 +188,9 @@ def _segments(given: Mapping[str, str]) -> tuple[tuple[str, SequenceRange | None
     if "segments" not in given:
         return None
     try:
-        return tuple(
-            (str(key), SequenceRange(*rows) if rows else None) for key, rows in json.loads(given["segments"])
-        )
+        return tuple((str(key), SequenceRange(*rows) if rows else None) for key, rows in json.loads(given["segments"]))
     except (ValueError, TypeError) as error:
-        raise UsageError(
-            f"option segments: expected JSON [[key, [first, last] or null], …]: {error}"
-        ) from error
+        raise UsageError(f"option segments: expected JSON [[key, [first, last] or null], …]: {error}") from error
 
 
 def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int:

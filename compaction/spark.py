@@ -131,9 +131,7 @@ def start(master: str, conf: Mapping[str, str]) -> SparkSession:
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise ConfigError(
-            f"engine spark: {error}",
-            hint="install floe-jetstream[spark], or use --engine local",
-            code="E-SPARK",
+            f"engine spark: {error}", hint="install floe-jetstream[spark], or use --engine local", code="E-SPARK"
         ) from error
     _set_environment(master, conf)
     warn_of_open(master, spark_conf(master, conf))

@@ -94,9 +94,7 @@ def outstanding(segments: Sequence[SegmentRef], level: int) -> list[SegmentRef]:
     return [s for s in largest.values() if not above.over(s.coverage)]
 
 
-def _contained(
-    segments: Sequence[SegmentRef],
-) -> Iterator[tuple[tuple[Stretch[SegmentRef], ...], SegmentRef]]:
+def _contained(segments: Sequence[SegmentRef]) -> Iterator[tuple[tuple[Stretch[SegmentRef], ...], SegmentRef]]:
     # From the top down, so that a segment is replaced by what stays and not by what is itself replaced.
     staying: list[SegmentRef] = []
     for level in sorted({s.level for s in segments}, reverse=True):

@@ -93,9 +93,7 @@ class Tombstone:
             raise ValueError(f"format_version: expected {FORMAT_VERSION}, found {version!r:.40}")
         if not fields >= _FIELDS:  # others are a newer version's
             raise ValueError(f"expected an object of {sorted(_FIELDS)}, found {raw[:60]!r}")
-        tombstone = cls(
-            _refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain)
-        )
+        tombstone = cls(_refs(document["superseded"], layout, chain), _refs(document["superseding"], layout, chain))
         if problem := tombstone.problem():
             raise ValueError(problem)
         return tombstone

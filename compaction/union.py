@@ -118,9 +118,7 @@ def _next_batch(runs: list[_Run]) -> pa.RecordBatch:
 def _together(parts: _Parts) -> pa.RecordBatch:
     """The rows of overlapping batches, sorted, of each sequence the first; raises DataError for a fork."""
     table = pa.Table.from_batches([batch for _, batch in parts])
-    order: Values = pc.sort_indices(
-        table.column("sequence")
-    )  # stable: equal sequences keep the order of the parts
+    order: Values = pc.sort_indices(table.column("sequence"))  # stable: equal sequences keep the order of the parts
     merged = table.take(order)
     sequences: Values = merged.column("sequence").combine_chunks()
     repeats: Values = pc.equal(sequences[1:], sequences[:-1])

@@ -77,13 +77,7 @@ class Archive:
     """
 
     def __init__(
-        self,
-        chain: Chain,
-        first: int,
-        store: SegmentStore,
-        chains: ChainStore,
-        marks: HighWaterMarks,
-        threads: Threads,
+        self, chain: Chain, first: int, store: SegmentStore, chains: ChainStore, marks: HighWaterMarks, threads: Threads
     ) -> None:
         self.chain, self.first = chain, first
         self.end = 0
@@ -118,10 +112,8 @@ class Archive:
         self._take(view, since)
         if mark >= self.first and mark not in view.covered:
             raise Unavailable(
-                f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, "
-                "found none",
-                hint="asked again until it shows one; if the objects are lost, "
-                + believe_listing(self.chain),
+                f"listing of {self.chain}: expected a segment that contains the high-water mark {mark}, found none",
+                hint="asked again until it shows one; if the objects are lost, " + believe_listing(self.chain),
                 code="E-LISTING",
             )
 

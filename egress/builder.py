@@ -276,15 +276,11 @@ class Builder:
 def _filled(columns: Columns, room: int) -> int:
     """How many of the messages it takes to fill `room` bytes; at least one."""
     rows = zip(columns.subjects, columns.headers, columns.payloads, strict=True)
-    sums = list(
-        accumulate(len(subject) + len(headers or b"") + len(payload) for subject, headers, payload in rows)
-    )
+    sums = list(accumulate(len(subject) + len(headers or b"") + len(payload) for subject, headers, payload in rows))
     return bisect_left(sums, room) + 1
 
 
-def attribute(
-    piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = ()
-) -> Ledger:
+def attribute(piece: Piece, source_first: int, *, filtered: bool, from_hole: Sequence[SequenceRange] = ()) -> Ledger:
     """The ledger of `piece`: what was received and left out, what the consumer passed, what was gone before.
 
     `source_first`: the source's first sequence, asked for after the piece was received. Sequences that were

@@ -152,9 +152,7 @@ def ephemeral(wanted: WantedMessages) -> dict[str, Any]:
     )
 
 
-def durable(
-    wanted: WantedMessages, version: tuple[int, int, int], description: str = READING
-) -> dict[str, Any]:
+def durable(wanted: WantedMessages, version: tuple[int, int, int], description: str = READING) -> dict[str, Any]:
     """A consumer that outlives its reader, with storage and replicas as the stream has them.
 
     `version`: the server's. Older ones believe that a durable which acknowledges all up to a message still
@@ -180,11 +178,7 @@ def durable(
 
 
 def _filtered(wanted: WantedMessages, config: dict[str, Any]) -> dict[str, Any]:
-    return (
-        {**config, "filter_subject": wanted.partition.filter_subject}
-        if wanted.partition.filter_subject
-        else config
-    )
+    return {**config, "filter_subject": wanted.partition.filter_subject} if wanted.partition.filter_subject else config
 
 
 async def take(client: FloeClient, wanted: WantedMessages) -> Taken:
@@ -312,9 +306,7 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
         if not await _is_in_the_way(client, wanted, name):
             continue
         if wanted.partition.partition_of(name) is not None:
-            return ReaderResetError(
-                "consumer_taken", f"{name} is another instance's, or of former partitions"
-            )
+            return ReaderResetError("consumer_taken", f"{name} is another instance's, or of former partitions")
         return Stopped(
             f"work queue {wanted.stream}: consumer {name} takes what {wanted.partition.durable} is to take",
             hint="a work queue gives each message to one consumer: freeze other subjects, or "
@@ -326,9 +318,7 @@ async def _taken(client: FloeClient, wanted: WantedMessages) -> Exception:
 
 async def _is_in_the_way(client: FloeClient, wanted: WantedMessages, name: str) -> bool:
     info = await consumer_info(client, wanted.stream, name)
-    return info is not None and any(
-        overlaps(wanted.partition.filter_subject, each) for each in filters(info.config)
-    )
+    return info is not None and any(overlaps(wanted.partition.filter_subject, each) for each in filters(info.config))
 
 
 def filters(config: dict[str, Any]) -> list[str]:

@@ -89,13 +89,7 @@ async def opened(settings: Settings, tuning: Tuning) -> AsyncIterator[CommandCon
             return connected(settings, "command", clock)
 
         deps = make_deps(
-            settings,
-            tuning,
-            open_objects(settings.store),
-            client,
-            fresh,
-            optional_state(client, egress),
-            clock,
+            settings, tuning, open_objects(settings.store), client, fresh, optional_state(client, egress), clock
         )
         stack.callback(deps.store.close)
         yield CommandContext(settings, deps, leases, pools)

@@ -71,10 +71,7 @@ class SegmentFile:
     ) -> None:
         self._chain, self._writer, self._filtered, self._sampling = chain, writer, filtered, sampling
         self._file = SegmentWriter(
-            new_spool(),
-            level=0,
-            compression_level=compression_level,
-            subject_statistics=subject_statistics,
+            new_spool(), level=0, compression_level=compression_level, subject_statistics=subject_statistics
         )
         self._coverage: SequenceRange | None = None
         self._ledger = Ledger()
@@ -117,12 +114,7 @@ class SegmentFile:
         if rows:
             self._file.append(
                 record_batch(
-                    rows.sequences,
-                    rows.timestamps_ns,
-                    rows.subjects,
-                    rows.headers,
-                    rows.payloads,
-                    rows.sample_keys,
+                    rows.sequences, rows.timestamps_ns, rows.subjects, rows.headers, rows.payloads, rows.sample_keys
                 )
             )
         self._few, self._few_bytes = Columns.empty(sampled=self._sampling is not None), 0
@@ -172,9 +164,7 @@ class SourceQuestions:
     taken for the least that can be known.
     """
 
-    def __init__(
-        self, deps: PartitionDeps, chain: Chain, source: SourceStream, inquiry: Inquiry, ended: Stop
-    ) -> None:
+    def __init__(self, deps: PartitionDeps, chain: Chain, source: SourceStream, inquiry: Inquiry, ended: Stop) -> None:
         self._deps, self._inquiry, self._ended = deps, inquiry, ended
         self._first, self._is_kept = source.first, source.retention == LIMITS
         self._loops = Loops(deps, chain)

@@ -145,18 +145,14 @@ class IdentityProbe:
                 return telling
         return []
 
-    async def _before(
-        self, client: FloeClient, continued: Sequence[Chain], source: SourceStream
-    ) -> list[Witness]:
+    async def _before(self, client: FloeClient, continued: Sequence[Chain], source: SourceStream) -> list[Witness]:
         """Of the incarnation before, where this one has nothing to compare; newest first."""
         found: list[Witness] = []
         for chain in continued:
             found += await self._witnesses(client, await self._former(chain, source.first), source)
         return _newest_first(found)
 
-    async def _matching(
-        self, client: FloeClient, current: Chain, first: int, source: SourceStream
-    ) -> int | None:
+    async def _matching(self, client: FloeClient, current: Chain, first: int, source: SourceStream) -> int | None:
         """The newest older incarnation of which a message is there, where this one has its own."""
         for chain in older(current):
             witnesses = await self._witnesses(client, await self._former(chain, source.first), source)
@@ -192,9 +188,7 @@ class IdentityProbe:
             found += await self._oldest_row(client, archive, source)
         return _newest_first(found)
 
-    async def _walk(
-        self, client: FloeClient, refs: Iterable[SegmentRef], source: SourceStream
-    ) -> list[Witness]:
+    async def _walk(self, client: FloeClient, refs: Iterable[SegmentRef], source: SourceStream) -> list[Witness]:
         """The witnesses in the order of `refs`, up to the first that the source holds."""
         found: list[Witness] = []
         for ref in refs:
@@ -221,9 +215,7 @@ class IdentityProbe:
         tip = await self._row(ref, message.sequence)
         if tip is not None:
             return [Witness(tip, _held(message, tip))]
-        return await self._first_held(
-            client, ref, await self._sequences(ref, ref.coverage, newest=True), source
-        )
+        return await self._first_held(client, ref, await self._sequences(ref, ref.coverage, newest=True), source)
 
     async def _newest_held(self, client: FloeClient, source: SourceStream, end: int) -> Message | None:
         """The last message that the source holds up to `end`, found by halves; None if it holds none."""
@@ -325,9 +317,7 @@ class IdentityProbe:
             return Witness(tip, HeldMessage.ABSENT)
         return Witness(tip, _held(message, tip))
 
-    async def first_unlike(
-        self, client: FloeClient, refs: Sequence[SegmentRef], source: SourceStream, end: int
-    ) -> int:
+    async def first_unlike(self, client: FloeClient, refs: Sequence[SegmentRef], source: SourceStream, end: int) -> int:
         """The first sequence from which on the stream holds what `refs`, up to `end`, do not.
 
         The stream's first where nothing agrees. Raises what the stream and the store raise, DataError for a
@@ -368,9 +358,7 @@ class IdentityProbe:
                 equal = sequences[place] if held is HeldMessage.EQUAL else equal
         return equal
 
-    async def _next_held(
-        self, client: FloeClient, sequences: Sequence[int], first: int, end: int
-    ) -> int | None:
+    async def _next_held(self, client: FloeClient, sequences: Sequence[int], first: int, end: int) -> int | None:
         """The first place in first..end-1 of `sequences` whose message the stream holds; None if none is.
 
         The stream is asked for what it holds next, so a stretch that it let go of costs one question. Behind
@@ -516,11 +504,7 @@ class Inquiry:
         None where there is no stream or it cannot be told.
         """
         source = evidence.source
-        if source is None or verdict.kind not in (
-            VerdictKind.ROLLED_BACK,
-            VerdictKind.FORKED,
-            VerdictKind.UNKNOWN,
-        ):
+        if source is None or verdict.kind not in (VerdictKind.ROLLED_BACK, VerdictKind.FORKED, VerdictKind.UNKNOWN):
             return None if source is None else source.first
         unlike, client = self._probe.first_unlike, self._deps.client
         try:

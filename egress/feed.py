@@ -43,12 +43,7 @@ class Feed:
     """One partition of a feed in this process: waits for its lease, works under it, gives it back."""
 
     def __init__(
-        self,
-        partition: Partition,
-        deps: EgressDeps,
-        sharing: LeaseGroup,
-        health: Health,
-        reexamine: float = REEXAMINE,
+        self, partition: Partition, deps: EgressDeps, sharing: LeaseGroup, health: Health, reexamine: float = REEXAMINE
     ) -> None:
         self._chain, self._reexamine = partition.chain, reexamine
         name = f"{self._chain.feed}-{self._chain.partition}"

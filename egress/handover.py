@@ -52,12 +52,7 @@ class Handover:
         return (await self._closings.change(current.chain, step)).next is None
 
     async def close(
-        self,
-        current: Incarnation,
-        archive: Archive,
-        info: StreamInfo,
-        first: int,
-        decision: EndDecision | None,
+        self, current: Incarnation, archive: Archive, info: StreamInfo, first: int, decision: EndDecision | None
     ) -> Closing:
         """Note that the partition ends where `archive` does, and goes on at `first` of the stream `info`.
 
@@ -78,9 +73,7 @@ class Handover:
             await self.begin(current, closing)
         return closing
 
-    async def wait(
-        self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop
-    ) -> None:
+    async def wait(self, current: Incarnation, closing: Closing, created: str, lease: Lease, stop: Stop) -> None:
         """Wait for the other partitions, for as long as this one's own verdict may stand unchecked."""
         self._deps.report.closing(closing.missing(self._count, created))
         clock, check = self._deps.clock, self._deps.tuning.pace.check

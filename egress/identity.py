@@ -178,9 +178,7 @@ def _judge_unmatched(evidence: Evidence, source: SourceStream) -> SourceVerdict:
         return SourceVerdict(VerdictKind.RECREATED, f"{why}, {_created(evidence, source)}")
     if drifted or differing or source.last < evidence.end or not _begins_later(evidence, source):
         return _unknown(evidence, source)
-    return SourceVerdict(
-        VerdictKind.UNVERIFIED, "no archived message is held any more, and all that is held is later"
-    )
+    return SourceVerdict(VerdictKind.UNVERIFIED, "no archived message is held any more, and all that is held is later")
 
 
 def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
@@ -190,9 +188,7 @@ def _begins_later(evidence: Evidence, source: SourceStream) -> bool:
 
 def _unknown(evidence: Evidence, source: SourceStream) -> SourceVerdict:
     differing = _tips(evidence, HeldMessage.DIFFERENT)
-    what = (
-        f"sequence {differing[0].sequence} is not as archived" if differing else "no archived message is held"
-    )
+    what = f"sequence {differing[0].sequence} is not as archived" if differing else "no archived message is held"
     bounds = f"the archive ends at {evidence.end}, the stream holds {source.first}..{source.last}"
     return SourceVerdict(VerdictKind.UNKNOWN, f"{what}; {bounds}; {_created(evidence, source)}")
 
@@ -285,9 +281,7 @@ def _differs(evidence: Evidence) -> bool:
     return any(witness.held is HeldMessage.DIFFERENT for witness in evidence.tips)
 
 
-def choices(
-    evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, is_cut: bool = False
-) -> list[Choice]:
+def choices(evidence: Evidence, verdict: SourceVerdict, proposal: int | None, *, is_cut: bool = False) -> list[Choice]:
     """The ways on by command, that which loses nothing first; none where there is no stream, or where nothing
     is wrong. `proposal`: the first sequence that is not as archived, None where that cannot be told.
     `is_cut`: into partitions, each of which has a beginning of its own: one `--from` would not do for all.
@@ -316,9 +310,7 @@ def _anew(evidence: Evidence, source: SourceStream, verdict: SourceVerdict, prop
     text = f"freeze what it is now, from {sequence} on, as the next incarnation: "
     both = _both(source, end)
     if proposal is None and both:
-        return (
-            f"{text}nothing is lost; {both} sequences, up to {end}, that could not be compared may come twice"
-        )
+        return f"{text}nothing is lost; {both} sequences, up to {end}, that could not be compared may come twice"
     if sequence > source.first:
         return f"{text}up to {sequence - 1} it is as archived, so nothing is repeated or lost"
     if not both or verdict.kind is not VerdictKind.UNKNOWN or _differs(evidence):

@@ -315,8 +315,7 @@ class History:
     def _lost(self, chain: Chain, end: int) -> Stopped:
         layout = self._chains.layout
         return Stopped(
-            f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} "
-            "nor a chain.json",
+            f"{chain}: a high-water mark at {end}, and neither {layout.stream_document(chain)} nor a chain.json",
             hint="restore the objects of the archive; if they are given up, so that it begins anew, "
             + believe_listing(chain),
             code="E-EMPTY-ARCHIVE",
@@ -331,10 +330,7 @@ class History:
         if stream is None:
             raise ValueError(f"{current.chain}: not closed")
         previous = {number: end.end for number, end in closing.ends.items()}
-        cut = [
-            msgspec.structs.replace(each, first=closing.ends[n].first)
-            for n, each in enumerate(current.chains)
-        ]
+        cut = [msgspec.structs.replace(each, first=closing.ends[n].first) for n, each in enumerate(current.chains)]
         document = StreamDocument(stream.config, stream.created, previous, tuple(cut))
         await self.open_next(chain, document)
         return await self._threads.run(self._loaded, chain)
@@ -346,13 +342,10 @@ class History:
             return
         if found.created == document.created:
             ends = {"expected": dict(document.previous or {}), "found": dict(found.previous or {})}
-            log.warning(
-                "incarnation ended elsewhere", action="previous_differs", **ends, **chain.log_context()
-            )
+            log.warning("incarnation ended elsewhere", action="previous_differs", **ends, **chain.log_context())
             return
         raise Stopped(
-            f"{chain}: made for the stream created at {found.created}, "
-            f"found one created at {document.created}",
+            f"{chain}: made for the stream created at {found.created}, found one created at {document.created}",
             hint="two sites under one name? give one of them another `site`, or the feed another `name`; "
             "or go on behind that incarnation with the next: " + resolve(chain.feed, "--new-incarnation"),
             code="E-INCARNATION",
@@ -445,9 +438,7 @@ class Closings:
     def _of(self, chain: Chain) -> KvDocument[Closing]:
         def unreadable(why: str) -> DataError:
             hint = "without it each partition notes its end again, and a decision is to be made again: "
-            return DataError(
-                f"closing of {chain}: {why}", hint=hint + believe_listing(chain), code="E-STATE-KV"
-            )
+            return DataError(f"closing of {chain}: {why}", hint=hint + believe_listing(chain), code="E-STATE-KV")
 
         return KvDocument(self._state, self.key(chain), CLOSING, unreadable)
 

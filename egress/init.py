@@ -39,10 +39,7 @@ class Done:
 async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done], list[FloeError]]:
     """What is there now, and what could not be made."""
     parts = all_partitions(settings.site, settings.egress.feeds)
-    streams = {
-        name: await stream_info(client, name)
-        for name in dict.fromkeys(partition.stream for partition in parts)
-    }
+    streams = {name: await stream_info(client, name) for name in dict.fromkeys(partition.stream for partition in parts)}
     done = await _buckets(client, settings)
     problems: list[FloeError] = [_missing(name) for name, info in streams.items() if info is None]
     for partition in parts:
@@ -63,9 +60,7 @@ async def initialise(client: FloeClient, settings: Settings) -> tuple[list[Done]
 
 
 def _missing(stream: str) -> Stopped:
-    return Stopped(
-        f"stream {stream} does not exist", hint="create it, then run this again", code="E-SOURCE-GONE"
-    )
+    return Stopped(f"stream {stream} does not exist", hint="create it, then run this again", code="E-SOURCE-GONE")
 
 
 async def _buckets(client: FloeClient, settings: Settings) -> list[Done]:

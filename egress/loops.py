@@ -46,12 +46,7 @@ class Claims:
     """Which messages claim to be copies of older messages of `chain`'s feed, in its incarnation. Pure."""
 
     def __init__(self, chain: Chain) -> None:
-        self._mark = b"%b%b %b %04d " % (
-            _SOURCE_PREFIX,
-            chain.site.encode(),
-            chain.feed.encode(),
-            chain.incarnation,
-        )
+        self._mark = b"%b%b %b %04d " % (_SOURCE_PREFIX, chain.site.encode(), chain.feed.encode(), chain.incarnation)
 
     def places(self, rows: Columns) -> list[int]:
         """The places of those messages. Hot: where nobody copies back, one search through all blocks."""

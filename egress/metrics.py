@@ -19,9 +19,7 @@ messages = counter("egress_messages", "Messages archived.", CHAIN)
 raw_bytes = counter("egress_raw_bytes", "Bytes of subjects, headers and payloads archived.", CHAIN)
 stored_bytes = counter("egress_stored_bytes", "Bytes of segments put.", CHAIN)
 segments = counter("egress_segments", "Segments put.", CHAIN)
-closed = counter(
-    "egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"), reason=Close
-)
+closed = counter("egress_segments_closed", "Segments closed, by what closed them.", (*CHAIN, "reason"), reason=Close)
 left_out = counter(
     "egress_left_out", "Sequences archived without a message, by why.", (*CHAIN, "reason"), reason=Reason
 )
@@ -29,9 +27,7 @@ put_seconds = histogram("egress_put_seconds", "Time to put one segment, tail and
 incarnation = gauge("egress_incarnation", "The incarnation that is written.", CHAIN)
 end_sequence = gauge("egress_end_sequence", "The last sequence archived.", CHAIN)
 end_timestamp = gauge("egress_end_timestamp_seconds", "Time of the last message archived, since 1970.", CHAIN)
-source_sequence = gauge(
-    "egress_source_sequence", "The last sequence of the stream, when it was last asked.", CHAIN
-)
+source_sequence = gauge("egress_source_sequence", "The last sequence of the stream, when it was last asked.", CHAIN)
 source_timestamp = gauge(
     "egress_source_timestamp_seconds", "Time of the stream's last message, when it was last asked.", CHAIN
 )
@@ -41,25 +37,17 @@ source_asked = gauge(
     CHAIN,
 )
 doubts = counter("egress_doubts", "Readers that were given up, by why.", (*CHAIN, "reason"), reason=REASONS)
-unverified = gauge(
-    "egress_unverified", "1 while no archived message is left in the stream to compare.", CHAIN
-)
-drifted = gauge(
-    "egress_created_drifted", "1 while the stream's creation time differs though its data do not.", CHAIN
-)
+unverified = gauge("egress_unverified", "1 while no archived message is left in the stream to compare.", CHAIN)
+drifted = gauge("egress_created_drifted", "1 while the stream's creation time differs though its data do not.", CHAIN)
 stopped = gauge("egress_stopped", "1 while the chain waits for an operator.", CHAIN)
 waiting = gauge("egress_waiting", "1 while NATS or the object store cannot be reached.", CHAIN)
-lost = gauge(
-    "egress_lost_sequences", "Sequences under existing coverage that neither archive nor stream hold.", CHAIN
-)
+lost = gauge("egress_lost_sequences", "Sequences under existing coverage that neither archive nor stream hold.", CHAIN)
 damaged = gauge(
     "egress_damaged_segments",
     "Segments at the end of the archive that are not what their names promise: left out, and read again.",
     CHAIN,
 )
-lease_held = gauge(
-    "egress_lease_held", "1 while this process works on the chain, 0 while it stands by.", CHAIN
-)
+lease_held = gauge("egress_lease_held", "1 while this process works on the chain, 0 while it stands by.", CHAIN)
 memory_used = gauge("egress_memory_bytes", "Bytes between the wire and the object store.")
 memory_limit = gauge("egress_memory_limit_bytes", "The budget for them.")
 
@@ -100,9 +88,7 @@ take_overs = counter("egress_take_overs", "Leases taken that another member was 
 
 heartbeats_leader = gauge("egress_heartbeats_leader", "1 while this process publishes the heartbeats.", SITE)
 heartbeats = counter("egress_heartbeats", "Heartbeats that a stream stored.", SITE)
-heartbeat_errors = counter(
-    "egress_heartbeat_errors", "Heartbeats that no stream is known to have stored.", SITE
-)
+heartbeat_errors = counter("egress_heartbeat_errors", "Heartbeats that no stream is known to have stored.", SITE)
 heartbeat_seconds = histogram("egress_heartbeat_seconds", "Time until a heartbeat was stored.", SITE)
 advisories = counter(
     "egress_advisories",
@@ -126,14 +112,9 @@ sampler_rebuilt = counter(
 
 tracked_values = gauge("egress_tracked_values", "Values that the sampler knows.", CHAIN)
 sample_keys_missing = counter(
-    "egress_sample_keys_missing",
-    "Messages without a value to sample by; they pass.",
-    CHAIN,
-    kind="sampled",
+    "egress_sample_keys_missing", "Messages without a value to sample by; they pass.", CHAIN, kind="sampled"
 )
-forced_copies = counter(
-    "egress_forced_copies", "Messages that the force field let pass.", CHAIN, kind="sampled"
-)
+forced_copies = counter("egress_forced_copies", "Messages that the force field let pass.", CHAIN, kind="sampled")
 snapshots = counter(
     "egress_snapshots",
     "Snapshots of the sampler, by what became of them.",
@@ -145,9 +126,7 @@ snapshot_seconds = histogram(
     "egress_snapshot_seconds", "Time to encode and put one snapshot, beside the data.", CHAIN, kind="sampled"
 )
 unmatched = gauge(
-    "egress_unmatched_messages",
-    "Messages in the stream on subjects that no partition takes.",
-    ("site", "feed"),
+    "egress_unmatched_messages", "Messages in the stream on subjects that no partition takes.", ("site", "feed")
 )
 
 # Interest and work-queue streams

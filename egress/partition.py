@@ -121,9 +121,7 @@ def position(first: int, end: int, gaps: Iterable[SequenceRange], source_first: 
         return Position(first)
     within = [each for gap in gaps if (each := gap.intersection(SequenceRange(first, end)))]
     lost = tuple(
-        SequenceRange(gap.first, min(gap.last, source_first - 1))
-        for gap in within
-        if gap.first < source_first
+        SequenceRange(gap.first, min(gap.last, source_first - 1)) for gap in within if gap.first < source_first
     )
     held = next((gap for gap in within if gap.last >= source_first), None)
     if held is None:

@@ -155,9 +155,7 @@ class Reader:
         info = await stream_info(self._client, self._stream)
         if info is None or info.created != self._created:
             found = "no such stream" if info is None else f"one created at {info.created}"
-            raise ReaderResetError(
-                "stream_changed", f"expected the stream created at {self._created}, found {found}"
-            )
+            raise ReaderResetError("stream_changed", f"expected the stream created at {self._created}, found {found}")
         return info
 
     async def check(self) -> None:
@@ -198,9 +196,7 @@ class Reader:
                 self._behind_first.set()
                 await self._clock.sleep(1.0)
             if acks.left:
-                log.warning(
-                    "left in the stream", action="left_alone", stream=self._stream, messages=acks.left
-                )
+                log.warning("left in the stream", action="left_alone", stream=self._stream, messages=acks.left)
 
     def _check_generation(self) -> None:
         if self._client.generation != self._generation:
@@ -326,9 +322,7 @@ class Reader:
     def _forget(self) -> None:
         self._replies, self._subjects, self._payloads, self._headers = [], [], [], []
 
-    def _hand_over(
-        self, acks: Acks, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]
-    ) -> None:
+    def _hand_over(self, acks: Acks, subjects: list[bytes], headers: list[bytes | None], payloads: list[bytes]) -> None:
         columns = Columns(acks.sequences, acks.timestamps_ns, subjects, headers, payloads)
         if acks.contiguous < len(subjects):
             columns = columns.part(0, acks.contiguous)

@@ -121,9 +121,7 @@ class Repartition:
         cut = await io.run(self._cut, chain)
         old = partitions_of(self._site, settings_of(cut, self._settings))
         reaches = [await self._reach(each, number) for each in old]
-        return RepartitionPlan(
-            chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0]))
-        )
+        return RepartitionPlan(chain, old, self._new, reaches, outline(cut) == outline(configured(self._new[0])))
 
     def _cut(self, chain: Chain) -> Sequence[ChainDocument]:
         chains = self._opened.deps.chains
@@ -287,9 +285,7 @@ class _CatchingUp:
             until = last if place.until is None else min(place.until, last)
             bounded = Position(place.first, until, place.lost, is_end=place.until is None)
             await self._worker.read_at(bounded, stand, self._lease, stop)
-        raise Unavailable(
-            f"{self._partition.chain}: stopped before it was read up to {last}", hint="try again"
-        )
+        raise Unavailable(f"{self._partition.chain}: stopped before it was read up to {last}", hint="try again")
 
     async def _judged(self, current: Incarnation, archive: Archive) -> Stand:
         """Where it stands, where the stream is the same. Raises Stopped."""

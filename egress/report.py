@@ -115,9 +115,7 @@ def counted(count: int, what: str) -> str:
 def unmatched(subjects: Mapping[str, int], filters: Sequence[str]) -> Unmatched:
     """What of `subjects`, with the number of messages of each, no filter takes."""
     left = {
-        subject: count
-        for subject, count in subjects.items()
-        if not any(matches(each, subject) for each in filters)
+        subject: count for subject, count in subjects.items() if not any(matches(each, subject) for each in filters)
     }
     return Unmatched(sum(left.values()), len(left), min(left, default=""))
 
@@ -292,12 +290,7 @@ class FeedReport:
         if not self._is_stalled:
             self._is_stalled = True
             self._log(
-                "error",
-                "chain stalled",
-                action="stalled",
-                code="E-STALLED",
-                pending=pending,
-                seconds=round(since),
+                "error", "chain stalled", action="stalled", code="E-STALLED", pending=pending, seconds=round(since)
             )
         why = f"{pending}, and nothing moves for {since:.0f} s"
         self.state("stalled", ready=False, why=why, code="E-STALLED")
@@ -324,11 +317,7 @@ class FeedReport:
         told = found.told()
         if found.subjects and found.subjects != known["subjects"]:
             self._log(
-                "warning",
-                "subjects that no partition takes",
-                action="unmatched",
-                complete=found.is_complete,
-                **told,
+                "warning", "subjects that no partition takes", action="unmatched", complete=found.is_complete, **told
             )
         self._status.update(unmatched=told)
         self._health.set_status(self._part, self._status)
@@ -437,9 +426,7 @@ async def _page(client: FloeClient, stream: str, offset: int, within: str) -> di
     return subjects
 
 
-async def watch(
-    partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock
-) -> None:
+async def watch(partition: Partition, client: FloeClient, threads: Threads, report: FeedReport, clock: Clock) -> None:
     """Look now and every ten minutes, and tell `report`; until cancelled.
 
     Only for partition 0 of a feed that is cut into partitions: who names one filter wants no other subjects.

@@ -31,14 +31,7 @@ from egress.identity import (
     never_begun,
     parting,
 )
-from egress.incarnations import (
-    Closings,
-    EndDecision,
-    HighWaterMarks,
-    History,
-    Incarnation,
-    newest_incarnation,
-)
+from egress.incarnations import Closings, EndDecision, HighWaterMarks, History, Incarnation, newest_incarnation
 from egress.partition import Partition
 
 log = get_logger("egress.resolve")
@@ -259,9 +252,7 @@ def check_same(case: Case) -> Acceptance:
     if not can_be_same(evidence, verdict):
         is_unknown, parted = verdict.kind is VerdictKind.UNKNOWN, parting(evidence, case.proposal)
         why = f"where messages differ{parted}" if is_unknown else f"where it is {verdict.kind.value}"
-        raise UsageError(
-            f"{case.chain}: --same is not a choice {why}", hint="--new-incarnation loses nothing"
-        )
+        raise UsageError(f"{case.chain}: --same is not a choice {why}", hint="--new-incarnation loses nothing")
     return Acceptance(evidence.source.created, evidence.end)
 
 

@@ -97,9 +97,7 @@ async def _same(opened: CommandContext, cases: Sequence[Case], yes: bool) -> dic
     stopped = [case for case in cases if case.code] or cases
     accepted = {str(case.chain): check_same(case).end for case in stopped}
     for chain, end in accepted.items():
-        confirm(
-            f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?", yes
-        )
+        confirm(f"take the stream for the one that {chain} was frozen from, whatever differs up to {end}?", yes)
     for case in stopped:
         await same(opened, case)
     return {"decided": "same", "accepted": accepted}

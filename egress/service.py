@@ -77,11 +77,7 @@ T = TypeVar("T")
 
 
 async def serve(
-    settings: Settings,
-    *,
-    tuning: Tuning | None = None,
-    reexamine: float = REEXAMINE,
-    place: WorkerPlace | None = None,
+    settings: Settings, *, tuning: Tuning | None = None, reexamine: float = REEXAMINE, place: WorkerPlace | None = None
 ) -> int:
     """Run egress until a signal; the exit code. Raises ConfigError or Refused where it cannot begin.
 
@@ -161,9 +157,7 @@ class EgressService:
                 feeds, parts = await self._start(stack)
             except _StopAskedError:
                 return True
-            return await run_feeds(
-                feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout
-            )
+            return await run_feeds(feeds, parts, self._health, self._stop, self._settings.egress.shutdown_timeout)
 
     async def _start(self, stack: AsyncExitStack) -> tuple[list[Runs], EgressDeps]:
         settings, site, clock = self._settings, self._settings.site, self._clock

@@ -35,9 +35,7 @@ class Uploader:
     What cannot be reached is tried again until `ended` is set.
     """
 
-    def __init__(
-        self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop
-    ) -> None:
+    def __init__(self, deps: PartitionDeps, archive: Archive, lease: Lease, reader: Reader, ended: Stop) -> None:
         self._archive, self._lease, self._reader, self._ended = archive, lease, reader, ended
         self._report, self._clock, self._backoff = deps.report, deps.clock, Backoff(deps.rng)
         self.puts = 0

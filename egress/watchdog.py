@@ -148,9 +148,7 @@ class Liveness:
                 self._report.moves()
             return None
         self._report.stalled(stall.pending, stall.since)
-        return (
-            ReaderResetError("stalled", f"{stall.pending} for {stall.since:.0f} s") if stall.heals else None
-        )
+        return ReaderResetError("stalled", f"{stall.pending} for {stall.since:.0f} s") if stall.heals else None
 
 
 LOOKS = 10  # of the first sequence; the pace is taken from the oldest to the newest
@@ -237,9 +235,7 @@ class Expiry:
         if limits == StreamLimits() or position > info.last_sequence:
             return math.inf
         partition = self._partition
-        waiting = await next_message(
-            self._client, partition.stream, max(1, position), partition.filter_subject
-        )
+        waiting = await next_message(self._client, partition.stream, max(1, position), partition.filter_subject)
         if waiting is None:
             return math.inf
         by_age = left_by_age(limits, waiting.timestamp_ns, self._server_ns(info))

@@ -24,14 +24,7 @@ from egress.consumers import LIMITS, check_start, first_sequence, hold
 from egress.deps import PartitionDeps
 from egress.evidence import Inquiry
 from egress.handover import Handover
-from egress.identity import (
-    Evidence,
-    SourceVerdict,
-    VerdictKind,
-    acceptance_of,
-    never_begun,
-    stopped_error,
-)
+from egress.identity import Evidence, SourceVerdict, VerdictKind, acceptance_of, never_begun, stopped_error
 from egress.incarnations import Closing, EndDecision, History, Incarnation
 from egress.partition import Position
 from egress.report import watch
@@ -133,9 +126,7 @@ class Worker:
         else:
             raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
 
-    async def _judge(
-        self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop
-    ) -> Findings | None:
+    async def _judge(self, current: Incarnation, archive: Archive, closing: Closing, stop: Stop) -> Findings | None:
         """None where `stop` came first and nothing is left unput that would depend on the answer."""
         judging = self.judge(current, archive)
         answer = await (unless(stop, judging) if self._unflushed is None else judging)
@@ -192,9 +183,7 @@ class Worker:
         works = {"decisions": lambda: self._watch_decisions(stand, leave)}
         if position.until is None:
             works["walk"] = lambda: self._watch_walk(stand, leave)
-        watches = [
-            watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()
-        ]
+        watches = [watched(again(name, work, self._deps.clock), orphaned, name=name) for name, work in works.items()]
         try:
             await self.read_at(position, stand, lease, leave)
         finally:
@@ -332,9 +321,7 @@ class Worker:
         if closing.next is None:
             await self.handover.wait(found.current, closing, info.created, lease, stop)
 
-    def _next_first(
-        self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None
-    ) -> int | None:
+    def _next_first(self, archive: Archive, verdict: SourceVerdict, decision: EndDecision | None) -> int | None:
         """Where the partition goes on in the next incarnation; None where an operator has yet to say so."""
         if decision is not None and self._partition.number in decision.first:
             return decision.first[self._partition.number]

@@ -47,9 +47,7 @@ class Published:
 class AckedPublisher:
     """Use as `async with AckedPublisher(client) as publisher`; leaving waits for what is under way."""
 
-    def __init__(
-        self, client: FloeClient, *, window: int = WINDOW, on_stored: OnStored | None = None
-    ) -> None:
+    def __init__(self, client: FloeClient, *, window: int = WINDOW, on_stored: OnStored | None = None) -> None:
         self.published = Published()
         self._client, self._window, self._on_stored = client, window, on_stored
         self._inbox = client.new_inbox().encode() + b"."

@@ -53,9 +53,7 @@ class Context:
         return b".".join((self.root, *tokens))
 
 
-def unchecked_frame(
-    subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None
-) -> bytes:
+def unchecked_frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: bytes | None = None) -> bytes:
     """As `frame`, and with whatever `headers` holds: other clients do not check it either."""
     if headers is None:
         return frame(subject, payload, None, reply)
@@ -114,9 +112,7 @@ _kind("nothing_at_all", lambda c: (c.subject(b"plain"), None, b""))
 _kind("empty_block", lambda c: (c.subject(b"plain"), block(), c.text()))
 _kind("empty_block_and_payload", lambda c: (c.subject(b"plain"), block(), b""))
 _kind("binary_payload", lambda c: (c.subject(b"plain"), None, c.rng.randbytes(c.rng.randint(1, 512))))
-_kind(
-    "protocol_payload", lambda c: (c.subject(b"plain"), block(b"A: 1"), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n")
-)
+_kind("protocol_payload", lambda c: (c.subject(b"plain"), block(b"A: 1"), b"\r\nPUB x 1\r\ny\r\n-ERR 'z'\r\n"))
 _kind("maximal_payload", lambda c: (c.subject(b"large"), None, c.rng.randbytes(c.max_payload)))
 _kind("maximal_with_headers", lambda c: _maximal_with_headers(c))
 RARE |= {"maximal_payload", "maximal_with_headers"}
@@ -191,18 +187,9 @@ _headers(
     b"Nats-Schedule-Target: %r.scheduled.%d",
     needs="allow_msg_schedules",
 )
+_headers("schedule_daily", b"Nats-Schedule: @daily", b"Nats-Schedule-Target: %r.daily.%d", needs="allow_msg_schedules")
 _headers(
-    "schedule_daily",
-    b"Nats-Schedule: @daily",
-    b"Nats-Schedule-Target: %r.daily.%d",
-    needs="allow_msg_schedules",
-)
-_headers(
-    "batch_of_one",
-    b"Nats-Batch-Id: %r-%d",
-    b"Nats-Batch-Sequence: 1",
-    b"Nats-Batch-Commit: 1",
-    needs="allow_atomic",
+    "batch_of_one", b"Nats-Batch-Id: %r-%d", b"Nats-Batch-Sequence: 1", b"Nats-Batch-Commit: 1", needs="allow_atomic"
 )
 
 # Floe's own headers, forged by a publisher
@@ -269,12 +256,7 @@ async def publish_awkward(
     """
     config = await _config(client, stream)
     made = awkward_messages(
-        rng,
-        root=subject_root,
-        stream=stream,
-        count=count,
-        max_payload=largest or client.max_payload,
-        config=config,
+        rng, root=subject_root, stream=stream, count=count, max_payload=largest or client.max_payload, config=config
     )
     kinds: list[str] = []
     sequences: dict[int, int] = {}
@@ -296,9 +278,7 @@ async def _config(client: FloeClient, stream: str) -> dict[str, Any]:
     return info.config
 
 
-async def _outlast_duplicate_window(
-    publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock
-) -> None:
+async def _outlast_duplicate_window(publisher: AckedPublisher, config: Mapping[str, Any], clock: Clock) -> None:
     """Let the second half's repeated message ids be stored, where the window is short enough to wait for."""
     window = config.get("duplicate_window", 0) / 1e9
     if window <= LONGEST_PAUSE:

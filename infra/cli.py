@@ -47,9 +47,7 @@ Examples:
 
 
 @click.command(help=EMULATE_HELP)
-@click.option(
-    "-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Take the connection from here."
-)
+@click.option("-c", "--config", type=click.Path(), envvar="FLOE_CONFIG", help="Take the connection from here.")
 @click.option("--server", help="Or connect to this URL.")
 @click.option("--stream", default="NODE_DATA", show_default=True, help="The stream to publish into.")
 @click.option("--create", is_flag=True, help="Make the stream if it is missing.")
@@ -60,9 +58,7 @@ Examples:
     help="Where each node publishes; {sender} is its name.",
 )
 @click.option("--nodes", type=click.IntRange(min=1), default=100, show_default=True, help="How many nodes.")
-@click.option(
-    "--interval", type=Duration(), default="5m", show_default=True, help="How often each one publishes."
-)
+@click.option("--interval", type=Duration(), default="5m", show_default=True, help="How often each one publishes.")
 @click.option("--rate", type=click.FloatRange(min=0), help="Messages per second of the fleet; 0: all it can.")
 @click.option("--min-size", type=Size(), default="1K", show_default=True, help="Smallest document, about.")
 @click.option("--max-size", type=Size(), default="15K", show_default=True, help="Largest document, about.")
@@ -85,9 +81,7 @@ async def emulate(**options: Any) -> None:
 
 
 @click.command(help=DEMO_HELP)
-@click.option(
-    "--seconds", type=click.FloatRange(min=5), default=30, show_default=True, help="How long to publish."
-)
+@click.option("--seconds", type=click.FloatRange(min=5), default=30, show_default=True, help="How long to publish.")
 @click.option(
     "--rate",
     type=click.FloatRange(min=1),

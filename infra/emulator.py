@@ -43,9 +43,7 @@ class PublishSchedule:
 
     def __post_init__(self) -> None:
         if self.interval <= 0 or (self.rate is not None and self.rate < 0):
-            raise UsageError(
-                f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more"
-            )
+            raise UsageError(f"interval {self.interval}, rate {self.rate}: expected more than 0 seconds, 0 or more")
 
     def per_second(self) -> float:
         """Messages per second; infinity where nothing holds them back."""
@@ -144,9 +142,7 @@ async def open_stream(client: FloeClient, stream: str, subject: str, *, create: 
         info = await create_stream(client, {"name": stream, "subjects": subjects, "storage": "file"})
     if info is None:
         line = f"nats stream add {stream} --subjects '{subject_filter(subject)}' --defaults"
-        raise ConfigError(
-            f"stream {stream}: expected to exist, found none", hint=f"add --create, or run: {line}"
-        )
+        raise ConfigError(f"stream {stream}: expected to exist, found none", hint=f"add --create, or run: {line}")
     return info
 
 
@@ -198,9 +194,7 @@ async def run_emulation(emulation: Emulation, clock: Clock | None = None) -> dic
     async with aclosing(await connect(emulation.settings, name="floe emulate", clock=clock)) as client:
         emulator = Emulator(client, fleet, pace, clock, subject=emulation.subject)
         before = await open_stream(client, emulation.stream, emulation.subject, create=emulation.create)
-        log.info(
-            "emulating", action="emulate", machine=describe(facts), nodes=fleet.nodes, seed=emulation.seed
-        )
+        log.info("emulating", action="emulate", machine=describe(facts), nodes=fleet.nodes, seed=emulation.seed)
         await _run(emulator)
         await check_stored(client, before, emulator.progress.published)
     return _result(emulation, emulator)

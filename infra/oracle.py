@@ -148,9 +148,7 @@ def allow(comparison: Comparison, left_out: int) -> Comparison:
     """
     missing = comparison.lost
     if missing == left_out:
-        return replace(
-            comparison, lost_prefix=0, lost_middle=0, lost_postfix=0, left_out=left_out, examples=()
-        )
+        return replace(comparison, lost_prefix=0, lost_middle=0, lost_postfix=0, left_out=left_out, examples=())
     example = f"missing {missing}, expected {left_out} by the ledger"
     return replace(
         comparison,

@@ -67,9 +67,7 @@ class IntentPiece:
         if any(piece.out_of_turn for piece in both):
             return None
         rows = SequenceRange(self.rows.first, following.rows.last)
-        return IntentPiece(
-            self.segment, rows, self.count + following.count, self.left_out + following.left_out
-        )
+        return IntentPiece(self.segment, rows, self.count + following.count, self.left_out + following.left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +234,7 @@ def advanced(positions: Mapping[Chain, int], pieces: Sequence[IntentPiece]) -> d
             continue
         have = moved.get(piece.chain, piece.rows.first)
         if piece.rows.first != have:
-            raise CheckpointConflict(
-                f"chain {piece.chain}: expected rows from {have}, got {piece.rows.first}"
-            )
+            raise CheckpointConflict(f"chain {piece.chain}: expected rows from {have}, got {piece.rows.first}")
         moved[piece.chain] = piece.rows.last + 1
     return moved
 

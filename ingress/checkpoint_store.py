@@ -193,11 +193,7 @@ class StateStore:
     """
 
     def __init__(
-        self,
-        bucket: StateBucket,
-        key: str,
-        target: str,
-        seen: Callable[[TargetState], None] = lambda _: None,
+        self, bucket: StateBucket, key: str, target: str, seen: Callable[[TargetState], None] = lambda _: None
     ) -> None:
         self._bucket, self._key, self._target, self._seen = bucket, key, target, seen
 

@@ -77,11 +77,7 @@ class ServerLimits:
     """
 
     def __init__(
-        self,
-        client: FloeClient,
-        chains: ChainRegistry,
-        reset: Callable[[Mapping[Chain, int]], None],
-        hint: str,
+        self, client: FloeClient, chains: ChainRegistry, reset: Callable[[Mapping[Chain, int]], None], hint: str
     ) -> None:
         self._client, self._chains, self._reset, self._hint = client, chains, reset, hint
 
@@ -299,11 +295,7 @@ class Delivery:
             return
         self.trouble = unclear.why
         log.warning(
-            "outcome unclear",
-            action="unclear",
-            target=self.target,
-            acknowledged=outcome.stored,
-            why=unclear.why,
+            "outcome unclear", action="unclear", target=self.target, acknowledged=outcome.stored, why=unclear.why
         )
 
     async def _pause(self, slow: int, unclear: UnknownOutcome) -> None:

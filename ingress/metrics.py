@@ -14,14 +14,10 @@ _CHAIN = ("target", "site", "feed", "partition")
 _FEED = ("site", "feed", "partition")
 
 messages = counter("ingress_messages", "Messages stored in the target.", _CHAIN)
-position = gauge(
-    "ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN
-)
+position = gauge("ingress_position", "The first sequence of the chain that the target does not hold yet.", _CHAIN)
 lag_sequences = gauge("ingress_lag_sequences", "Archived sequences that are not carried yet.", _CHAIN)
 waiting_seconds = gauge(
-    "ingress_waiting_seconds",
-    "For how long a hole or damage has kept the chain waiting; 0: it does not.",
-    _CHAIN,
+    "ingress_waiting_seconds", "For how long a hole or damage has kept the chain waiting; 0: it does not.", _CHAIN
 )
 stopped_chains = gauge("ingress_stopped_chains", "Chains that wait for an operator.", ("target",))
 damaged = counter("ingress_damaged_segments", "Segments left out because they are damaged.", ("site", "feed"))
@@ -31,17 +27,13 @@ intents = counter(
     ("target", "result"),
     result=("opened", "closed", "taken_over", "lost"),
 )
-unclear = counter(
-    "ingress_unclear_outcomes", "Batches whose fate had to be read from the target.", ("target",)
-)
+unclear = counter("ingress_unclear_outcomes", "Batches whose fate had to be read from the target.", ("target",))
 publish_seconds = histogram("ingress_publish_seconds", "From opening an intent to closing it.", ("target",))
 target_sequence = gauge(
     "ingress_target_sequence", "Last sequence of the target that ingress accounts for.", ("target",)
 )
 holds_lease = gauge("ingress_lease_held", "1 while this process may carry into the target.", ("target",))
-unreadable = counter(
-    "ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",)
-)
+unreadable = counter("ingress_store_errors", "Looks at the store that failed and are tried again.", ("target",))
 
 # Lag and holes: set by `ingress.report`, once a second
 lag_messages = gauge(
@@ -83,9 +75,7 @@ site_silent = gauge(
 site_alive = gauge(
     "ingress_site_alive_timestamp_seconds", "The site's last sign of life, by the store's clock.", ("site",)
 )
-alive_read = gauge(
-    "ingress_alive_last_success_timestamp_seconds", "When the signs of life were last read, since 1970."
-)
+alive_read = gauge("ingress_alive_last_success_timestamp_seconds", "When the signs of life were last read, since 1970.")
 lag_measured = gauge(
     "ingress_lag_last_success_timestamp_seconds",
     "When the lags of the target were last measured, since 1970: what they show is as old.",
@@ -116,9 +106,7 @@ refused_batches = counter(
     ("target", "err_code"),
     err_code=REFUSALS,
 )
-publisher = gauge(
-    "ingress_publisher", "1 for the publisher that the target is carried with.", ("target", "publisher")
-)
+publisher = gauge("ingress_publisher", "1 for the publisher that the target is carried with.", ("target", "publisher"))
 foreign_messages = counter(
     "ingress_foreign_messages", "Messages of others in a shared target that were stepped over.", ("target",)
 )
@@ -140,9 +128,7 @@ positions_errors = counter(
 
 # Messages put aside, and notifications
 parked_messages = counter("ingress_parked_messages", "Messages put aside by `on_oversize: park`.", _CHAIN)
-parked_waiting = gauge(
-    "ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",)
-)
+parked_waiting = gauge("ingress_parked_waiting", "Parked messages that the target does not hold yet.", ("target",))
 events = counter(
     "ingress_events",
     "Notifications of the bucket, by where they came from.",

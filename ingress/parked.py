@@ -274,10 +274,7 @@ class ParkedStore:
         before it was called.
         """
         head = self._objects.head
-        return (
-            head(self.keys.key(name, "left_out")) is not None
-            and head(self.keys.key(name, "delivered")) is None
-        )
+        return head(self.keys.key(name, "left_out")) is not None and head(self.keys.key(name, "delivered")) is None
 
     # Reading
 

@@ -139,9 +139,7 @@ def problems(config: Mapping[str, Any], settings: TargetSettings) -> Iterator[st
     yield from _subject_problems(config, settings)
 
 
-def _differences(
-    config: Mapping[str, Any], settings: TargetSettings, create: CreateSettings
-) -> Iterator[str]:
+def _differences(config: Mapping[str, Any], settings: TargetSettings, create: CreateSettings) -> Iterator[str]:
     """Where the stream would keep less, or take less, than `create` says."""
     expected = stream_config(settings, create)
     for name in ("retention", "storage"):
@@ -188,10 +186,5 @@ def shape_of(client: FloeClient, info: StreamInfo, settings: TargetSettings) -> 
     parks = settings.on_oversize == "park"
     headers = control_headers(settings)
     return TargetLimits(
-        Accepting(subjects),
-        min(limits),
-        headers,
-        parks=parks,
-        target=settings.stream,
-        max_payload=client.max_payload,
+        Accepting(subjects), min(limits), headers, parks=parks, target=settings.stream, max_payload=client.max_payload
     )

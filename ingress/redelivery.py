@@ -166,10 +166,7 @@ class Retries:
             except FloeError as error:
                 # Nothing here is worth to end what is carried beside it.
                 log.warning(
-                    "parked messages not looked at",
-                    action="parked_retry",
-                    target=self._parked.target,
-                    error=str(error),
+                    "parked messages not looked at", action="parked_retry", target=self._parked.target, error=str(error)
                 )
             await self._clock.sleep(self.spacing)
 

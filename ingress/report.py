@@ -122,12 +122,7 @@ class Lags:
         return max(0.0, now - since) if at == _position(state, positions) else 0.0
 
     def _lag(
-        self,
-        state: ChainState,
-        positions: Mapping[Chain, int],
-        decoded: int,
-        oldest: float | None,
-        now: float,
+        self, state: ChainState, positions: Mapping[Chain, int], decoded: int, oldest: float | None, now: float
     ) -> Lag:
         at = _position(state, positions)
         # What lies behind the end of the incarnation is never carried.
@@ -195,9 +190,7 @@ CHAINS = 1000  # that /status shows of one target at most
 class TargetReport:
     """The report of one target. `is_stopped`: it waits for an operator, as far as is known."""
 
-    def __init__(
-        self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = ""
-    ) -> None:
+    def __init__(self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = "") -> None:
         self.target, self._health, self._clock, self._sites = target, health, clock, sites
         self._part, self._owner = f"target {target}", owner
         self._lags = Lags(target)
@@ -310,9 +303,7 @@ class TargetReport:
         self._log_stop(error)
 
     def _log_stop(self, error: FloeError) -> None:
-        log.error(
-            "target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code
-        )
+        log.error("target stopped", action="target_stopped", target=self.target, error=str(error), code=error.code)
 
     def _state(self, state: str, *, ready: bool, why: str = "", **more: str) -> None:
         if not self._is_over:  # whoever asks for its lease just now tells nothing new

@@ -161,9 +161,7 @@ class Controller:
     # The drain, step by step: targets finish their open intents and give their leases back (at most
     # `shutdown_timeout`), what is not done by then is dropped, then the connection, threads and files.
 
-    async def _drained(
-        self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: Stop
-    ) -> None:
+    async def _drained(self, targets: list[asyncio.Task[None]], sides: list[asyncio.Task[None]], stop: Stop) -> None:
         """Wait until no target runs any more; from `stop` on for the time-out at most.
 
         A side task that fails ends the service, and so does an error that a target did not take itself.

@@ -74,9 +74,7 @@ class Target:
             await Replies.open(deps.client),
             exclusive=self._settings.exclusive,
         )
-        delivery = Delivery(
-            name, keeper, reconciler, publisher, source, deps.clock, source.before_close, limits
-        )
+        delivery = Delivery(name, keeper, reconciler, publisher, source, deps.clock, source.before_close, limits)
         deps.discovery.add(prefetch)
         try:
             watching, says = self._watch(delivery, prefetch, lease), self._says(delivery).run()
@@ -104,9 +102,7 @@ class Target:
         def positions() -> Mapping[Chain, int] | None:
             return delivery.state.checkpoint.positions if delivery.is_settled else None
 
-        return PositionsReport(
-            self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock
-        )
+        return PositionsReport(self._target, tuple(sorted(pairs)), positions, deps.documents, deps.threads, deps.clock)
 
     def _reconciler(self, keeper: StateStore, lease: Lease) -> Reconciler:
         deps, errors, headers = self._deps, TargetErrors(self._target), control_headers(self._settings)

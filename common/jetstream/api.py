@@ -104,9 +104,7 @@ async def create_stream(client: FloeClient, config: dict[str, Any]) -> StreamInf
     return _stream_info(await client.api(f"STREAM.CREATE.{token(config['name'])}", config))
 
 
-async def next_message(
-    client: FloeClient, stream: str, sequence: int, filter_subject: str = ""
-) -> Message | None:
+async def next_message(client: FloeClient, stream: str, sequence: int, filter_subject: str = "") -> Message | None:
     """The first message at or after `sequence` that the filter takes (empty: any); None if there is none.
 
     Raises ApiError where there is no such stream.

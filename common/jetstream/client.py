@@ -133,13 +133,7 @@ class FloeClient(Asking, Client):
     """
 
     def __init__(
-        self,
-        settings: NatsSettings,
-        auth: Credential,
-        *,
-        clock: Clock,
-        rng: random.Random,
-        ping_interval: float,
+        self, settings: NatsSettings, auth: Credential, *, clock: Clock, rng: random.Random, ping_interval: float
     ) -> None:
         super().__init__()
         self.generation = 0
@@ -408,9 +402,7 @@ class FloeClient(Asking, Client):
         try:
             self._went_down("the connection was lost")
             await super()._process_op_err(e)
-        except (
-            Exception
-        ) as failure:  # nobody would connect again, and nobody awaits the task that asked for it
+        except Exception as failure:  # nobody would connect again, and nobody awaits the task that asked for it
             orphaned(failure)
 
     async def _attempt_reconnect(self) -> None:

@@ -262,9 +262,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _translate(document: dict[str, Any], path: Path) -> dict[str, Any]:
     for key in _UNSUPPORTED:
         if document.get(key):
-            raise ConfigError(
-                f"nats.context {path}: {key} is not supported", hint="set the keys of nats: instead"
-            )
+            raise ConfigError(f"nats.context {path}: {key} is not supported", hint="set the keys of nats: instead")
     found = {ours: document[theirs] for theirs, ours in _NAMES.items() if document.get(theirs)}
     found["tls"] = {ours: document[theirs] for theirs, ours in _TLS_NAMES.items() if document.get(theirs)}
     if url := document.get("url"):
@@ -276,9 +274,7 @@ def _first_problem(error: ValueError) -> str:
     """What is wrong with which key; pydantic's own text would show the values, secrets among them."""
     problems: list[dict[str, Any]] = getattr(error, "errors", list)()
     first = problems[0] if problems else {}
-    return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(
-        ": "
-    )
+    return f"{'.'.join(str(part) for part in first.get('loc', ()))}: {first.get('msg', 'not valid')}".strip(": ")
 
 
 _REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)|invalid (user|client)", re.I)

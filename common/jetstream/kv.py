@@ -15,14 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from common.clock import NS_PER_S
 from common.errors import ConfigError, OutcomeUnknown, Unavailable
-from common.jetstream.api import (
-    MESSAGE_NOT_FOUND,
-    STREAM_NOT_FOUND,
-    ask,
-    create_stream,
-    stored_message,
-    stream_info,
-)
+from common.jetstream.api import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, ask, create_stream, stored_message, stream_info
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.headers import build_block, header
 from common.jetstream.requests import NOBODY, ApiError, api_error
@@ -68,9 +61,7 @@ class KeyValue:
     right.
     """
 
-    def __init__(
-        self, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
-    ) -> None:
+    def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
         self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
         self._is_optional = False
@@ -91,9 +82,7 @@ class KeyValue:
         return store
 
     @classmethod
-    def optional(
-        cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1
-    ) -> KeyValue:
+    def optional(cls, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1) -> KeyValue:
         """The bucket of that name for a command that may only look: a missing one is empty, and is created by
         the first write.
         """
@@ -185,9 +174,7 @@ class KeyValue:
         while True:
             request = {"subjects_filter": wanted, "offset": len(names)}
             try:
-                answer = await ask(
-                    self._client, f"STREAM.INFO.{self._stream}", request, timeout=self._timeout
-                )
+                answer = await ask(self._client, f"STREAM.INFO.{self._stream}", request, timeout=self._timeout)
             except ApiError as error:
                 if self._is_missing(error):
                     return []
@@ -198,9 +185,7 @@ class KeyValue:
             if len(subjects) < KEYS_OF_ONE_ANSWER:
                 return [*names]
             if len(names) == before:
-                raise Unavailable(
-                    f"keys of {self.bucket}: expected more behind {before}, found the same again"
-                )
+                raise Unavailable(f"keys of {self.bucket}: expected more behind {before}, found the same again")
 
     async def _last(self, key: str) -> Message | None:
         """The last message of `key`, a marker too."""
@@ -308,9 +293,7 @@ class KvDocument(Generic[T]):
     it.
     """
 
-    def __init__(
-        self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]
-    ) -> None:
+    def __init__(self, bucket: Bucket, key: str, form: Form[T], unreadable: Callable[[str], Exception]) -> None:
         self._bucket, self.key, self._form, self._unreadable = bucket, key, form, unreadable
 
     async def get(self, *, anew: bool = False) -> tuple[T | None, int]:
@@ -368,6 +351,4 @@ def state_key(*parts: str) -> str:
     """
     if not parts or not all(parts):
         raise ValueError(f"key of {parts!r:.80}: expected parts that are not empty")
-    return ".".join(
-        _FOREIGN.sub(lambda found: b"=%02X" % ord(found[0]), part.encode()).decode() for part in parts
-    )
+    return ".".join(_FOREIGN.sub(lambda found: b"=%02X" % ord(found[0]), part.encode()).decode() for part in parts)

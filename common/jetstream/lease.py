@@ -44,9 +44,7 @@ class Leases:
 
     def __init__(self, kv: KeyValue, owner: str, ttl: float, clock: Clock) -> None:
         if kv.ttl != ttl:
-            raise ValueError(
-                f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s"
-            )
+            raise ValueError(f"bucket {kv.bucket}: expected a time to live of {ttl:g} s, found {kv.ttl or 0:g} s")
         self._kv, self.owner, self.ttl, self.clock = kv, owner, ttl, clock
 
     async def acquire(self, key: str) -> Lease | None:

@@ -34,9 +34,7 @@ def check_subject(subject: bytes) -> None:
     if not subject:
         raise ValueError("subject: expected at least one byte, found none")
     if (found := _UNSAFE_IN_SUBJECT.search(subject)) is not None:
-        raise ValueError(
-            f"subject {subject!r:.80}: expected no space, tab, CR, LF or NUL, found {found[0]!r}"
-        )
+        raise ValueError(f"subject {subject!r:.80}: expected no space, tab, CR, LF or NUL, found {found[0]!r}")
 
 
 def check_headers(headers: bytes) -> None:
@@ -61,9 +59,7 @@ def frame(subject: bytes, payload: bytes, headers: bytes | None = None, reply: b
         check_subject(reply)
         subject = subject + b" " + reply
     if len(subject) > MAX_CONTROL_LINE - 40:
-        raise ValueError(
-            f"subject and reply: expected at most {MAX_CONTROL_LINE - 40} bytes, found {len(subject)}"
-        )
+        raise ValueError(f"subject and reply: expected at most {MAX_CONTROL_LINE - 40} bytes, found {len(subject)}")
     if headers is None:
         return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
     check_headers(headers)
@@ -259,9 +255,7 @@ def parse_status(block: bytes | None) -> Status:
     """The meaning of a status frame's header block."""
     first, *rest = (block or b"").split(b"\r\n")
     text = first.removeprefix(b"NATS/1.0").strip().decode("utf-8", "backslashreplace")
-    values = {
-        name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in rest)
-    }
+    values = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in rest)}
     if text.startswith("100"):
         number, sequence = values.get(b"nats-last-consumer"), values.get(b"nats-last-stream")
         if number is not None and sequence is not None and number.isdigit() and sequence.isdigit():

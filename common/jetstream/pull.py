@@ -12,14 +12,7 @@ from typing import Any
 
 from common.clock import NS_PER_S, format_time
 from common.errors import FloeError, Unavailable
-from common.jetstream.api import (
-    MESSAGE_NOT_FOUND,
-    ask,
-    create_consumer,
-    delete_consumer,
-    stored_message,
-    token,
-)
+from common.jetstream.api import MESSAGE_NOT_FOUND, ask, create_consumer, delete_consumer, stored_message, token
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.protocol import ConsumerTrouble, Heartbeat, RequestOver, parse_acks, parse_status
 from common.jetstream.requests import ApiError
@@ -96,9 +89,7 @@ async def read_through(
     headers_only: bool = False,
 ) -> None:
     """Give each message behind sequence `after`, up to `until`, to `take`. Raises as `scan` and `take`."""
-    async with aclosing(
-        scan(client, stream, From(after + 1), until=until, headers_only=headers_only)
-    ) as pieces:
+    async with aclosing(scan(client, stream, From(after + 1), until=until, headers_only=headers_only)) as pieces:
         async for piece in pieces:
             for message in piece:
                 take(message)

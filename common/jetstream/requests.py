@@ -109,9 +109,7 @@ class Asking:
             raise Unavailable(f"nobody answers {asked}", hint=hint, code=NOBODY)
         return answer, block
 
-    async def api(
-        self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0
-    ) -> dict[str, Any]:
+    async def api(self, name: str, request: dict[str, Any] | None = None, *, timeout: float = 5.0) -> dict[str, Any]:
         """Ask the JetStream API, `name` without `$JS.API.`, and return the answer's document.
 
         Raises ApiError where JetStream refuses, else as `request_raw`.

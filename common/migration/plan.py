@@ -136,11 +136,7 @@ def _bundles(paths: Sequence[Path]) -> list[tuple[list[Path], tuple[str, ...]]]:
 def _may_share(feed: PlannedFeed, group: Sequence[Path], filters: tuple[str, ...]) -> bool:
     """Whether the feed is what the group asks for, and none of its targets would get it twice."""
     taken = {path.route[:2] for path in feed.paths}
-    return (
-        feed.filters == filters
-        and feed.paths[0].wishes == group[0].wishes
-        and group[0].route[:2] not in taken
-    )
+    return feed.filters == filters and feed.paths[0].wishes == group[0].wishes and group[0].route[:2] not in taken
 
 
 def _name(path: Path, taken: set[str]) -> str:

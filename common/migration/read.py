@@ -36,12 +36,11 @@ TLS: Shape = _all(TEXT, "ca cert key")
 CHORIA: Shape = _all(TEXT, "seed_file jwt_file collective")
 ADVISORY: Shape = {"subject": TEXT, "reliable": FLAG}
 HEARTBEAT_SUBJECT: Shape = {"subject": TEXT, "interval": TEXT, "headers": HEADERS}
-HEARTBEATS: Shape = {
-    "leader_election": FLAG,
-    "interval": TEXT,
-    "headers": HEADERS,
-    "subjects": [HEARTBEAT_SUBJECT],
-} | {"tls": TLS, "choria": CHORIA, "url": TEXT}
+HEARTBEATS: Shape = {"leader_election": FLAG, "interval": TEXT, "headers": HEADERS, "subjects": [HEARTBEAT_SUBJECT]} | {
+    "tls": TLS,
+    "choria": CHORIA,
+    "url": TEXT,
+}
 STREAM: Shape = (
     _all(TEXT, "name stream filter_subject target_stream target_subject_prefix target_subject_remove")
     | _all(TEXT, "source_url target_url")
@@ -167,9 +166,7 @@ def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path
             return read(node, problems, kind, path)
         expected = "a mapping"
     elif kind == HEADERS and isinstance(node, Keys):
-        headers = {
-            name: _value(item, TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()
-        }
+        headers = {name: _value(item, TEXT, problems, f"{path}.{name}") for name, item in node.entries.items()}
         return {name: text for name, text in headers.items() if text is not None}
     else:
         value = node.value() if isinstance(node, Scalar) else None
@@ -292,9 +289,7 @@ def connection(stream: Given, top: Given, side: Side) -> tuple[Connection | None
         section: Given = place.get(name)
         tls = {each: section.text(each) for each in TLS if section.text(each)}
         if ("cert" in tls) != ("key" in tls):
-            notes.append(
-                place.note(name, "cert and key work only together, and stream-replicator used neither")
-            )
+            notes.append(place.note(name, "cert and key work only together, and stream-replicator used neither"))
             tls = {each: text for each, text in tls.items() if each == "ca"}
     found, remarks = read_url(stream, key, tls)
     return found, [*notes, *(stream.note(key, text) for text in remarks)]

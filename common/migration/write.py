@@ -298,9 +298,7 @@ def _moved(problem: Problem, file: File, places: dict[Mark, str], name: str) -> 
     parts = problem.path.split(".")
     tried = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     mark = next((file.origins[path] for path in tried if path in file.origins), Mark(0, 0))
-    return Problem(
-        name, *mark, places.get(mark, problem.path), f"{problem.message} ({file.name}: {problem.path})"
-    )
+    return Problem(name, *mark, places.get(mark, problem.path), f"{problem.message} ({file.name}: {problem.path})")
 
 
 def _places(given: Given) -> Iterable[tuple[Mark, str]]:

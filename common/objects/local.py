@@ -177,9 +177,7 @@ class LocalObjects:
             if (root / HIDDEN).exists() and os.access(root / HIDDEN, os.W_OK):
                 self._hidden.remove_abandoned()
 
-    def list(
-        self, prefix: str, *, start_after: str = "", limit: int | None = None
-    ) -> builtins.list[ObjectInfo]:
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         check_prefix(prefix)
         folder, slash, stem = prefix.rpartition("/")
         with self._calling("list", prefix):
@@ -215,9 +213,7 @@ class LocalObjects:
         return self._write(key, body, sha256, metadata, os.link, lambda found: found is None)
 
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
-        return self._write(
-            key, body, None, None, Path.replace, lambda found: found is not None and found.etag == etag
-        )
+        return self._write(key, body, None, None, Path.replace, lambda found: found is not None and found.etag == etag)
 
     def delete(self, key: str) -> None:
         path = self._path(key)
@@ -345,9 +341,7 @@ class LocalObjects:
                         return False
                     return self._install(key, found, metadata or {}, lambda: install(new, path))
 
-    def _install(
-        self, key: str, sha256: str, metadata: Mapping[str, str], install: Callable[[], object]
-    ) -> bool:
+    def _install(self, key: str, sha256: str, metadata: Mapping[str, str], install: Callable[[], object]) -> bool:
         path = self._root / key
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "objects stand under this key", str(path))

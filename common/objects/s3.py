@@ -34,15 +34,7 @@ from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unava
 from common.objects import s3_errors
 from common.objects.port import Body, HiddenObject, ObjectInfo, check_key, check_prefix, size_of
 from common.objects.s3_errors import code_of, status_of, without_paths
-from common.objects.s3_transfer import (
-    AnswerBody,
-    ByteRange,
-    CutShortError,
-    Listing,
-    Upload,
-    head_info,
-    hidden_objects,
-)
+from common.objects.s3_transfer import AnswerBody, ByteRange, CutShortError, Listing, Upload, head_info, hidden_objects
 from common.service.logs import get_logger
 from common.settings.types import FileSecret
 
@@ -206,9 +198,7 @@ class S3Objects:
         self._options = options or S3Options()
         self._clock = clock or SystemClock()
         self._doubts = Doubts(not_sent=(EndpointConnectionError, ConnectTimeoutError))
-        self._account = S3Account(
-            access_key_id, secret_access_key, region, endpoint_url, self._options.verification()
-        )
+        self._account = S3Account(access_key_id, secret_access_key, region, endpoint_url, self._options.verification())
         self._secret_file, self._renewing = secret_file, threading.Lock()
         self._client = self._make_client()
         # Until an answer came the address may be wrong; later what looks like it is trouble on the way.
@@ -232,9 +222,7 @@ class S3Objects:
             self._client = self._make_client()
         return True
 
-    def list(
-        self, prefix: str, *, start_after: str = "", limit: int | None = None
-    ) -> builtins.list[ObjectInfo]:
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         """As the port says.
 
         SeaweedFS begins in the wrong place where `start_after` lies among folders; among the objects of one
@@ -262,9 +250,7 @@ class S3Objects:
         while True:
             more: dict[str, Any] = {"ContinuationToken": token} if token else {}
             with self._calling("list", prefix):
-                answer = self._client.list_objects_v2(
-                    Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more
-                )
+                answer = self._client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, MaxKeys=PAGE_KEYS, **more)
             page, before = Listing(self._bucket, prefix, "", None), token
             token = page.add(answer)
             yield page.objects()
@@ -379,12 +365,7 @@ class S3Objects:
     # Writing
 
     def _write(
-        self,
-        key: str,
-        body: Body,
-        sha256: str | None,
-        metadata: Mapping[str, str] | None,
-        condition: Mapping[str, str],
+        self, key: str, body: Body, sha256: str | None, metadata: Mapping[str, str] | None, condition: Mapping[str, str]
     ) -> bool:
         check_key(key)
         self._renew()
@@ -414,9 +395,7 @@ class S3Objects:
             if not _is_not_met(error, condition):
                 raise
             if self._doubts.any():
-                text = (
-                    f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
-                )
+                text = f"put {upload.place}: refused, perhaps because an earlier try of this very put is there"
                 raise OutcomeUnknown(text) from error
             return False
         finally:
@@ -439,9 +418,7 @@ class S3Objects:
                 upload.abort()
             except (BotoCoreError, ClientError) as error:
                 # Costs space until the bucket's rule for incomplete uploads removes it, and nothing else.
-                log.warning(
-                    "upload not aborted", action="upload_not_aborted", error=without_paths(str(error))
-                )
+                log.warning("upload not aborted", action="upload_not_aborted", error=without_paths(str(error)))
 
     # Errors
 
@@ -460,8 +437,7 @@ class S3Objects:
                 raise self._wrong_scheme(verb, key) from error
             kind: type[FloeError] = OutcomeUnknown if writes else Unavailable
             raise kind(
-                f"{verb} {self._place(key)}: not an S3 answer: {without_paths(str(error)):.200}",
-                code=_invalid(verb),
+                f"{verb} {self._place(key)}: not an S3 answer: {without_paths(str(error)):.200}", code=_invalid(verb)
             ) from error
         except BotoCoreError as error:
             raise self._unanswered(verb, key, error, writes) from error

@@ -148,13 +148,9 @@ def _misconfiguration(failure: S3Failure) -> FloeError | None:
 # No answer
 
 _URL = re.compile(r"""(https?://)(?:[^/\s"'@]*@)?([^/\s"'?]+)[^\s"']*""")
-_UNKNOWN_HOST = re.compile(
-    r"failed to resolve|name or service not known|nodename nor servname|getaddrinfo", re.I
-)
+_UNKNOWN_HOST = re.compile(r"failed to resolve|name or service not known|nodename nor servname|getaddrinfo", re.I)
 # What a server that does not speak TLS makes of a handshake, by the versions of OpenSSL.
-_NOT_TLS = re.compile(
-    r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure|UNKNOWN_PROTOCOL|HTTP_REQUEST"
-)
+_NOT_TLS = re.compile(r"WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|record layer failure|UNKNOWN_PROTOCOL|HTTP_REQUEST")
 _ERRNO = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 PROBE_TIMEOUT = 3.0  # seconds
 
@@ -221,9 +217,7 @@ class AnsweringStore:
     def __init__(self, objects: ObjectStore, told: Callable[[bool], None]) -> None:
         self._objects, self._told = objects, told
 
-    def list(
-        self, prefix: str, *, start_after: str = "", limit: int | None = None
-    ) -> builtins.list[ObjectInfo]:
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         return self._call(self._objects.list, prefix, start_after=start_after, limit=limit)
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:

@@ -275,9 +275,7 @@ class AnswerBody:
         return cls(_Empty(), 0)
 
     @classmethod
-    def of(
-        cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]
-    ) -> AnswerBody:
+    def of(cls, answer: Mapping[str, Any], wanted: ByteRange | None, size: Callable[[], int | None]) -> AnswerBody:
         """The body of `answer`; `size` finds the object's size where the answer announces no length."""
         stream = answer["Body"]
         try:

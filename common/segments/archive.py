@@ -54,9 +54,7 @@ def find_chain(chains: ChainStore, text: str, feeds: Collection[Pair] = ()) -> C
     return among(chains, site, feed, lambda known: one(known, feeds, site, feed, incarnation, partition))
 
 
-def among(
-    chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]
-) -> T:
+def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable[[Collection[Chain]], T]) -> T:
     """What `find` finds among the chains of a site or feed; where that is nothing, its error knows of all."""
     try:
         return find(chains.chains(site, feed))

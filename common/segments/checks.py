@@ -120,9 +120,7 @@ def _check_counts(footer: Footer, rows: int) -> None:
         raise _meta(f"footer raw_bytes: expected a size, found {footer.raw_bytes}")
     timestamps = (footer.first_timestamp_ns, footer.last_timestamp_ns)
     if any((timestamp is None) != (rows == 0) for timestamp in timestamps):
-        raise _meta(
-            f"footer timestamps: expected them with rows and only then, found {timestamps} and {rows} rows"
-        )
+        raise _meta(f"footer timestamps: expected them with rows and only then, found {timestamps} and {rows} rows")
 
 
 def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tuple[RowGroup, ...]:
@@ -214,9 +212,7 @@ def _check_subjects(batch: pa.RecordBatch) -> None:
         return
     for text, subject in zip(batch.column("subject").to_pylist(), raw.to_pylist(), strict=True):
         if subject is not None and (is_text(subject) or decode_subject(subject) != text):
-            raise _rows(
-                f"expected subject {decode_subject(subject)!r:.80} for subject_raw, found {text!r:.80}"
-            )
+            raise _rows(f"expected subject {decode_subject(subject)!r:.80} for subject_raw, found {text!r:.80}")
 
 
 def _meta(cause: str) -> SegmentCorrupt:
@@ -245,9 +241,7 @@ class Foreign:
         """It for people; empty where there is none."""
         if not self.count:
             return []
-        of = (
-            "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
-        )
+        of = "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
         more = self.count - len(self.keys)
         return [
             f"keys that are none of Floe's, and that nothing reads: {self.count}{of}",

@@ -40,15 +40,11 @@ def segments() -> None:
 @click.argument("what", required=False, metavar="[SITE[/FEED[/INC[/PART]]]]")
 @click.option("--cover", "is_cover", is_flag=True, help="Only what accounts for each sequence once.")
 @click.option("--level", type=click.IntRange(0, 9), help="Only this level.")
-@click.option(
-    "--format", "form", type=click.Choice(["table", "paths"]), default="table", help="One path a line."
-)
+@click.option("--format", "form", type=click.Choice(["table", "paths"]), default="table", help="One path a line.")
 @json_option
 @config_option
 @run_command
-def list_segments(
-    config: str, what: str | None, is_cover: bool, level: int | None, form: str, as_json: bool
-) -> None:
+def list_segments(config: str, what: str | None, is_cover: bool, level: int | None, form: str, as_json: bool) -> None:
     """List segments, of all chains or of WHAT.
 
     A glob over the bucket counts every merged row twice; the cover does not:
@@ -108,10 +104,7 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
 
 def _warn_of_trimmed(count: int) -> None:
     if count:
-        click.echo(
-            f"{count} of these also hold rows that others account for; --json says which rows to take",
-            err=True,
-        )
+        click.echo(f"{count} of these also hold rows that others account for; --json says which rows to take", err=True)
 
 
 @segments.command()
@@ -370,13 +363,7 @@ def _as_text(message: Message) -> str:
     headers = "-" if message.headers is None else _text_bytes(message.headers)
     subject = escaped(decode_subject(message.subject))
     return "\t".join(
-        (
-            str(message.sequence),
-            format_time(message.timestamp_ns),
-            subject,
-            headers,
-            _text_bytes(message.payload),
-        )
+        (str(message.sequence), format_time(message.timestamp_ns), subject, headers, _text_bytes(message.payload))
     )
 
 

@@ -117,9 +117,7 @@ def record_batch(
         "headers": pa.array(headers, pa.binary()),
         "payload": pa.array(payloads, pa.binary()),
         "sample_key": (
-            pa.nulls(len(sequences), pa.string())
-            if sample_keys is None
-            else pa.array(sample_keys, pa.string())
+            pa.nulls(len(sequences), pa.string()) if sample_keys is None else pa.array(sample_keys, pa.string())
         ),
     }
     _check(columns, len(sequences))
@@ -129,9 +127,7 @@ def record_batch(
 def _check(columns: dict[str, Any], rows: int) -> None:
     for name, values in columns.items():
         if isinstance(values, pa.ChunkedArray):
-            raise ValueError(
-                f"column {name}: expected less than 2 GiB in one batch, found {values.nbytes} bytes"
-            )
+            raise ValueError(f"column {name}: expected less than 2 GiB in one batch, found {values.nbytes} bytes")
         if len(values) != rows:
             raise ValueError(f"column {name}: expected {rows} values, found {len(values)}")
         if values.null_count and not SCHEMA.field(name).nullable:
@@ -204,9 +200,7 @@ class Columns:
             None if keys is None else keys[first:last],
         )
 
-    def chosen(
-        self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None
-    ) -> Columns:
+    def chosen(self, selected: Sequence[bool] | bytes | bytearray, keys: list[str | None] | None = None) -> Columns:
         """The messages at whose places `selected` is true, with those of `keys` as their sample keys."""
         return Columns(
             list(compress(self.sequences, selected)),
@@ -251,9 +245,7 @@ def _raw_subjects(batch: pa.RecordBatch) -> pa.Array[Any]:
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:
     """The messages of `batch` one by one, byte for byte as they were read; `columns` is faster."""
     lists = columns(batch)
-    rows = zip(
-        lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads, strict=True
-    )
+    rows = zip(lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads, strict=True)
     for row in rows:
         yield Message(*row)
 

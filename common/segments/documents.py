@@ -333,9 +333,7 @@ class TargetPositions:
 
     def to_json(self) -> bytes:
         positions = {str(chain): at for chain, at in self.positions.items()}
-        return _POSITIONS.encode(
-            _PositionsWire(self.target, self.time, positions, self.sources, self.released)
-        )
+        return _POSITIONS.encode(_PositionsWire(self.target, self.time, positions, self.sources, self.released))
 
     @classmethod
     def from_json(cls, raw: bytes) -> TargetPositions:
@@ -570,6 +568,4 @@ class ChainStore:
 
 
 def _spoiled(key: str, cause: str) -> DataError:
-    return DataError(
-        f"{key}: {cause}", hint="compare it with a good copy; it is not used", code="E-STATE-JSON"
-    )
+    return DataError(f"{key}: {cause}", hint="compare it with a good copy; it is not used", code="E-STATE-JSON")

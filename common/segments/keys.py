@@ -441,8 +441,7 @@ def one(
     found = chosen(known, feeds, site, feed, newest, partition)
     if len(found) > 1:
         raise UsageError(
-            f"{site}/{feed}: expected one chain, found partitions "
-            f"{_listed(str(chain.partition) for chain in found)}",
+            f"{site}/{feed}: expected one chain, found partitions {_listed(str(chain.partition) for chain in found)}",
             hint="name the partition",
         )
     return found[0]

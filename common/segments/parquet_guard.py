@@ -328,8 +328,7 @@ def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None
     counts = [group.rows for group in metadata.groups]
     if min(counts, default=1) < 1 or sum(counts) != metadata.rows:
         raise SegmentCorrupt(
-            f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}",
-            code="E-SEG-META",
+            f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}", code="E-SEG-META"
         )
     for index, group in enumerate(metadata.groups):
         if len(group.columns) != columns:
@@ -358,24 +357,14 @@ def _chunk(name: str, group: Group, index: int) -> Chunk:
     pages, dictionary = _count(data, _DATA_OFFSET), data.get(_DICTIONARY_OFFSET, 0)
     first = dictionary if 0 < dictionary < pages else pages
     bounds = data.get(_STATISTICS, {})
-    return Chunk(
-        name,
-        first,
-        pages,
-        _count(data, _STORED),
-        group.rows,
-        bounds.get(_MIN_VALUE),
-        bounds.get(_MAX_VALUE),
-    )
+    return Chunk(name, first, pages, _count(data, _STORED), group.rows, bounds.get(_MIN_VALUE), bounds.get(_MAX_VALUE))
 
 
 def _check_codec(name: str, codec: Any) -> None:
     if codec not in _CODECS:
         found = _FOREIGN_CODECS.get(codec, codec)
         wanted = " or ".join(_CODECS.values())
-        raise SegmentCorrupt(
-            f"column {name}: expected compression {wanted}, found {found}", code="E-SEG-CODEC"
-        )
+        raise SegmentCorrupt(f"column {name}: expected compression {wanted}, found {found}", code="E-SEG-CODEC")
 
 
 class ByteSource(Protocol):
@@ -477,17 +466,14 @@ def _read_header(
 def _number(chunk: Chunk, fields: Struct, field: int) -> int:
     value = fields.get(field)
     if not isinstance(value, int) or value < 0:
-        raise SegmentCorrupt(
-            f"column {chunk.name}: page header field {field}: expected a count, found {value!r:.40}"
-        )
+        raise SegmentCorrupt(f"column {chunk.name}: page header field {field}: expected a count, found {value!r:.40}")
     return value
 
 
 def _check_page(chunk: Chunk, page: _Page, position: int, *, is_first_data: bool) -> None:
     if page.encoding not in _allowed(chunk.name, page.kind):
         raise _bomb(
-            chunk,
-            f"encoding {page.encoding} of a {PageType(page.kind).name.lower()} page is not one of Floe's",
+            chunk, f"encoding {page.encoding} of a {PageType(page.kind).name.lower()} page is not one of Floe's"
         )
     if page.kind == PageType.DICTIONARY:
         if position != chunk.first:

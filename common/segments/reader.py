@@ -247,9 +247,7 @@ class _Totals:
 
 
 def _claim(name: str, found: object, claimed: object) -> SegmentCorrupt:
-    return SegmentCorrupt(
-        f"footer {name}: expected {found} as in the rows, found {claimed}", code="E-SEG-META"
-    )
+    return SegmentCorrupt(f"footer {name}: expected {found} as in the rows, found {claimed}", code="E-SEG-META")
 
 
 class SegmentReader:

@@ -138,9 +138,7 @@ class Fetcher:
                 return self._open_whole(ref, rows)
             except WrongBytes as error:
                 # The line may have damaged what the store keeps well.
-                log.warning(
-                    "segment read damaged", action="read_damaged", error=str(error), **ref.log_context()
-                )
+                log.warning("segment read damaged", action="read_damaged", error=str(error), **ref.log_context())
                 self._clock.pause(pause)
         return self._open_whole(ref, rows)
 
@@ -282,9 +280,7 @@ class SegmentStore:
                 found += [ref for ref in page if ref.coverage.overlaps(within)]
         return found
 
-    def _list_from(
-        self, chain: Chain, level: int, after: str, limit: int | None
-    ) -> builtins.list[SegmentRef]:
+    def _list_from(self, chain: Chain, level: int, after: str, limit: int | None) -> builtins.list[SegmentRef]:
         prefix = self.layout.segments_prefix(chain, level)
         found: builtins.list[SegmentRef] = []
         while True:

@@ -79,9 +79,7 @@ class StretchReader:
             if unread is not None:
                 listed = self._store.covering(chain, unread) if self._refs is None else self._refs
             self._others = [
-                ref
-                for ref in listed
-                if unread and ref.coverage.overlaps(unread) and ref.key not in self._avoided
+                ref for ref in listed if unread and ref.coverage.overlaps(unread) and ref.key not in self._avoided
             ]
         return self._others
 
@@ -92,9 +90,7 @@ class StretchReader:
         for part in self.parts(rows, columns):
             yield part.batch
 
-    def parts(
-        self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
-    ) -> Iterator[UnreadPart]:
+    def parts(self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None) -> Iterator[UnreadPart]:
         """As `batches`, with the segment that each comes from.
 
         Raises SegmentCorrupt and SegmentGone for the stretch's own segment, DataError (E-FORK) where two
@@ -145,10 +141,7 @@ class StretchReader:
                 return
             except _UnusableError as error:
                 log.warning(
-                    "segment left out",
-                    action="left_out",
-                    error=str(error.__cause__),
-                    **error.segment.log_context(),
+                    "segment left out", action="left_out", error=str(error.__cause__), **error.segment.log_context()
                 )
                 self._avoided.add(error.segment.key)
             finally:
@@ -245,9 +238,7 @@ class _Uniting:
             run = _Run(ref, reader.batches(self._within))
             self._advance(run)
             self._runs.append(run)
-            self._runs.sort(
-                key=lambda each: (each.segment is self._own, preference(each.segment)), reverse=True
-            )
+            self._runs.sort(key=lambda each: (each.segment is self._own, preference(each.segment)), reverse=True)
 
     def _advance(self, run: _Run) -> None:
         try:

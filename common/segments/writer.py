@@ -20,14 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from common.errors import Unavailable
-from common.segments.columns import (
-    DELTA_COLUMNS,
-    DICTIONARY_COLUMNS,
-    SCHEMA,
-    STATISTICS_COLUMNS,
-    row_sizes,
-    total,
-)
+from common.segments.columns import DELTA_COLUMNS, DICTIONARY_COLUMNS, SCHEMA, STATISTICS_COLUMNS, row_sizes, total
 from common.segments.keys import DIGEST_LENGTH, SegmentName
 from common.segments.parquet_guard import MIB, ROW_OVERHEAD_BYTES, row_group_bytes
 from common.segments.segment import FOOTER_KEY, Footer
@@ -84,9 +77,7 @@ class Spool:
 
 def spool_error(folder: Path, error: OSError) -> Unavailable:
     """What a failing disk under the spool is to an operator."""
-    return Unavailable(
-        f"spool folder {folder}: {error}", hint="free space there or set spool_dir", code="E-SPOOL"
-    )
+    return Unavailable(f"spool folder {folder}: {error}", hint="free space there or set spool_dir", code="E-SPOOL")
 
 
 def _lock_folder(folder: Path) -> int:
@@ -147,9 +138,7 @@ class SegmentWriter:
     metadata, for readers that skip what they do not look for.
     """
 
-    def __init__(
-        self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True
-    ) -> None:
+    def __init__(self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True) -> None:
         self.rows = 0
         self.raw_bytes = 0
         self._path = path
@@ -203,9 +192,7 @@ class SegmentWriter:
             return
         table = pa.Table.from_batches(self._pending)
         with _spooling(self._path):
-            self._open(self._pending_bytes // table.num_rows).write_table(
-                table, row_group_size=table.num_rows
-            )
+            self._open(self._pending_bytes // table.num_rows).write_table(table, row_group_size=table.num_rows)
         self._pending, self._pending_bytes = [], 0
 
     def _open(self, row_bytes: int = 1) -> pq.ParquetWriter:

@@ -108,13 +108,7 @@ T = TypeVar("T")
 
 #: `-c FILE`; the command gets `config: str`.
 config_option = click.option(
-    "-c",
-    "--config",
-    envvar="FLOE_CONFIG",
-    show_envvar=True,
-    required=True,
-    metavar="FILE",
-    help="The configuration.",
+    "-c", "--config", envvar="FLOE_CONFIG", show_envvar=True, required=True, metavar="FILE", help="The configuration."
 )
 
 #: `--json`; the command gets `as_json: bool`.
@@ -213,9 +207,7 @@ class Named:
         except ValueError as error:
             raise UsageError(str(error)) from None
 
-    def chain(
-        self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()
-    ) -> Chain:
+    def chain(self, settings: Settings, held: Collection[Chain] = (), carried: Collection[Chain] = ()) -> Chain:
         """The chain that is meant, of the archive or of `held`: what a target remembers of others.
 
         Blocking, unless it is named in full and held. `carried`: where a target has a position. Raises

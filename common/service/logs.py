@@ -138,9 +138,7 @@ def get_logger(name: str) -> BoundLogger:
     return logger
 
 
-def configure(
-    level: str = "info", format: str = "auto", *, instance: str = "", stream: TextIO | None = None
-) -> None:
+def configure(level: str = "info", format: str = "auto", *, instance: str = "", stream: TextIO | None = None) -> None:
     """Log from `level` up, as `format` (`json`, `text`, `auto`: text on a terminal) to `stream` (stderr).
 
     `instance`, if given, stands in every line. May be called again: the last call wins.

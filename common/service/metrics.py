@@ -55,9 +55,7 @@ ProcessCollector(registry=REGISTRY)
 GCCollector(registry=REGISTRY)
 
 
-def counter(
-    name: str, help: str, labels: Sequence[str] = (), *, kind: str = "", **sets: Iterable[str]
-) -> Counter:
+def counter(name: str, help: str, labels: Sequence[str] = (), *, kind: str = "", **sets: Iterable[str]) -> Counter:
     """A counter `floe_{name}_total`; `name` may end in `_total` or not. Raises ValueError if it exists.
 
     `sets`: the values of labels that have a small fixed set. `kind`: see `begin`.
@@ -73,12 +71,7 @@ def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
 
 
 def histogram(
-    name: str,
-    help: str,
-    labels: Sequence[str] = (),
-    buckets: Sequence[float] = SECONDS_BUCKETS,
-    *,
-    kind: str = "",
+    name: str, help: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS_BUCKETS, *, kind: str = ""
 ) -> Histogram:
     """A histogram `floe_{name}`; `buckets` are upper bounds in its unit. Raises ValueError if it exists.
 

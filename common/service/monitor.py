@@ -189,12 +189,7 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        listen: str,
-        health: Health,
-        registry: CollectorRegistry = REGISTRY,
-        *,
-        pages: Pages | None = None,
+        self, listen: str, health: Health, registry: CollectorRegistry = REGISTRY, *, pages: Pages | None = None
     ) -> None:
         self._listen = listen
         self._pages = pages or Pages(health, registry)

@@ -22,9 +22,7 @@ class HeartbeatSubjectSettings(Section):
     """One subject that heartbeats go to."""
 
     subject: Annotated[t.Subject, t.Required] = needed("the subject")
-    interval: Annotated[t.Duration, t.Range("1s", "1d", or_zero=True)] = option(
-        "0s", "0s: that of `heartbeats`"
-    )
+    interval: Annotated[t.Duration, t.Range("1s", "1d", or_zero=True)] = option("0s", "0s: that of `heartbeats`")
 
 
 class HeartbeatSettings(Section):
@@ -32,9 +30,7 @@ class HeartbeatSettings(Section):
 
     interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("10s", "between two of them")
     headers: dict[t.Text, t.Text] = option({}, "headers of each")
-    subjects: tuple[HeartbeatSubjectSettings, ...] = option(
-        (), "where they are published; none: no heartbeats"
-    )
+    subjects: tuple[HeartbeatSubjectSettings, ...] = option((), "where they are published; none: no heartbeats")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         for name, value in self.headers.items():
@@ -59,21 +55,19 @@ def _problem_of(name: str, value: str) -> str:
 class EgressMonitorSettings(Section):
     """The monitor of egress."""
 
-    listen: t.Listen = option(
-        "127.0.0.1:9464", "address and port of /metrics /healthz /readyz /status; empty: off"
-    )
+    listen: t.Listen = option("127.0.0.1:9464", "address and port of /metrics /healthz /readyz /status; empty: off")
 
 
 class SegmentSettings(Section):
     """When a segment is closed, whichever comes first."""
 
     max_messages: Annotated[t.Whole, t.Range(1, 100_000_000)] = option(1000000, "messages in one segment")
-    max_size: Annotated[t.Size, t.Range("64K", "4G", "smaller ones cost more requests than they carry")] = (
-        option("100M", "bytes of subjects, headers and payloads in one segment, before compression")
+    max_size: Annotated[t.Size, t.Range("64K", "4G", "smaller ones cost more requests than they carry")] = option(
+        "100M", "bytes of subjects, headers and payloads in one segment, before compression"
     )
-    max_age: Annotated[
-        t.Duration, t.Range("1s", "1d", "each segment is an object, and a request at every reader")
-    ] = option("5m", "how long a message waits at most before its segment is stored")
+    max_age: Annotated[t.Duration, t.Range("1s", "1d", "each segment is an object, and a request at every reader")] = (
+        option("5m", "how long a message waits at most before its segment is stored")
+    )
     compression_level: Annotated[t.Whole, t.Range(1, 22)] = option(1, "of zstd")
 
 
@@ -84,9 +78,9 @@ PARTITION = "{partition}"  # stands for the number in a template
 class PartitionSettings(Section):
     """Filtered slices of a feed, numbered from 0."""
 
-    count: Annotated[
-        t.Whole, t.Range(1, MAX_PARTITIONS, "each has a worker, a consumer and a lease of its own")
-    ] = option(1, "how many")
+    count: Annotated[t.Whole, t.Range(1, MAX_PARTITIONS, "each has a worker, a consumer and a lease of its own")] = (
+        option(1, "how many")
+    )
     subject: t.Text = option("", "the filter of each, with `{partition}` in it; needed where count is over 1")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
@@ -106,9 +100,7 @@ class PartitionSettings(Section):
 class AdvisorySettings(Section):
     """Documents about who was seen when."""
 
-    subject: t.AdvisorySubject = option(
-        "", "where they are published; `%s` the event, `%v` the value; empty: none"
-    )
+    subject: t.AdvisorySubject = option("", "where they are published; `%s` the event, `%v` the value; empty: none")
     reliable: t.Flag = option(False, "try again until they are stored")
 
 
@@ -124,9 +116,7 @@ class FeedSettings(StartSettings):
     name: t.StreamName = option("", "the feed's name in the store; default: the stream")
     stream: Annotated[t.StreamName, t.Required] = needed("the stream")
     filter_subject: t.SubjectFilter = option("", "freeze only these subjects; excludes `partitions`")
-    partitions: Partitions = option(
-        {}, "slices that are frozen side by side: a mapping, or a list of filters"
-    )
+    partitions: Partitions = option({}, "slices that are frozen side by side: a mapping, or a list of filters")
     max_age: Annotated[t.Duration, t.Range("1s", or_zero=True)] = option(
         "0s", "leave out messages older than this, counted from the newest one seen; 0s: off"
     )
@@ -147,9 +137,7 @@ class FeedSettings(StartSettings):
         "0s", "tell that a value was not seen for this long; 0s: half of `inspect_duration`"
     )
     size_trigger: t.Size = option("0", "a payload that changes its size by this many bytes passes; 0: off")
-    snapshot_interval: Annotated[t.Duration, t.Range("1s", "1d")] = option(
-        "1m", "between snapshots of the sampler"
-    )
+    snapshot_interval: Annotated[t.Duration, t.Range("1s", "1d")] = option("1m", "between snapshots of the sampler")
     advisory: AdvisorySettings = option({}, "documents about who was seen when; with sampling")
     segment: SegmentSettings = option({}, "when a segment is closed")
 

@@ -37,9 +37,7 @@ def _check_control_header(name: str) -> str:
 class IngressMonitorSettings(Section):
     """The monitor of ingress."""
 
-    listen: t.Listen = option(
-        "127.0.0.1:9465", "address and port of /metrics /healthz /readyz /status; empty: off"
-    )
+    listen: t.Listen = option("127.0.0.1:9465", "address and port of /metrics /healthz /readyz /status; empty: off")
 
 
 class CreateSettings(Section):
@@ -80,19 +78,17 @@ class SourceSettings(StartSettings):
     feed: Annotated[tuple[Annotated[t.StreamName, t.Required], ...], t.OneOrMore, t.Required] = needed(
         "the feed, or a list"
     )
-    subject_prefix: Annotated[
-        t.Text, t.matching(_AFFIX, "the first tokens of a subject, without wildcards")
-    ] = option("", "put before each subject, with a dot")
-    subject_remove: Annotated[t.Text, t.matching(_REMOVED, "a part of a subject, without wildcards")] = (
-        option("", "removed from each subject, after the prefix was put; then `..` becomes `.`")
+    subject_prefix: Annotated[t.Text, t.matching(_AFFIX, "the first tokens of a subject, without wildcards")] = option(
+        "", "put before each subject, with a dot"
+    )
+    subject_remove: Annotated[t.Text, t.matching(_REMOVED, "a part of a subject, without wildcards")] = option(
+        "", "removed from each subject, after the prefix was put; then `..` becomes `.`"
     )
     subject_transform: SubjectTransformSettings = option({}, "excludes the two above")
     lost_segment_timeout: Annotated[t.Duration, t.Range("1s")] = option(
         "24h", "a hole is late until the first segment behind it is this old, then lost"
     )
-    on_lost: Literal["halt", "skip"] = option(
-        "halt", "when a segment is lost: wait for you, or go on without it"
-    )
+    on_lost: Literal["halt", "skip"] = option("halt", "when a segment is lost: wait for you, or go on without it")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from super().combinations()
@@ -112,19 +108,15 @@ class TargetSettings(Section):
     """A target stream and what flows into it."""
 
     stream: Annotated[t.StreamName, t.Required] = needed("the target stream")
-    create: CreateSettings | None = option(
-        None, "create the stream where it does not exist; null: stop instead"
-    )
+    create: CreateSettings | None = option(None, "create the stream where it does not exist; null: stop instead")
     exclusive: t.Flag = option(True, "nobody else publishes to it")
-    delivery: Literal["exactly_once", "at_least_once"] = option(
-        "exactly_once", "exactly once needs `exclusive: true`"
-    )
+    delivery: Literal["exactly_once", "at_least_once"] = option("exactly_once", "exactly once needs `exclusive: true`")
     publisher: Literal["auto", "fast", "atomic", "single"] = option(
         "auto", "how messages are published; auto: the best that server and stream offer"
     )
-    control_headers: tuple[
-        Annotated[t.Text, AfterValidator(_check_control_header), t.TypeName("header")], ...
-    ] = option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
+    control_headers: tuple[Annotated[t.Text, AfterValidator(_check_control_header), t.TypeName("header")], ...] = (
+        option((), "headers of the source's publishers, such as Nats-TTL, that act again at the target")
+    )
     on_oversize: Literal["halt", "park"] = option(
         "halt", "a message that with its headers is too large for the target: wait for you, or put it aside"
     )
@@ -168,9 +160,7 @@ class IngressSettings(ServiceSettings):
     events: Annotated[t.Text, t.matching(_EVENTS, "nats://SUBJECT or sqs://QUEUE")] = option(
         "", "notifications of the bucket, such as nats://minio.events or sqs://floe-events"
     )
-    silent_after: Annotated[
-        t.Duration, t.Range("2m", "7d", "each process of egress gives one each minute")
-    ] = option(
+    silent_after: Annotated[t.Duration, t.Range("2m", "7d", "each process of egress gives one each minute")] = option(
         "5m", "a site without a sign of life for this long is silent, a chain that is late for it is told"
     )
     defaults: dict[str, Any] = option({}, "keys that entries of `sources` may override")

@@ -236,9 +236,7 @@ def _is_private(path: yaml.KeyPath) -> bool:
     names = [part for part in path if isinstance(part, str)]
     if any(name in _FREE for name in names[:-1]):
         return True
-    return bool(names) and (
-        _SECRET_NAME.search(names[-1]) is not None or is_secret(section_at(path[:-1]), names[-1])
-    )
+    return bool(names) and (_SECRET_NAME.search(names[-1]) is not None or is_secret(section_at(path[:-1]), names[-1]))
 
 
 def refuse_unrunnable(document: ConfigDocument) -> None:
@@ -302,9 +300,7 @@ def read_documents(path: str) -> list[ConfigDocument]:
     return [replace(each, warnings=(*warnings, *each.warnings)) for each in parse_documents(data, path)]
 
 
-def parse_documents(
-    data: bytes, name: str, environment: Mapping[str, str] = os.environ
-) -> list[ConfigDocument]:
+def parse_documents(data: bytes, name: str, environment: Mapping[str, str] = os.environ) -> list[ConfigDocument]:
     """As `parse`, with the places of all values. `environment`: for `${VAR}`."""
     problems = yaml.Problems(name)
     roots = yaml.parse_yaml(data, problems)

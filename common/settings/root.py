@@ -27,9 +27,7 @@ class StoreTlsSettings(Section):
     """TLS to the object store."""
 
     ca: t.Path = option("", "CA certificates; empty: the system's")
-    insecure: t.Flag = option(
-        False, "do not check the server's certificate; for tests only, warned of at each start"
-    )
+    insecure: t.Flag = option(False, "do not check the server's certificate; for tests only, warned of at each start")
 
 
 class EncryptionSettings(Section):
@@ -63,13 +61,12 @@ class StoreSettings(Section):
     access_key_id: t.Label = option("", "empty: the AWS credential chain")
     secret_access_key: t.Secret = option("", "the secret of `access_key_id`")
     tls: StoreTlsSettings = option({}, "TLS to the store")
-    storage_class: Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")] = (
-        option("", "empty: the bucket's default")
+    storage_class: Annotated[t.Text, t.matching(_STORAGE_CLASS, "a storage class such as STANDARD_IA")] = option(
+        "", "empty: the bucket's default"
     )
     encryption: EncryptionSettings = option({}, "encryption at rest")
     subject_statistics: t.Flag = option(
-        True,
-        "false: no least and greatest subject in the metadata of segments, where they are easy to read",
+        True, "false: no least and greatest subject in the metadata of segments, where they are easy to read"
     )
 
     def combinations(self) -> Iterator[tuple[str, str]]:
@@ -106,12 +103,10 @@ class LevelSettings(Section):
 
     from_: Annotated[t.Whole, t.Range(0, 8)] = Field(alias="from", description="the level that is read")
     to: Annotated[t.Whole, t.Range(1, 9)] = needed("the level that is written")
-    min_age: Annotated[t.Duration, t.Range("1s", None, "younger segments may still be on their way")] = (
-        option("1h", "segments younger than this wait")
+    min_age: Annotated[t.Duration, t.Range("1s", None, "younger segments may still be on their way")] = option(
+        "1h", "segments younger than this wait"
     )
-    max_wait: t.Duration = option(
-        "1d", "a run of `min_count` whose oldest is older than this is merged however small"
-    )
+    max_wait: t.Duration = option("1d", "a run of `min_count` whose oldest is older than this is merged however small")
     min_count: Annotated[t.Whole, t.Range(2, 1_000_000)] = option(
         10, "segments that are worth a merge after `max_wait`"
     )
@@ -150,12 +145,9 @@ class CompactionSettings(Section):
     spark: SparkSettings = option({}, "the Spark session")
     levels: tuple[LevelSettings, ...] = option(_LEVELS, "which level becomes which")
     delete: t.Flag = option(True, "delete inputs that were merged")
-    delete_grace: t.Duration = option(
-        "24h", "how long merged inputs stay, for readers that hold an older listing"
-    )
+    delete_grace: t.Duration = option("24h", "how long merged inputs stay, for readers that hold an older listing")
     allow_short_times: t.Flag = option(
-        False,
-        "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store",
+        False, "take `delete_grace: 0s` and a `min_age` below 1m: for tests, where nobody else reads the store"
     )
     retention: RetentionSettings = option({}, "when segments are deleted for good")
 
@@ -204,9 +196,7 @@ class Settings(Section):
     spool_dir: t.Path = option(
         "", "where segments are built; empty: the system's folder; nothing in it is needed to resume"
     )
-    nats: NatsSettings = option(
-        {}, "the connection to NATS; `egress.nats` and `ingress.nats` override it key by key"
-    )
+    nats: NatsSettings = option({}, "the connection to NATS; `egress.nats` and `ingress.nats` override it key by key")
     store: StoreSettings = needed("the object store")
     log: LogSettings = option({}, "the log")
     egress: EgressSettings = option({}, "what this site freezes")
@@ -215,9 +205,7 @@ class Settings(Section):
 
     @classmethod
     def completed(cls, given: Mapping[str, Any]) -> Any:
-        roles = {
-            role: _with_nats(given.get("nats", {}), given.get(role, {})) for role in ("egress", "ingress")
-        }
+        roles = {role: _with_nats(given.get("nats", {}), given.get(role, {})) for role in ("egress", "ingress")}
         return {**given, **roles}
 
     def nats_for(self, role: Role) -> NatsSettings:

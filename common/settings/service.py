@@ -42,9 +42,7 @@ class NatsTlsSettings(Section):
     cert: t.Path = option("", "the client's certificate; with `key`")
     key: t.Path = option("", "the client's private key; with `cert`")
     handshake_first: t.Flag = option(False, "TLS before the server's first line")
-    insecure: t.Flag = option(
-        False, "do not check the server's certificate; for tests only, warned of at each start"
-    )
+    insecure: t.Flag = option(False, "do not check the server's certificate; for tests only, warned of at each start")
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         yield from self.together("cert", "key")
@@ -89,21 +87,14 @@ class ServiceSettings(Section):
 
     nats: NatsSettings = option({}, "overrides of `nats`, key by key")
     memory_limit: Annotated[
-        t.Size,
-        t.Range("16M", "1T", "a row group of 32M is encoded in parts, and several parts are under way"),
+        t.Size, t.Range("16M", "1T", "a row group of 32M is encoded in parts, and several parts are under way")
     ] = option("128M", "of one process, over all its chains")
     lease_ttl: Annotated[t.Duration, t.Range("1s", "10m", "it is renewed every third of it")] = option(
         "15s", "how long a lease of a stopped process stands in the way of another"
     )
-    lease_bucket: Annotated[t.BucketName, t.Required] = option(
-        "FLOE_LEASES", "the key-value bucket of the leases"
-    )
-    state_bucket: Annotated[t.BucketName, t.Required] = option(
-        "FLOE_STATE", "the key-value bucket of the state"
-    )
-    kv_replicas: Annotated[t.Whole, t.Range(0, 5)] = option(
-        0, "replicas of the two buckets; 0: as the stream"
-    )
+    lease_bucket: Annotated[t.BucketName, t.Required] = option("FLOE_LEASES", "the key-value bucket of the leases")
+    state_bucket: Annotated[t.BucketName, t.Required] = option("FLOE_STATE", "the key-value bucket of the state")
+    kv_replicas: Annotated[t.Whole, t.Range(0, 5)] = option(0, "replicas of the two buckets; 0: as the stream")
     shutdown_timeout: Annotated[t.Duration, t.Range("1s", "1h")] = option(
         "30s", "to drain after SIGTERM; what is not done by then is done again later"
     )

@@ -244,18 +244,12 @@ _FILTER = re.compile(r"([^\s.>\x00-\x1f\x7f]+(\.[^\s.>\x00-\x1f\x7f]+)*(\.>)?|>)
 
 Path = Annotated[Text, matching(_PATH, "a path without control characters"), TypeName("path")]
 Label = Annotated[Text, matching(_LABEL, "at most 255 characters on one line")]
-SiteName = Annotated[
-    Text, matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"), TypeName("name")
-]
+SiteName = Annotated[Text, matching(SITE_PATTERN, "1 to 63 of A-Z a-z 0-9 _ -, the first not _ or -"), TypeName("name")]
 StreamName = Annotated[
-    Text,
-    matching(FEED_PATTERN, "a stream name: 1 to 255 characters without space . * > / \\"),
-    TypeName("name"),
+    Text, matching(FEED_PATTERN, "a stream name: 1 to 255 characters without space . * > / \\"), TypeName("name")
 ]
 BucketName = Annotated[Text, matching(_BUCKET, "1 to 64 of A-Z a-z 0-9 _ -"), TypeName("name")]
-Subject = Annotated[
-    Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), TypeName("subject")
-]
+Subject = Annotated[Text, matching(_SUBJECT, "a subject without wildcards and empty tokens"), TypeName("subject")]
 SubjectFilter = Annotated[
     Text, matching(_FILTER, "a subject, * and a last > allowed, without empty tokens"), TypeName("subject")
 ]

@@ -176,9 +176,7 @@ class _Builder:
 
     def documents(self) -> list[Keys]:
         found = [
-            self._node(next(self._events), ())
-            for event in self._events
-            if isinstance(event, yaml.DocumentStartEvent)
+            self._node(next(self._events), ()) for event in self._events if isinstance(event, yaml.DocumentStartEvent)
         ]
         if not found:
             self._problems.add(Mark(1, 1), (), "expected a mapping, found an empty file")

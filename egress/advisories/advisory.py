@@ -224,9 +224,7 @@ def fed_back(template: str, subjects: Sequence[str], filter_subject: str) -> tup
 def loop_of(partition: Partition, chain: Chain, info: StreamInfo) -> Stopped | None:
     """Why `partition` cannot be read: the advisories of `chain` would come back with its messages."""
     template = partition.settings.advisory.subject
-    found = (
-        fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
-    )
+    found = fed_back(template, info.config.get("subjects") or (), partition.filter_subject) if template else None
     if found is None:
         return None
     told, subject = found

@@ -114,9 +114,7 @@ class AdvisorySearch:
 @click.argument("stream")
 @click.argument("value", required=False)
 @config_option
-@click.option(
-    "--since", type=Duration(), default="1h", show_default=True, help="How far back, by time of storing."
-)
+@click.option("--since", type=Duration(), default="1h", show_default=True, help="How far back, by time of storing.")
 @click.option("-f", "--follow", is_flag=True, help="Go on with those that come, until Ctrl-C.")
 @click.option(
     "--nats",
@@ -135,8 +133,7 @@ async def advisories(
     """
     if not FEED_PATTERN.fullmatch(stream):
         raise click.BadParameter(
-            f"expected 1 to 255 characters without space . * > / \\, found {stream!r:.60}",
-            param_hint="STREAM",
+            f"expected 1 to 255 characters without space . * > / \\, found {stream!r:.60}", param_hint="STREAM"
         )
     settings, clock = load_settings(config, quiet=True), SystemClock()
     is_sites = settings.egress.feeds or not settings.ingress.targets

@@ -16,16 +16,7 @@ from common.jetstream.protocol import frame
 from common.jetstream.requests import ApiError
 from common.tasks import wait_for
 from egress.advisories.advisory import Advisory, AdvisoryWriter, event_id, filter_of, inspect_field
-from egress.advisories.outbox import (
-    LIMIT,
-    WAVE,
-    AdvisoryTally,
-    Lateness,
-    Outbox,
-    SendResult,
-    ids_stored,
-    judge_ack,
-)
+from egress.advisories.outbox import LIMIT, WAVE, AdvisoryTally, Lateness, Outbox, SendResult, ids_stored, judge_ack
 from egress.partition import Partition
 
 ACK_TIMEOUT = 5.0  # seconds

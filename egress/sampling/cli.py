@@ -122,9 +122,7 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 
     name = "regular expression"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> re.Pattern[str]:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[str]:
         try:
             return re.compile(str(value))
         except (re.error, RecursionError, OverflowError) as error:
@@ -135,9 +133,7 @@ class Pattern(click.ParamType):  # type: ignore[type-arg]  # generic since click
 @click.argument("value", required=False, type=Pattern())
 @click.option("--feed", help="Only this feed.")
 @click.option("--since", type=Duration(), metavar="DURATION", help="Only values seen as lately as this.")
-@click.option(
-    "--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired."
-)
+@click.option("--silent", is_flag=True, help="Only values silent for longer than warn_duration, and not yet expired.")
 @click.option("--values", "is_values", is_flag=True, help="Print the values only.")
 @json_option
 @config_option
@@ -223,9 +219,7 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
     return found
 
 
-def _read(
-    store: SegmentStore, chain: Chain, failures: list[FloeError]
-) -> tuple[SnapshotRef, Snapshot] | None:
+def _read(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
     """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
     snapshots = Snapshots(store, chain)
     refs = snapshots.list()

@@ -61,12 +61,7 @@ class Past:
     """The rows of `chain` up to `last`, by the cover of `refs`, that `filter_subject` takes. Blocking."""
 
     def __init__(
-        self,
-        store: SegmentStore,
-        chain: Chain,
-        refs: Sequence[SegmentRef],
-        last: int,
-        filter_subject: str = "",
+        self, store: SegmentStore, chain: Chain, refs: Sequence[SegmentRef], last: int, filter_subject: str = ""
     ) -> None:
         self.chain, self.refs, self.last, self.filter_subject = chain, refs, last, filter_subject
         self._store, self._usable = store, list(refs)
@@ -253,9 +248,7 @@ class Rebuilding:
                 break
             # Not what the chain has yet to read: there it would count twice.
             group = [
-                Past(
-                    self._store, former, self._store.list(former), min(end, self._current.last), self._filter
-                )
+                Past(self._store, former, self._store.list(former), min(end, self._current.last), self._filter)
                 for former, end in continued(self._store, group[0].chain).items()
             ]
         return newest_ns, groups[::-1]
@@ -268,9 +261,7 @@ class Rebuilding:
             lists = columns(batch)
             keys, _forced = self._keys.read(lists)
             self._count(len(keys), lists.sequences[-1], past.chain)
-            rows = zip(
-                lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True
-            )
+            rows = zip(lists.sequences, keys, lists.timestamps_ns, lists.payloads, lists.subjects, strict=True)
             for sequence, key, timestamp_ns, payload, subject in rows:
                 if key is not None and matches(past.filter_subject, subject):
                     yield sequence, key, timestamp_ns, len(payload)

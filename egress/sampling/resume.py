@@ -30,14 +30,7 @@ from egress.sampling.rebuild import Rebuilding, continued
 from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
-from egress.sampling.snapshot_store import (
-    Candidates,
-    SnapshotRef,
-    Snapshots,
-    reason,
-    to_build_upon,
-    to_follow,
-)
+from egress.sampling.snapshot_store import Candidates, SnapshotRef, Snapshots, reason, to_build_upon, to_follow
 
 log = get_logger("egress.sampling")
 

@@ -15,15 +15,7 @@ from typing import cast
 from common.segments.columns import Columns
 from egress.advisories.advisory import Advisory, Event
 from egress.sampling.key_reader import KeyReader
-from egress.sampling.key_table import (
-    NEVER,
-    DueLimits,
-    Notice,
-    SamplerState,
-    Table,
-    later,
-    period_ns,
-)
+from egress.sampling.key_table import NEVER, DueLimits, Notice, SamplerState, Table, later, period_ns
 from egress.sampling.settings import Sampling
 
 
@@ -103,11 +95,7 @@ class Sampler:
         return self.choose(keys, forced, columns.timestamps_ns, list(map(len, columns.payloads)))
 
     def choose(
-        self,
-        keys: list[str | None],
-        forced: list[bool] | None,
-        timestamps_ns: Sequence[int],
-        sizes: Sequence[int],
+        self, keys: list[str | None], forced: list[bool] | None, timestamps_ns: Sequence[int], sizes: Sequence[int]
     ) -> SampledBatch:
         """As `fold`, of messages whose keys are read: with lists of equal length."""
         kept = bytearray(len(keys))

@@ -186,9 +186,7 @@ def decode(raw: bytes) -> Snapshot:
         outbox += [Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some]
     if next(blocks, None) is not None:
         raise ValueError(f"snapshot: expected {head.advisories} advisories at its end, found more")
-    return Snapshot(
-        Chain.parse(head.chain), head.position, head.sampling_digest, head.newest_ns, state, tuple(outbox)
-    )
+    return Snapshot(Chain.parse(head.chain), head.position, head.sampling_digest, head.newest_ns, state, tuple(outbox))
 
 
 def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
@@ -201,9 +199,7 @@ def _state(head: _Head, blocks: Iterator[bytes]) -> SamplerState:
         values.extend(found.values)
         distinct.update(found.values)
         if len(distinct) < len(values):
-            raise ValueError(
-                f"snapshot: expected distinct keys, found {len(values)}, {len(distinct)} distinct"
-            )
+            raise ValueError(f"snapshot: expected distinct keys, found {len(values)}, {len(distinct)} distinct")
         seen.frombytes(found.seen)
         due.frombytes(found.due)
         sizes.frombytes(found.sizes)

@@ -19,13 +19,7 @@ from common.clock import Clock, SystemClock
 from common.errors import DataError, FloeError
 from common.failpoints import failpoint
 from common.objects.port import sha256_of, size_of
-from common.segments.documents import (
-    SnapshotRef,
-    list_snapshots,
-    newest_first,
-    sampling_of,
-    snapshot_metadata,
-)
+from common.segments.documents import SnapshotRef, list_snapshots, newest_first, sampling_of, snapshot_metadata
 from common.segments.keys import DIGEST_LENGTH, StateName
 from common.segments.store import SegmentStore
 from common.segments.writer import spool_error
@@ -232,12 +226,7 @@ class Saving:
     """Holds one frozen snapshot at most. `interval`: seconds from one to the next."""
 
     def __init__(
-        self,
-        snapshots: Snapshots,
-        threads: Threads,
-        clock: Clock,
-        interval: float,
-        report: SamplingReport,
+        self, snapshots: Snapshots, threads: Threads, clock: Clock, interval: float, report: SamplingReport
     ) -> None:
         self._snapshots, self._threads = snapshots, threads
         self._clock, self._interval, self._report = clock, interval, report

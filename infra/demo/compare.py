@@ -120,10 +120,7 @@ class DemoResult:
     def figures(self) -> tuple[str, ...]:
         """What the table leaves out, each as a sentence."""
         target = sum(len(r.target) for r in self.readings)
-        raw, stored = (
-            sum(r.archive.raw_bytes for r in self.readings),
-            sum(r.stored_bytes for r in self.readings),
-        )
+        raw, stored = (sum(r.archive.raw_bytes for r in self.readings), sum(r.stored_bytes for r in self.readings))
         waiting = sum(readings.waiting_bytes for readings in self.readings)
         left_out = sum(readings.left_out for readings in self.readings)
         gone = sum(readings.compared()[0].gone for readings in self.readings)
@@ -156,9 +153,7 @@ class DemoResult:
 
 def worst(comparisons: Sequence[Comparison]) -> Comparison:
     """The comparison with the most damage; of equals the last."""
-    return max(
-        comparisons, key=lambda c: (c.lost + c.repeated + c.out_of_order + c.altered + c.unexpected, c.found)
-    )
+    return max(comparisons, key=lambda c: (c.lost + c.repeated + c.out_of_order + c.altered + c.unexpected, c.found))
 
 
 def _chain_json(readings: Readings) -> dict[str, object]:
@@ -177,13 +172,7 @@ def _chain_json(readings: Readings) -> dict[str, object]:
 
 
 # What may follow on what: a node appears, falls silent, and comes back or is forgotten.
-FOLLOWS = {
-    "": {"new"},
-    "new": {"timeout"},
-    "timeout": {"recover", "expire"},
-    "recover": {"timeout"},
-    "expire": {"new"},
-}
+FOLLOWS = {"": {"new"}, "new": {"timeout"}, "timeout": {"recover", "expire"}, "recover": {"timeout"}, "expire": {"new"}}
 MAX_PROBLEMS = 5
 
 

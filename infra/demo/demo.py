@@ -97,9 +97,7 @@ async def run_demo(options: DemoOptions, view: DemoView, clock: Clock) -> DemoRe
 
 async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
     started = run.clock.monotonic()
-    view.step(
-        "start the servers", "Two sites and a centre with NATS JetStream, and an S3 server between them."
-    )
+    view.step("start the servers", "Two sites and a centre with NATS JetStream, and an S3 server between them.")
     view.say(f"all data, logs and configurations are in {world.folder}")
     await run.start_servers()
     view.step("start Floe", "Egress freezes streams at each site; ingress melts them into one at the centre.")
@@ -109,21 +107,15 @@ async def _steps(run: Run, view: DemoView, world: World) -> DemoResult:
         "A fleet registers; of each node one document in 10 s is kept. Floe is killed and started again.",
     )
     await run.publish_and_disturb()
-    view.step(
-        "wait for silence", "The fleet has stopped: egress tells of every node that is not seen any more."
-    )
+    view.step("wait for silence", "The fleet has stopped: egress tells of every node that is not seen any more.")
     await run.wait_for_silence()
     view.step("stop egress", "SIGTERM: what is still open becomes a last segment; nothing is left behind.")
     await run.drain_egress()
-    view.step(
-        "compact again", "Spark merges the rest and deletes what its first run merged and proved equal."
-    )
+    view.step("compact again", "Spark merges the rest and deletes what its first run merged and proved equal.")
     await run.compact()
     view.step("wait for the centre", "Everything frozen must melt into the target stream, in order and once.")
     await run.wait_for_arrival()
-    view.step(
-        "drill", "A feed comes back from its segments, into a scratch stream, and is compared with them."
-    )
+    view.step("drill", "A feed comes back from its segments, into a scratch stream, and is compared with them.")
     restored, wrong = await ask_drill(world)
     view.say(restored)
     view.step("compare", "Source, archive and target, chain by chain, message by message, byte for byte.")
@@ -225,11 +217,7 @@ class Run:
     async def _disturb(self) -> None:
         """Kill each service in turn, then two at once; each is started again after a moment."""
         first, second = self.services.egress.values()
-        turns: list[tuple[DemoService, ...]] = [
-            (first,),
-            (self.services.ingress,),
-            (second, self.services.ingress),
-        ]
+        turns: list[tuple[DemoService, ...]] = [(first,), (self.services.ingress,), (second, self.services.ingress)]
         for turn in turns:
             await self.clock.sleep(self.load.seconds * 0.8 / len(turns) - DARK)
             for service in turn:
@@ -315,6 +303,4 @@ def _summary(out: str) -> str:
         inputs = sum(merged["input_count"] for merged in report["merged"])
         return f"{inputs} segments merged into {len(report['merged'])}, {len(report['deleted'])} deleted"
     except (ValueError, KeyError, TypeError) as error:
-        raise FloeError(
-            f"floe compact --json: expected a report, found {out[:80]!r}", code="E-DEMO"
-        ) from error
+        raise FloeError(f"floe compact --json: expected a report, found {out[:80]!r}", code="E-DEMO") from error

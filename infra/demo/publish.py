@@ -73,9 +73,7 @@ class SitePublisher:
         kinds = {kind for report in self.reports for kind in report.stored}
         stored = sum(report.published.stored for report in self.reports)
         deleted = sum(len(report.deleted) for report in self.reports)
-        return (
-            f"documents: {documents}; awkward: {stored} stored of {len(kinds)} kinds, {deleted} deleted again"
-        )
+        return f"documents: {documents}; awkward: {stored} stored of {len(kinds)} kinds, {deleted} deleted again"
 
     def _make_emulators(self) -> list[Emulator]:
         """The fleet, and a few nodes that stop publishing halfway."""
@@ -96,9 +94,7 @@ class SitePublisher:
         for burst in range(BURSTS):
             root = f"{AWKWARD.lower()}.b{burst}"
             count = self.load.awkward // BURSTS
-            self.reports.append(
-                await publish_awkward(self.client, AWKWARD, root, rng, count, clock=self.clock)
-            )
+            self.reports.append(await publish_awkward(self.client, AWKWARD, root, rng, count, clock=self.clock))
             if burst == BURSTS - 1 or await wait_for(stop, self.load.seconds / BURSTS):
                 return
 

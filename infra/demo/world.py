@@ -73,8 +73,7 @@ class DemoService:
             raise
         if code:
             raise FloeError(
-                f"{self.name}: expected exit code 0 after SIGTERM, found {code}: {tail(self.log)}",
-                code="E-DEMO",
+                f"{self.name}: expected exit code 0 after SIGTERM, found {code}: {tail(self.log)}", code="E-DEMO"
             )
 
 
@@ -91,9 +90,7 @@ async def run_command(folder: Path, name: str, *command: str) -> str:
         finally:
             _kill(process)
     if process.returncode:
-        raise FloeError(
-            f"{name}: expected exit code 0, found {process.returncode}: {tail(log)}", code="E-DEMO"
-        )
+        raise FloeError(f"{name}: expected exit code 0, found {process.returncode}: {tail(log)}", code="E-DEMO")
     return out.decode()
 
 
@@ -103,9 +100,7 @@ async def _communicate(process: subprocess.Popen[bytes]) -> bytes:
     return out
 
 
-def _spawn(
-    command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[bytes]
-) -> subprocess.Popen[bytes]:
+def _spawn(command: tuple[str, ...], *, stdout: int | IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
     return spawn(
         [sys.executable, "-m", *command],
         stdin=subprocess.DEVNULL,
@@ -212,9 +207,7 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="floe-demo-"))
         self._keep = keep
         self.sites = {site: NatsServer(self.folder / f"nats-{site}", name=site) for site in SITES}
-        self.central = NatsServer(
-            self.folder / "nats-central", name="central", max_payload=CENTRAL_MAX_PAYLOAD
-        )
+        self.central = NatsServer(self.folder / "nats-central", name="central", max_payload=CENTRAL_MAX_PAYLOAD)
         self.s3 = SeaweedFS(self.folder / "seaweedfs")
         self.services: Services | None = None
 
@@ -231,8 +224,7 @@ class World:
     def write_configs(self) -> Services:
         """Write a configuration for each site and one for the centre; their services, not yet started."""
         egress = {
-            site: DemoService(self.folder, f"egress {site}", self._site_config(site), "egress", "run")
-            for site in SITES
+            site: DemoService(self.folder, f"egress {site}", self._site_config(site), "egress", "run") for site in SITES
         }
         central = self._write(self.central_config, self._central())
         ingress = DemoService(self.folder, "ingress", central, "ingress", "run")

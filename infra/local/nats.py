@@ -51,8 +51,7 @@ def _older_binary(version: str) -> Path:
     )
     if not found or not Path(found).is_file():
         raise FileNotFoundError(
-            f"no nats-server {version}: expected {installed}, or nats-server-{version} on the PATH,"
-            f" or {variable}"
+            f"no nats-server {version}: expected {installed}, or nats-server-{version} on the PATH, or {variable}"
         )
     return Path(found)
 
@@ -90,9 +89,7 @@ class ClusterPlace:
     def config(self) -> str:
         routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in self.ports)
         quiet = f"no_advertise: {_flag(not self.advertise)}"
-        return (
-            f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", {quiet}, routes: [{routes}] }}'
-        )
+        return f'cluster {{ name: {self.name}, listen: "127.0.0.1:{self.port}", {quiet}, routes: [{routes}] }}'
 
 
 class NatsServer:
@@ -240,9 +237,7 @@ class NatsServer:
             self._process.wait(timeout)
 
     def _last_words(self) -> str:
-        texts = [
-            path.read_text(errors="replace") for path in (self.folder / "stderr", self.log) if path.exists()
-        ]
+        texts = [path.read_text(errors="replace") for path in (self.folder / "stderr", self.log) if path.exists()]
         return " | ".join(line for text in texts for line in text.splitlines()[-5:])
 
     def _config(self) -> str:

@@ -72,10 +72,7 @@ def _start() -> _Guard:
             sys.executable,
             [sys.executable, "-I", "-S", __file__],
             os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, reading, 0),
-                (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-            ],
+            file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0), (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
             setsid=True,  # it outlives what Ctrl-C or a hang-up ends
         )
     finally:

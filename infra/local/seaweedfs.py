@@ -43,11 +43,7 @@ class SignedClient:
     def _headers(self, method: str, path: str, stamp: str) -> dict[str, str]:
         """AWS Signature Version 4, the body left unsigned."""
         scope = f"{stamp[:8]}/{REGION}/s3/aws4_request"
-        signed = {
-            "host": f"127.0.0.1:{self.port}",
-            "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
-            "x-amz-date": stamp,
-        }
+        signed = {"host": f"127.0.0.1:{self.port}", "x-amz-content-sha256": "UNSIGNED-PAYLOAD", "x-amz-date": stamp}
         names = ";".join(signed)
         lines = "".join(f"{name}:{value}\n" for name, value in signed.items())
         canonical = f"{method}\n{quote(path)}\n\n{lines}\n{names}\nUNSIGNED-PAYLOAD"

@@ -289,9 +289,7 @@ class ChainRegistry:
     `limits`: what rows are made ready for; `ask_limits`: asks the target anew (None: it never changes).
     """
 
-    def __init__(
-        self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None
-    ) -> None:
+    def __init__(self, settings: TargetSettings, limits: TargetLimits, ask_limits: AskLimits | None = None) -> None:
         self._settings, self.target = settings, settings.stream
         self.limits, self._ask_limits = limits, ask_limits
         self._sources = {pair: source for source in settings.sources for pair in source.pairs()}

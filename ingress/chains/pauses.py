@@ -139,6 +139,4 @@ async def pause_stores(settings: Settings) -> AsyncIterator[dict[str, PauseStore
     check_targets(settings.ingress)
     async with state_of_ingress(settings, "floe chain") as (_, bucket):
         names = [target.stream for target in settings.ingress.targets]
-        yield {
-            name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names
-        }
+        yield {name: PauseStore(bucket, name, StateStore(bucket, state_key(ROLE, name), name)) for name in names}

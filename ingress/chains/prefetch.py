@@ -288,9 +288,7 @@ class Prefetcher:
             chain.damaged.add(ref.key)
             chain.replan(everywhere=True)
             metrics.damaged.labels(chain.chain.site, chain.chain.feed).inc()
-            log.error(
-                "segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context()
-            )
+            log.error("segment damaged, left out", action="segment_damaged", error=str(error), **ref.log_context())
         else:
             if problem is not None:
                 self._stop(chain, problem)

@@ -142,9 +142,7 @@ class Recall:
             stretches = [Stretch(ref, piece.rows) for ref in refs if ref.key not in damaged]
             is_named = bool(stretches)
             if not stretches:
-                stretches = await self._threads.run(
-                    covering, self._store, piece.chain, piece.rows, frozenset(damaged)
-                )
+                stretches = await self._threads.run(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
             if not stretches:
                 raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
             found = await self._read(piece, stretches, damaged, alone=is_named)
@@ -195,8 +193,6 @@ class Recall:
         drop = set_command(self._chains.target, "--accept")
         return Stopped(
             f"chain {piece.chain}: the rows of the open intent cannot be found again: {why}",
-            hint=ways(
-                ("put the segment back, or one with the same rows; or drop the rest of the intent", drop)
-            ),
+            hint=ways(("put the segment back, or one with the same rows; or drop the rest of the intent", drop)),
             code="E-INTENT",
         )

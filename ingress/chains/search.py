@@ -274,9 +274,7 @@ class StoreClock:
                 except Refused as error:
                     if not self._refused:
                         self._refused = True
-                        log.warning(
-                            "the store's clock cannot be read", action="store_clock", error=str(error)
-                        )
+                        log.warning("the store's clock cannot be read", action="store_clock", error=str(error))
                     return None
                 except OutcomeUnknown as error:
                     raise Unavailable(error.message, code=error.code) from error

@@ -77,12 +77,7 @@ class Starts:
         self._searched: dict[tuple[Chain, int], int] = {}
 
     def resolve(
-        self,
-        chain: Chain,
-        settings: StartSettings,
-        first: int,
-        end: int | None,
-        positions: Mapping[Chain, int],
+        self, chain: Chain, settings: StartSettings, first: int, end: int | None, positions: Mapping[Chain, int]
     ) -> Beginning:
         """Where `chain` begins, which has no position. `first`: its first sequence in the archive; `end`: of
         its incarnation, None while that goes on; `positions`: of all chains of the target.
@@ -123,8 +118,7 @@ class Starts:
     def _resolved(self, chain: Chain, settings: StartSettings) -> Start:
         if settings.start_at_end:
             return Start(
-                FORMAT_VERSION,
-                ends={str(each): self._end(each) for each in self._documents.chains(*_feed(chain))},
+                FORMAT_VERSION, ends={str(each): self._end(each) for each in self._documents.chains(*_feed(chain))}
             )
         if settings.start_sequence:
             return Start(FORMAT_VERSION, sequence=settings.start_sequence)

@@ -127,9 +127,7 @@ async def follow_queue(open_queue: Callable[[], SqsQueue], notified: Notified) -
 class _Receiver:
     """What the thread does, until `stop` is set."""
 
-    def __init__(
-        self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, open_queue: Callable[[], SqsQueue], notified: Notified, loop: asyncio.AbstractEventLoop) -> None:
         self.stop = threading.Event()
         self._open_queue, self._notified, self._loop = open_queue, notified, loop
         self._queue: SqsQueue | None = None
@@ -243,9 +241,7 @@ async def follow_subject(client: FloeClient, subject: str, notified: Notified, c
 class Notified:
     """Takes notifications as they come and wakes discovery. `source`: `nats` or `sqs`, for the metric."""
 
-    def __init__(
-        self, source: str, bucket: str, layout: Layout, discovery: Discovery, health: Health
-    ) -> None:
+    def __init__(self, source: str, bucket: str, layout: Layout, discovery: Discovery, health: Health) -> None:
         self._source, self._bucket, self._layout = source, bucket, layout
         self._discovery, self._health = discovery, health
         if source:

@@ -28,9 +28,7 @@ class PositionParam(click.ParamType):  # type: ignore[type-arg]  # generic since
 
     name = "chain=sequence"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[cli.Named, int]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[cli.Named, int]:
         from common.segments.keys import parse
 
         name, _, sequence = str(value).rpartition("=")

@@ -133,9 +133,7 @@ class CheckpointEditor:
         entries = await asyncio.to_thread(lambda: self._parked(kept_as).entries())
         parked = {(name.chain, name.sequence) for name in entries}
         census = await self._scanned(TargetScan(0, reading.last_sequence, parked=parked))
-        correction = corrections.rebuild(
-            known.state, reading, census, repeats=repeats, entries=list(entries.values())
-        )
+        correction = corrections.rebuild(known.state, reading, census, repeats=repeats, entries=list(entries.values()))
         return CheckpointPlan(known, correction, reading.last_sequence)
 
     async def forget(self) -> CheckpointPlan:

@@ -51,12 +51,7 @@ def _named(messages: Collection[Message]) -> str:
 
 
 def marks_of(
-    intent: Intent | None,
-    positions: Mapping[Chain, int],
-    stored: int | None,
-    census: TargetScan,
-    *,
-    repeats: bool,
+    intent: Intent | None, positions: Mapping[Chain, int], stored: int | None, census: TargetScan, *, repeats: bool
 ) -> ParkedMarks:
     """What the intent that is dropped would have marked, where its chains go on at `positions`.
 
@@ -84,9 +79,7 @@ def marks_of(
     return ParkedMarks(passed, seen)
 
 
-def marks_by_listing(
-    entries: Collection[ParkedEntry], checkpoint: Checkpoint, census: TargetScan
-) -> ParkedMarks:
+def marks_by_listing(entries: Collection[ParkedEntry], checkpoint: Checkpoint, census: TargetScan) -> ParkedMarks:
     """The marks that are missing, by what is parked and what a census of the whole target saw of that."""
     seen = census.parked_seen
     left_out, delivered = list[Message](), list[Message]()
@@ -232,9 +225,7 @@ def _found(
     return positions, {chain for chain in written if census.gone_behind(chain)}
 
 
-def counted(
-    positions: Positions, intent: Intent, stored: int, tail: object
-) -> tuple[dict[Chain, int], set[Chain]]:
+def counted(positions: Positions, intent: Intent, stored: int, tail: object) -> tuple[dict[Chain, int], set[Chain]]:
     """The positions where `stored` messages of the intent stand, and the chain for which that does not tell
     the sequence (none or one).
 
@@ -259,17 +250,13 @@ def counted(
     return after, {piece.chain}
 
 
-def _of_accepting(
-    state: TargetState, reading: TargetReading, census: TargetScan, positions: Positions
-) -> list[str]:
+def _of_accepting(state: TargetState, reading: TargetReading, census: TargetScan, positions: Positions) -> list[str]:
     checkpoint, lines = state.checkpoint, []
     if reading.created != checkpoint.target_created:
         lines.append("another stream of the name: what was carried into the former one is not carried again")
     elif reading.last_sequence < checkpoint.target_sequence:
         lost = checkpoint.target_sequence - reading.last_sequence
-        lines.append(
-            f"{lost} messages that were stored stand there no more and are not carried again (--from-target)"
-        )
+        lines.append(f"{lost} messages that were stored stand there no more and are not carried again (--from-target)")
     if state.intent is not None:
         lines.append("the open intent is dropped: stop every paused or cut off instance of ingress first")
     lines += _stands(census) + _others(census)

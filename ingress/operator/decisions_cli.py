@@ -274,9 +274,7 @@ async def _store(config: str, target: str) -> AsyncIterator[tuple[Settings, Paus
         yield settings, stores[target]
 
 
-async def _decide(
-    config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses]
-) -> Pauses:
+async def _decide(config: str, target: str, named: cli.Named, step: Callable[[Pauses, Chain], Pauses]) -> Pauses:
     async with _store(config, target) as (settings, store):
         paused, carried = (await store.read()).paused, await store.carried()
         chain = await asyncio.to_thread(named.chain, settings, paused, carried)

@@ -82,9 +82,7 @@ class Hole:
         }
 
 
-def look_up(
-    store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None
-) -> ArchivedCover:
+def look_up(store: SegmentStore, documents: ChainStore, chain: Chain, position: int | None = None) -> ArchivedCover:
     """What there is of `chain` from `position` on (None: from where it begins). Blocking.
 
     Raises DataError for a document that is not what it must be, and what the store raises.

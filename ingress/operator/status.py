@@ -99,9 +99,7 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
     return Sight(state, publisher, why, frozenset(pauses.paused))
 
 
-async def _judged(
-    client: FloeClient, bucket: KeyValue, target: TargetSettings
-) -> tuple[TargetState | None, Finding]:
+async def _judged(client: FloeClient, bucket: KeyValue, target: TargetSettings) -> tuple[TargetState | None, Finding]:
     """The stored state, and what the target says of it; the same state before and after the look."""
     keeper = StateStore(bucket, state_key(ROLE, target.stream), target.stream)
     stored = await keeper.load()
@@ -109,9 +107,7 @@ async def _judged(
         if stored.state is None:
             break
         reading = await read(client, target.stream)
-        verdict = (
-            judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
-        )
+        verdict = judge(stored.state, reading) if target.exclusive else judge_shared(stored.state, reading, set())
         before, stored = stored, await keeper.load()
         if stored.revision == before.revision:
             return stored.state, verdict.finding
@@ -215,9 +211,7 @@ def _time(seconds: float | None) -> str | None:
     return None if seconds is None else format_time(int(seconds) * 1_000_000_000)
 
 
-def by_newest_incarnation(
-    chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]
-) -> dict[Chain, Sighting]:
+def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sighting]) -> dict[Chain, Sighting]:
     """What egress says, by the chain that it is about: of each partition the newest incarnation that `chains`
     or egress itself names. `sightings`: by partition, as `newest` gives them.
     """
@@ -248,9 +242,7 @@ def with_plan(standing: ChainStatus, found: Inside, patience: float, now: float)
 async def print_status(settings: Settings, as_json: bool) -> int:
     """Print where every chain of every target stands; the exit code, 3 where somebody ought to look."""
     sights = await read_sights(settings)
-    survey = ArchiveSurvey(
-        open_store(settings), open_chains(settings), SystemClock(), settings.ingress.silent_after
-    )
+    survey = ArchiveSurvey(open_store(settings), open_chains(settings), SystemClock(), settings.ingress.silent_after)
     try:
         standings = await survey.standings(settings.ingress.targets, sights)
         rows = [standing.row() for standing in standings]
@@ -271,9 +263,7 @@ class ArchiveSurvey:
         self._silent_after = silent_after
         self._threads = Threads("status", PARALLEL)
 
-    async def standings(
-        self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]
-    ) -> list[ChainStatus]:
+    async def standings(self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]) -> list[ChainStatus]:
         """One for each chain that has a tail or a position, or of which only egress says anything, by target
         and chain; and one for each feed of `sources` of which there is nothing.
         """
@@ -307,9 +297,7 @@ class ArchiveSurvey:
 
     async def foreign(self) -> Foreign:
         """The keys in the store that are none of Floe's, of the first 100,000."""
-        return await self._threads.run(
-            look_for_foreign, self._store.objects, self._store.layout, (), KEYS_LOOKED_AT
-        )
+        return await self._threads.run(look_for_foreign, self._store.objects, self._store.layout, (), KEYS_LOOKED_AT)
 
     async def _sightings(self, sites: Collection[str]) -> dict[Chain, Sighting]:
         """What egress says of itself, by partition; nothing where that may not be read."""

@@ -111,8 +111,7 @@ class AtomicPublisher(RepliedPublisher):
             own = b"%bNats-Batch-Sequence: %d\r\n%b" % (lines, number, commit)
             size = len(b"NATS/1.0\r\n") + len(own) + len(tail)
             frames.append(
-                b"HPUB %b%b %d %d\r\nNATS/1.0\r\n%b%b"
-                % (subject, answer_to, size, size + len(payload), own, tail)
+                b"HPUB %b%b %d %d\r\nNATS/1.0\r\n%b%b" % (subject, answer_to, size, size + len(payload), own, tail)
             )
             frames += payload, b"\r\n"
             if number == 1:

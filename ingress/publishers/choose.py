@@ -22,11 +22,7 @@ ALLOW = {"fast": "--allow-fast", "atomic": "--allow-batch"}  # of the command `n
 
 
 def offered(
-    version: Version,
-    config: Mapping[str, Any],
-    control_headers: frozenset[bytes],
-    *,
-    exclusive: bool = True,
+    version: Version, config: Mapping[str, Any], control_headers: frozenset[bytes], *, exclusive: bool = True
 ) -> dict[str, str]:
     """What speaks against each publisher, by name, the best first; empty text where nothing does.
 

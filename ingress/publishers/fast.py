@@ -133,9 +133,7 @@ class FastPublisher(RepliedPublisher):
 
     name = "fast"
 
-    def __init__(
-        self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
-    ) -> None:
+    def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
         super().__init__(client, stream, replies, ack_timeout=ack_timeout)
         self._single = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout)
         self._alone = 0

@@ -207,9 +207,7 @@ class RepliedPublisher:
 
     name = ""
 
-    def __init__(
-        self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT
-    ) -> None:
+    def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
         self._client, self._stream, self._replies = client, stream, replies
         self._ack_timeout = ack_timeout
         self._writer, self._count = secrets.token_hex(8), 0
@@ -241,9 +239,7 @@ class SinglePublisher(RepliedPublisher):
             stored += 1
         return Outcome(stored)
 
-    async def _send(
-        self, subject: bytes, tail: bytes, payload: memoryview, after: int
-    ) -> UnknownOutcome | None:
+    async def _send(self, subject: bytes, tail: bytes, payload: memoryview, after: int) -> UnknownOutcome | None:
         reply = Reply(self._replies.subject())
         self._replies.listen(reply)
         block = b"NATS/1.0\r\nNats-Expected-Last-Sequence: %d\r\n%b" % (after, tail)

@@ -28,9 +28,7 @@ def range_options(function: F) -> F:
             click.option("--incarnation", type=click.IntRange(0, 9999), help="Only this one."),
             click.option("--partition", type=click.IntRange(0, 65535), help="Only this one."),
             click.option("--from-sequence", type=SequenceType(), help="The first sequence."),
-            click.option(
-                "--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."
-            ),
+            click.option("--from-time", default="", metavar="TIME", help="The first time, as 2026-01-02T03:04:05Z."),
             click.option("--since", type=Duration(), default=0.0, help="From so long ago, as 1h30m."),
             click.option("--to-sequence", type=SequenceType(), help="The last sequence."),
             click.option("--to-time", default="", metavar="TIME", help="Up to, and without, this time."),
@@ -111,9 +109,7 @@ async def replay(
 
 @click.command()
 @range_options
-@click.option(
-    "--storage", type=click.Choice(["file", "memory"]), default="file", help="Of the scratch stream."
-)
+@click.option("--storage", type=click.Choice(["file", "memory"]), default="file", help="Of the scratch stream.")
 @json_option
 @config_option
 @run_command

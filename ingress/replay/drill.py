@@ -129,9 +129,7 @@ def compare(expected: Trail, found: Trail, name: str = "") -> Differences:
             del examples[MAX_EXAMPLES:]
     lost = [sequence for sequence, there in zip(expected.sequences, seen, strict=True) if not there]
     examples += [f"{name} {sequence}: lost" for sequence in lost[:MAX_EXAMPLES]]
-    return Differences(
-        len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES])
-    )
+    return Differences(len(expected), len(found), len(lost), **counts, examples=tuple(examples[:MAX_EXAMPLES]))
 
 
 NAME = "FLOE_DRILL_"
@@ -285,9 +283,7 @@ class Drill:
         """
         request = await self._threads.run(self._bounded, request)
         options = ReplayOptions(allow_lossy=True, skip_holes=True)
-        work = Replay(
-            self._settings, request, options, self._store, self._documents, self._clock, self._teller
-        )
+        work = Replay(self._settings, request, options, self._store, self._documents, self._clock, self._teller)
         try:
             async with work.connected() as client:
                 return await self._drilled(work, client, stop)
@@ -361,9 +357,7 @@ class Drill:
             if origin is None:
                 trails.setdefault(_FOREIGN, Trail()).add(stored)
                 return
-            message = Message(
-                origin.sequence, origin.timestamp_ns, stored.subject[strip:], headers, stored.payload
-            )
+            message = Message(origin.sequence, origin.timestamp_ns, stored.subject[strip:], headers, stored.payload)
             trails.setdefault(origin.chain, Trail()).add(message)
 
         if info.messages:

@@ -38,9 +38,7 @@ class ReplayProgress:
         return self.sequences / self.of if self.of else 1.0
 
 
-def standing(
-    ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int, raw_bytes: int
-) -> ReplayProgress:
+def standing(ranges: Sequence[ChainRange], positions: Mapping[Chain, int], rows: int, raw_bytes: int) -> ReplayProgress:
     """Where a replay of `ranges` is that stands at `positions`."""
     done = {each: min(positions.get(each.chain, 0), each.rows.last + 1) - each.rows.first for each in ranges}
     current = next((e for e in reversed(ranges) if done[e] > 0), None)
@@ -62,10 +60,7 @@ def progress_line(now: ReplayProgress, begun: ReplayProgress, seconds: float) ->
         left = format_duration(round((now.of - now.sequences) * seconds / moved))
     rate = (now.rows - begun.rows) / seconds if seconds > 0 else 0
     where = f", {now.chain} at {now.sequence:,}" if now.chain else ""
-    return (
-        f"{now.share:4.0%}  {now.rows:,} messages, {size_text(now.bytes)}, {rate:,.0f} msg/s, "
-        f"{left} left{where}"
-    )
+    return f"{now.share:4.0%}  {now.rows:,} messages, {size_text(now.bytes)}, {rate:,.0f} msg/s, {left} left{where}"
 
 
 def size_text(size: float) -> str:

@@ -125,9 +125,7 @@ def _rate(text: str) -> Pace | None:
     except ValueError:
         value = 0
     if not text.endswith("/s") or value <= 0:
-        raise UsageError(
-            f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {text!r:.40}"
-        )
+        raise UsageError(f"--rate: expected messages such as 5000/s or bytes such as 20M/s, found {text!r:.40}")
     return MessageRate(value) if number.isdigit() else ByteRate(value)
 
 

@@ -173,9 +173,7 @@ class ReplayPlan:
             "ledger": self.ledger.to_json(),
             "holes": [range_json(hole) for hole in self.holes],
             "accepted_gaps": [range_json(hole) for hole in self.accepted],
-            "chains": [
-                {**range_json(c.range), "rows": c.rows, "segments": len(c.parts)} for c in self.chains
-            ],
+            "chains": [{**range_json(c.range), "rows": c.rows, "segments": len(c.parts)} for c in self.chains],
         }
 
 

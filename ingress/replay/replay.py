@@ -66,8 +66,7 @@ def held_error(advice: Advice, target: str, key: str, holder: str) -> HeldError:
     if key == state_key(INGRESS, target):
         what, then = "ingress", "stop that ingress, or replay into another stream (--target)"
     return HeldError(
-        f"target {target}: {what} by {holder} carries into it",
-        hint=ways((f"{then}; then", advice.same())),
+        f"target {target}: {what} by {holder} carries into it", hint=ways((f"{then}; then", advice.same()))
     )
 
 
@@ -421,14 +420,7 @@ class Carrying:
 
         limit = work.service.memory_limit
         return ReplaySource(
-            self._receipt.ranges,
-            work.store,
-            work.documents,
-            work.threads,
-            chains,
-            may_skip,
-            limit,
-            self._advice,
+            self._receipt.ranges, work.store, work.documents, work.threads, chains, may_skip, limit, self._advice
         )
 
     async def _publisher(self, info: StreamInfo, stop: Stop) -> Publisher:

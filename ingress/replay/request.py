@@ -56,9 +56,7 @@ class Request:
                 _time(_option(name), text)
         for subject in self.subjects:
             if not is_filter(subject):
-                raise UsageError(
-                    f"--subject: expected a filter such as nodes.*.temperature, found {subject!r}"
-                )
+                raise UsageError(f"--subject: expected a filter such as nodes.*.temperature, found {subject!r}")
         self._check_order()
 
     def _check_order(self) -> None:
@@ -87,9 +85,7 @@ class Request:
             begin = int((now - self.since) * 1_000_000_000)
         end = _time("", self.to_time) if self.to_time else None
         if begin is not None and end is not None and begin >= end:
-            raise UsageError(
-                f"--since {format_duration(self.since)}: expected a begin before --to-time {self.to_time}"
-            )
+            raise UsageError(f"--since {format_duration(self.since)}: expected a begin before --to-time {self.to_time}")
         return begin, end
 
     def chains(self, known: Sequence[Chain]) -> list[Chain]:

@@ -42,9 +42,7 @@ log = get_logger("ingress.replay.source")
 class ReplayPreparer(Preparer):
     """Prepares the rows that the filters `subjects` take (none: all)."""
 
-    def __init__(
-        self, chain: Chain, rule: SubjectRule, shape: TargetLimits, extra: bytes, subjects: tuple[str, ...]
-    ):
+    def __init__(self, chain: Chain, rule: SubjectRule, shape: TargetLimits, extra: bytes, subjects: tuple[str, ...]):
         super().__init__(chain, rule, shape, extra)
         self._subjects_wanted = subjects
 
@@ -57,9 +55,7 @@ class ReplayPreparer(Preparer):
 class ReplayRoster(ChainRegistry):
     """Gives out preparers for one request."""
 
-    def __init__(
-        self, settings: TargetSettings, limits: TargetLimits, request: Request, ask_limits: AskLimits
-    ) -> None:
+    def __init__(self, settings: TargetSettings, limits: TargetLimits, request: Request, ask_limits: AskLimits) -> None:
         super().__init__(settings, limits, ask_limits)
         self._request = request
 
@@ -292,8 +288,4 @@ class ReplayRecall(Recall):
 def hole_error(advice: Advice, chain: Chain, *holes: SequenceRange) -> Stopped:
     """What a replay ends with where sequences are missing that nobody has given up."""
     shown = ", ".join(map(str, holes[:10])) + (f" and {len(holes) - 10} more" if len(holes) > 10 else "")
-    return Stopped(
-        f"chain {chain}: no segment covers {shown}",
-        hint=advice.holes(chain, holes),
-        code="E-REPLAY-HOLE",
-    )
+    return Stopped(f"chain {chain}: no segment covers {shown}", hint=advice.holes(chain, holes), code="E-REPLAY-HOLE")

@@ -66,10 +66,7 @@ class FromHoleError(Exception):
 
 
 def standing_in(
-    store: SegmentStore,
-    stretch: Stretch[SegmentRef],
-    avoided: AbstractSet[str],
-    passed: Sequence[SequenceRange],
+    store: SegmentStore, stretch: Stretch[SegmentRef], avoided: AbstractSet[str], passed: Sequence[SequenceRange]
 ) -> FromHole | None:
     """Where ingress stands in the stretch because a hole was filled in part; None where it does not.
 

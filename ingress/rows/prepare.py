@@ -360,12 +360,7 @@ class Preparer:
         return Prepared(rest.material, rest.problem, left_out, oversize)
 
     def _material(
-        self,
-        rows: _Columns,
-        subjects: list[bytes],
-        tails: list[bytes | None] | None,
-        sizes: list[int],
-        stop: int,
+        self, rows: _Columns, subjects: list[bytes], tails: list[bytes | None] | None, sizes: list[int], stop: int
     ) -> PreparedBatch:
         return PreparedBatch(
             rows.sequences[:stop],
@@ -391,9 +386,7 @@ class Preparer:
             if not why and target not in self._shape.accepting:
                 why = f"the target takes {self._shape.accepting}"
             if why:
-                refused[subject] = (
-                    f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
-                )
+                refused[subject] = f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
             known[subject] = target
         targets = [known[subject] for subject in subjects]
         refusal = None
@@ -427,9 +420,7 @@ class Preparer:
 
     # Sizes
 
-    def _limits(
-        self, lengths: list[int], tails: list[bytes | None] | None
-    ) -> tuple[list[int], tuple[Limit, ...]]:
+    def _limits(self, lengths: list[int], tails: list[bytes | None] | None) -> tuple[list[int], tuple[Limit, ...]]:
         """Bytes of each row's payload and header block, never less than what will be sent; and what of it
         the target limits."""
         bare = len(self._origin) + _NUMBERS + PUBLISHER_LINES + len(self._extra)
@@ -438,10 +429,7 @@ class Preparer:
             return sizes, (Limit(_MESSAGE, sizes, self._shape.max_message),)
         blocks = [bare if tail is None else len(tail) + PUBLISHER_LINES for tail in tails]
         sizes = [length + block for length, block in zip(lengths, blocks, strict=True)]
-        return sizes, (
-            Limit("header block", blocks, MAX_HEADER_BLOCK),
-            Limit(_MESSAGE, sizes, self._shape.max_message),
-        )
+        return sizes, (Limit("header block", blocks, MAX_HEADER_BLOCK), Limit(_MESSAGE, sizes, self._shape.max_message))
 
 
 def _columns(batch: pa.RecordBatch) -> _Columns:

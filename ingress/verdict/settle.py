@@ -177,11 +177,7 @@ class Reconciler:
         """
         finding, seen = verdict.finding, [reading]
         log.warning(
-            "verdict to be confirmed",
-            action="verdict",
-            target=self.target,
-            finding=finding.name,
-            detail=verdict.detail,
+            "verdict to be confirmed", action="verdict", target=self.target, finding=finding.name, detail=verdict.detail
         )
         while not _is_answer(finding, seen):
             await self._clock.sleep(self._look_spacing)
@@ -262,15 +258,11 @@ class SharedSettler(Reconciler):
         if intent is None:
             return Settled(last, 0)
         # Side by side: the longer it takes, the more likely somebody publishes meanwhile.
-        stored, _ = await asyncio.gather(
-            self._stored(known.revision, intent, rows, last), self.check_moved(known)
-        )
+        stored, _ = await asyncio.gather(self._stored(known.revision, intent, rows, last), self.check_moved(known))
         # Of a complete intent the base tells where it ends, whoever has published since.
         return Settled((self._scan.at if stored == intent.count else last) - stored, stored)
 
-    async def _judged(
-        self, known: Stored, reading: TargetReading | None, _rows: Rows | None
-    ) -> IntentVerdict:
+    async def _judged(self, known: Stored, reading: TargetReading | None, _rows: Rows | None) -> IntentVerdict:
         checkpoint = known.there.checkpoint
         is_drifted = reading and reading.created not in (checkpoint.target_created, *self._drifted)
         if reading and is_drifted and 0 < checkpoint.target_sequence <= reading.last_sequence:

@@ -184,9 +184,7 @@ def judge(
     return _unread(state, reading, stored, sent or Sent(0)) or IntentVerdict(Finding.STORED, stored)
 
 
-def judge_shared(
-    state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]
-) -> IntentVerdict:
+def judge_shared(state: TargetState, reading: TargetReading | None, drifted: AbstractSet[str]) -> IntentVerdict:
     """STORED (with 0: how much is read elsewhere), or what speaks against going on.
 
     `drifted`: creation times that are known to be those of the same stream.
@@ -234,20 +232,14 @@ def _unread(state: TargetState, reading: TargetReading, stored: int, sent: Sent)
         return None
     found = f"message {last}, row {stored} of the {intent.count} of the open intent, is gone"
     doubt = Doubt(sent.acknowledged, stored, intent.count)
-    return IntentVerdict(
-        Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt
-    )
+    return IntentVerdict(Finding.UNREAD, detail=f"{found}; known to be stored: {sent.acknowledged}", doubt=doubt)
 
 
 def newest(intent: Intent, read: Mapping[int, Origin | Unread]) -> int:
     """How many rows of the intent are stored at least, by what was `read` of the target, by its sequences."""
     for at in sorted(read, reverse=True):
         origin, row = read[at], at - intent.base
-        if (
-            1 <= row <= intent.count
-            and isinstance(origin, Origin)
-            and origin.is_of(intent.piece_at(row - 1)[1])
-        ):
+        if 1 <= row <= intent.count and isinstance(origin, Origin) and origin.is_of(intent.piece_at(row - 1)[1]):
             return row
     return 0
 

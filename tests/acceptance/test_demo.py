@@ -67,9 +67,7 @@ def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behin
 
 @pytest.mark.spark
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_demo_leaves_no_process_and_no_folder(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_an_interrupted_demo_leaves_no_process_and_no_folder(tmp_path: Path, number: signal.Signals, code: int) -> None:
     demo = start_demo(env={"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"})
     assert demo.stdout is not None
     for line in demo.stdout:

@@ -202,9 +202,7 @@ async def test_each_message_of_each_city_reaches_the_centre_once_and_in_order(tr
         arrived = [each for each in found if hops(each.headers)[-1].site == city]
         check(arrived, sources[city], city, region)
     assert tree.ledger(back) == {"looped": own}
-    rows = sum(
-        open_store(load(str(below))).footer(ref).rows for ref in open_store(load(str(below))).list(back)
-    )
+    rows = sum(open_store(load(str(below))).footer(ref).rows for ref in open_store(load(str(below))).list(back))
     assert rows == others
 
 

@@ -160,9 +160,7 @@ async def named_streams(client: FloeClient) -> list[str]:
     return names
 
 
-async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_are_through_restarts(
-    s3: Any,
-) -> None:
+async def test_streams_of_every_ordinary_kind_are_archived_and_carried_as_they_are_through_restarts(s3: Any) -> None:
     with World(s3, SITE, segment=SEGMENT) as world:
         url = world.sites[SITE].url
         async with client_of(url) as client:
@@ -194,9 +192,7 @@ async def same_length(client: FloeClient, one: str, other: str) -> bool:
 # O3
 
 
-async def test_a_stream_of_one_message_per_subject_that_renews_all_the_time_moves_on_and_loses_nothing(
-    s3: Any,
-) -> None:
+async def test_a_stream_of_one_message_per_subject_that_renews_all_the_time_moves_on_and_loses_nothing(s3: Any) -> None:
     subjects, rounds = 2000, 5
     with World(s3, SITE, segment={"max_age": "1s", "max_messages": 1000}) as world:
         async with client_of(world.sites[SITE].url) as client:

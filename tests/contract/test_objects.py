@@ -102,8 +102,7 @@ def test_a_missing_object_is_none_for_every_reading_verb(objects: ObjectStore, t
 
 
 @pytest.mark.parametrize(
-    ("first", "length"),
-    [(0, 1), (0, 10), (3, 4), (9, 1), (5, None), (0, None), (4, 0), (7, 100), (10, 5), (99, 1)],
+    ("first", "length"), [(0, 1), (0, 10), (3, 4), (9, 1), (5, None), (0, None), (4, 0), (7, 100), (10, 5), (99, 1)]
 )
 def test_ranges_are_those_of_slices(objects: ObjectStore, first: int, length: int | None) -> None:
     content = b"0123456789"
@@ -275,8 +274,7 @@ def test_a_listing_of_more_than_one_page_is_whole(objects: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250],
+    "key", ["p=1/a%2Eb/f=c%20d/x", "p/%25/%", "p/a+b c", "p/a&<b>'\"", "p/~!@#$^*()_-[]{}|;:,?", "p/" + "n" * 250]
 )
 def test_odd_keys_survive_every_verb(objects: ObjectStore, key: str, tmp_path: Path) -> None:
     objects.put(key, b"put", metadata={"a": "b"})
@@ -297,9 +295,7 @@ def test_odd_keys_survive_every_verb(objects: ObjectStore, key: str, tmp_path: P
 @pytest.mark.parametrize(
     "key", ["", "/a", "a/", "a//b", "a/../b", "..", "./a", "a/.", "a\0b", "a\nb", "\ud800", "k" * 1025]
 )
-def test_keys_that_mean_something_else_elsewhere_are_refused(
-    objects: ObjectStore, key: str, tmp_path: Path
-) -> None:
+def test_keys_that_mean_something_else_elsewhere_are_refused(objects: ObjectStore, key: str, tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         lambda: objects.get(key),
         lambda: objects.head(key),

@@ -18,9 +18,7 @@ pytestmark = pytest.mark.servers
 COUNTS = {"fast": 2500, "atomic": 2500, "single": 60}
 
 
-async def test_rows_are_stored_in_order_with_their_provenance(
-    kind: str, client: FloeClient, stream: str
-) -> None:
+async def test_rows_are_stored_in_order_with_their_provenance(kind: str, client: FloeClient, stream: str) -> None:
     count = COUNTS[kind]
     sender = await publisher(kind, client, stream)
 
@@ -41,9 +39,7 @@ async def test_an_intent_of_one_row_is_a_batch_of_one(kind: str, client: FloeCli
     await sender.aclose()
 
 
-async def test_messages_of_one_byte_and_of_a_megabyte_go_together(
-    kind: str, client: FloeClient, stream: str
-) -> None:
+async def test_messages_of_one_byte_and_of_a_megabyte_go_together(kind: str, client: FloeClient, stream: str) -> None:
     sizes, sender = (1, 1, 1, 900_000, 1), await publisher(kind, client, stream)
 
     assert await sender.publish(rows_for(stream, 60, sizes), 0, 0) == Outcome(60)
@@ -107,9 +103,7 @@ async def test_a_foreign_message_stops_the_sending_with_all_before_it_stored(
     await sender.aclose()
 
 
-async def test_a_subject_that_no_stream_takes_is_told_at_once(
-    kind: str, client: FloeClient, stream: str
-) -> None:
+async def test_a_subject_that_no_stream_takes_is_told_at_once(kind: str, client: FloeClient, stream: str) -> None:
     sender = await publisher(kind, client, stream)
 
     outcome = await sender.publish(rows_for(unique("nowhere"), 5), 0, 0)
@@ -131,9 +125,7 @@ async def test_the_targets_own_reason_for_a_refusal_is_told(kind: str, client: F
     await sender.aclose()
 
 
-async def test_a_full_target_is_told_and_takes_the_rest_once_there_is_room(
-    kind: str, client: FloeClient
-) -> None:
+async def test_a_full_target_is_told_and_takes_the_rest_once_there_is_room(kind: str, client: FloeClient) -> None:
     stream = await new_stream(client, discard="new", max_msgs=20)
     rows, sender = rows_for(stream, 20), await publisher(kind, client, stream)
     await sender.publish(rows, 0, 0)
@@ -199,8 +191,6 @@ def test_only_the_exact_acknowledgement_counts() -> None:
 
 
 def test_a_refusal_keeps_the_servers_words() -> None:
-    raw = (
-        b'{"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 9"},"stream":"T","seq":0}'
-    )
+    raw = b'{"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 9"},"stream":"T","seq":0}'
 
     assert judge_ack(raw, None, EXPECTED) == UnknownOutcome("wrong last sequence: 9", 10071)

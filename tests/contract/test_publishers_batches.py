@@ -49,9 +49,7 @@ def stop_once(client: FloeClient, after: int, seconds: float) -> None:
 
 
 async def test_a_target_that_takes_no_more_batches_gets_rows_one_by_one(tmp_path: Path) -> None:
-    limits = (
-        f'jetstream {{ store_dir: "{tmp_path}/js", limits: {{ batch: {{ max_inflight_per_stream: 1 }} }} }}'
-    )
+    limits = f'jetstream {{ store_dir: "{tmp_path}/js", limits: {{ batch: {{ max_inflight_per_stream: 1 }} }} }}'
     with NatsServer(tmp_path / "nats", extra=limits) as server:
         async with client_of(server.url) as client:
             stream = await new_stream(client)
@@ -116,9 +114,7 @@ async def test_a_server_that_knows_no_batches_gets_single_messages() -> None:
         b'{"stream":"T","seq":1}',
     ],
 )
-async def test_an_answer_that_is_not_known_ends_a_fast_batch(
-    client: FloeClient, nats_url: str, answer: bytes
-) -> None:
+async def test_an_answer_that_is_not_known_ends_a_fast_batch(client: FloeClient, nats_url: str, answer: bytes) -> None:
     """A server that says something else than the protocol does, in place of a stream."""
     subject = unique("T")
     async with client_of(nats_url) as impostor:

@@ -47,9 +47,7 @@ async def test_killed_at_any_step_nothing_is_lost_or_repeated(bench: Bench, poin
 
 
 @pytest.mark.parametrize("point", ["egress.after_stream_document", at_length("egress.after_chain_document")])
-async def test_killed_while_it_begins_the_next_incarnation_both_histories_are_whole(
-    bench: Bench, point: str
-) -> None:
+async def test_killed_while_it_begins_the_next_incarnation_both_histories_are_whole(bench: Bench, point: str) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, (b"first %d" % i for i in range(120)))
     with processes() as started:

@@ -80,12 +80,7 @@ async def test_three_hosts_killed_at_random_through_recreations(bench: Bench) ->
     """Every incarnation that there is begins where all partitions of the one before ended."""
     rng, stream = seeded(), await bench.make_stream(unique("T"))
     parts, feed = Partitioned(bench, stream, 3), feed_of(stream, segment={"max_age": "1s"})
-    points = [
-        "egress.after_end_noted",
-        "egress.after_put",
-        "egress.after_stream_document",
-        "egress.after_tail",
-    ]
+    points = ["egress.after_end_noted", "egress.after_put", "egress.after_stream_document", "egress.after_tail"]
     await publish_over(bench, stream, SUBJECTS, 60, "first")
     async with bench.egress(feed_of(stream)):
         await parts.archived_to(60)

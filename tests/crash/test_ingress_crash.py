@@ -40,9 +40,7 @@ class Processes:
 
     def start(self, config: Path, failpoints: str = "") -> Service:
         env = {"FLOE_FAILPOINTS": failpoints} if failpoints else {}
-        service = Service(
-            self._folder, unique("ingress"), "ingress", "run", "-c", str(config), env=env
-        ).start()
+        service = Service(self._folder, unique("ingress"), "ingress", "run", "-c", str(config), env=env).start()
         self.services.append(service)
         return service
 

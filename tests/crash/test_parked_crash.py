@@ -75,9 +75,7 @@ def rows_with_large(first: int, large: list[int]) -> list[Message]:
 
 def check_each_once(messages: list[Arrived], rows: dict[int, Message], late: set[int]) -> None:
     assert sorted(each.message.sequence for each in messages) == sorted(rows)
-    assert [each.message.payload for each in messages] == [
-        rows[each.message.sequence].payload for each in messages
-    ]
+    assert [each.message.payload for each in messages] == [rows[each.message.sequence].payload for each in messages]
     in_turn = [each.message.sequence for each in messages if each.message.sequence not in late]
     assert in_turn == sorted(in_turn)
 
@@ -98,9 +96,7 @@ async def test_killed_at_each_step_a_message_is_parked_once_and_delivered_once(
             await rounds.killed(failpoint)
         await carried(rounds, client, archive, parked, dict.fromkeys(large, State.PARKED))
         rows = {row.sequence: row for row in archive.rows[CHAIN]}
-        check_each_once(
-            await arrived(client, centre.target), {s: rows[s] for s in set(rows) - set(large)}, set()
-        )
+        check_each_once(await arrived(client, centre.target), {s: rows[s] for s in set(rows) - set(large)}, set())
 
         await raise_limit(client, centre, 100_000)
         entries = {name.sequence: entry for name, entry in parked.entries().items()}

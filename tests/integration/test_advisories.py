@@ -139,9 +139,7 @@ async def test_events_that_no_stream_takes_do_not_hold_up_those_that_one_takes(w
     once_and_in_order(await world.stored(), kept)
 
 
-async def test_restarts_in_the_middle_store_none_twice_and_lose_none(
-    world: World, nats_server: NatsServer
-) -> None:
+async def test_restarts_in_the_middle_store_none_twice_and_lose_none(world: World, nats_server: NatsServer) -> None:
     """Each start knows only what an old snapshot says, and finds all the rest by reading again."""
     await world.make_stream()
     sent, random_ = news(3000, values=1500), random.Random(7)
@@ -239,9 +237,7 @@ async def test_too_much_read_again_is_settled_before_the_reading_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise reading would wait for room, and room for the end of reading."""
-    monkeypatch.setattr(
-        "egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100)
-    )
+    monkeypatch.setattr("egress.advisories.outbox.Outbox.has_room", property(lambda outbox: len(outbox) < 100))
     await world.make_stream()
     sent = news(150)
     async with running(world.advisories()) as advisories:
@@ -282,9 +278,7 @@ async def test_what_is_no_news_any_more_is_counted_and_not_sent(world: World) ->
 async def test_a_host_whose_clock_is_ahead_loses_none(client: FloeClient) -> None:
     world = World(client)
     await world.make_stream()
-    await client.api(
-        f"STREAM.CREATE.{world.feed}", {"name": world.feed, "subjects": [world.feed], "storage": "memory"}
-    )
+    await client.api(f"STREAM.CREATE.{world.feed}", {"name": world.feed, "subjects": [world.feed], "storage": "memory"})
     clock, sent = ManualClock(now_ns() / SECOND + 7 * 86_400), life_of("a", now_ns() - HOUR)
     async with running(world.advisories(clock=clock)) as advisories:
         advisories.take(sent, again=False)
@@ -305,11 +299,7 @@ async def test_ids_are_found_between_other_messages_deleted_ones_and_many_pieces
         if index % 10 == 0:
             for number in range(5):
                 world.client.send(
-                    frame(
-                        f"other{world.prefix}".encode(),
-                        b"x",
-                        build_block([b"Nats-Msg-Id: %d.%d" % (index, number)]),
-                    )
+                    frame(f"other{world.prefix}".encode(), b"x", build_block([b"Nats-Msg-Id: %d.%d" % (index, number)]))
                 )
     world.client.send(frame(f"other{world.prefix}".encode(), b"last"))
     await soon(lambda: _reached(world, 76))
@@ -381,9 +371,7 @@ authorization { users: [
 """
 
 
-async def test_without_the_right_to_read_they_are_sent_all_the_same(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_without_the_right_to_read_they_are_sent_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     with NatsServer(extra=RIGHTS) as server:
         clients = [
             await connect(NatsSettings(url=server.url, user=user, password="secret"), name="test")
@@ -402,9 +390,7 @@ async def test_without_the_right_to_read_they_are_sent_all_the_same(
     assert caplog.text.count("not compared") == 2  # once for each of the two
 
 
-async def test_without_the_right_to_send_they_wait_and_the_log_is_not_flooded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_without_the_right_to_send_they_wait_and_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
     with NatsServer(extra=RIGHTS) as server:
         client = await connect(NatsSettings(url=server.url, user="reader", password="secret"), name="test")
         world, sent = World(client, prefix="adv"), news(1000)

@@ -46,9 +46,7 @@ def command(config: Path, *arguments: str) -> list[str]:
 
 
 def floe(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(config, *arguments), capture_output=True, text=True, check=False, timeout=30
-    )
+    return subprocess.run(command(config, *arguments), capture_output=True, text=True, check=False, timeout=30)
 
 
 async def store(world: World, sent: list[Advisory], foreign: int = 0) -> None:
@@ -83,9 +81,7 @@ async def test_each_is_one_line_in_order_and_foreign_messages_are_counted(world:
 
 async def test_one_value_alone_and_as_json(world: World, config: Path) -> None:
     await store(world, [new("node1"), new("node11"), silence("node1", now_ns())])
-    documents = [
-        json.loads(line) for line in floe(config, world.stream, "node1", "--json").stdout.splitlines()
-    ]
+    documents = [json.loads(line) for line in floe(config, world.stream, "node1", "--json").stdout.splitlines()]
 
     assert [(each["event"], each["value"]) for each in documents] == [("new", "node1"), ("timeout", "node1")]
     assert list(documents[0]) == list(AdvisoryDocument.__struct_fields__)
@@ -129,9 +125,7 @@ async def test_at_the_centre_subjects_and_headers_are_others_and_do_not_matter(
         },
     )
 
-    assert floe(centre, world.stream).stdout == (
-        "[2022-03-15 14:37:10]  expire node1 seen 1h earlier on US-EAST\n"
-    )
+    assert floe(centre, world.stream).stdout == ("[2022-03-15 14:37:10]  expire node1 seen 1h earlier on US-EAST\n")
     assert floe(centre, world.stream, "--nats", "egress").returncode == 75
 
 
@@ -154,9 +148,7 @@ async def test_an_empty_stream_is_an_answer(world: World, config: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-async def test_follow_shows_those_that_come_until_it_is_interrupted(
-    world: World, config: Path, tmp_path: Path
-) -> None:
+async def test_follow_shows_those_that_come_until_it_is_interrupted(world: World, config: Path, tmp_path: Path) -> None:
     await store(world, [new("before")])
     out, errors = tmp_path / "out", tmp_path / "errors"
     with out.open("w") as stdout, errors.open("w") as stderr:

@@ -43,9 +43,7 @@ async def make_stream(client: FloeClient, **config: Any) -> tuple[str, str]:
     """A stream and the subject that it takes all below of."""
     stream = unique("AWKWARD")
     root = stream.lower()
-    await create_stream(
-        client, {"name": stream, "subjects": [f"{root}.>"], "storage": "file", **WINDOW, **config}
-    )
+    await create_stream(client, {"name": stream, "subjects": [f"{root}.>"], "storage": "file", **WINDOW, **config})
     return stream, root
 
 
@@ -71,9 +69,7 @@ async def test_a_stream_without_features_gets_the_kinds_that_need_none(client: F
 async def test_what_is_stored_is_what_was_sent_byte_for_byte(client: FloeClient) -> None:
     stream, root = await make_stream(client)
     rng = seeded()
-    sent = list(
-        awkward_messages(rng, root=root, stream=stream, count=80, max_payload=client.max_payload, config={})
-    )
+    sent = list(awkward_messages(rng, root=root, stream=stream, count=80, max_payload=client.max_payload, config={}))
     stored: dict[int, int] = {}
     async with AckedPublisher(client, on_stored=stored.__setitem__) as publisher:
         for one in sent:
@@ -127,9 +123,7 @@ async def test_a_message_that_a_limit_has_taken_is_not_counted_as_deleted(client
         assert not await delete(client, stream, 4)
 
 
-async def test_every_kind_comes_back_from_a_target_byte_for_byte_and_acts_on_nothing(
-    client: FloeClient,
-) -> None:
+async def test_every_kind_comes_back_from_a_target_byte_for_byte_and_acts_on_nothing(client: FloeClient) -> None:
     """The headers of `common.jetstream.headers` alone, without segments between."""
     stream, root = await make_stream(client, **FEATURES)
     await publish_awkward(client, stream, root, seeded(), 2 * len(KINDS), deleted_share=0)
@@ -143,9 +137,7 @@ async def test_every_kind_comes_back_from_a_target_byte_for_byte_and_acts_on_not
     (trace,) = arrived.traces.values()
     result = compare(source, trace)
     assert arrived.foreign == 0
-    assert (result.lost, result.repeated, result.out_of_order, result.altered) == (left_out, 0, 0, 0), (
-        result.report()
-    )
+    assert (result.lost, result.repeated, result.out_of_order, result.altered) == (left_out, 0, 0, 0), result.report()
 
 
 async def copy(client: FloeClient, stream: str, mapped: bytes) -> int:

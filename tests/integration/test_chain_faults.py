@@ -124,11 +124,7 @@ async def test_an_error_between_a_begin_and_its_gap_drops_no_start_key(
 def test_whatever_clears_what_a_chain_leaves_out_makes_it_begin_anew(archive: Archive, clears: str) -> None:
     lane = Centre(archive).supply.chains.add(CHAIN)
     assert lane is not None
-    arguments: dict[str, tuple[Any, ...]] = {
-        "ends_at": (100,),
-        "stop": (Unavailable("x"), 1.0),
-        "retry": (1.0,),
-    }
+    arguments: dict[str, tuple[Any, ...]] = {"ends_at": (100,), "stop": (Unavailable("x"), 1.0), "retry": (1.0,)}
 
     lane.begins(1, 90)
     getattr(lane, clears)(*arguments.get(clears, ()))
@@ -169,9 +165,7 @@ async def test_a_stream_json_that_cannot_be_read_starves_nobody_and_is_told_once
         await centre.reaches({LATER: 6})
 
 
-@pytest.mark.parametrize(
-    "error", [Refused("key revoked", code="E-S3-KMS"), ConfigError("x", code="E-S3-REGION")]
-)
+@pytest.mark.parametrize("error", [Refused("key revoked", code="E-S3-KMS"), ConfigError("x", code="E-S3-REGION")])
 async def test_what_the_store_refuses_about_one_chain_stops_that_chain_alone(
     archive: Archive, monkeypatch: pytest.MonkeyPatch, error: FloeError
 ) -> None:
@@ -279,9 +273,7 @@ async def test_a_last_segment_without_a_tail_is_found_after_it_was_compacted(
         await centre.reaches({CHAIN: 111})
 
 
-async def test_nothing_is_lost_that_is_only_far_down_a_listing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_lost_that_is_only_far_down_a_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = Archive(tmp_path / "other")
     monkeypatch.setattr("ingress.chains.search._searched", lambda *_: _[4])
     archive.begin()
@@ -357,9 +349,7 @@ async def test_a_passed_gap_without_a_sound_time_ends_nothing(
     assert "gap ignored" in caplog.text
 
 
-def test_a_spoiled_gap_is_told_once_until_it_is_put_right(
-    archive: Archive, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_spoiled_gap_is_told_once_until_it_is_put_right(archive: Archive, caplog: pytest.LogCaptureFixture) -> None:
     gap = AcceptedGap(SequenceRange(101, 110))
     key = archive.store.layout.gap(archive.store.layout.gaps_prefix(CHAIN), gap.range)
     for told in (1, 2):

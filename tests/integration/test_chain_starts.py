@@ -94,9 +94,7 @@ def test_a_start_that_is_written_down_stays_whatever_the_archive_the_clock_and_t
     assert start(archive, start_at_end=True)() in (11, 12)
 
 
-def test_a_new_feed_that_begins_at_the_end_misses_nothing_that_comes_while_ingress_is_away(
-    tmp_path: Path,
-) -> None:
+def test_a_new_feed_that_begins_at_the_end_misses_nothing_that_comes_while_ingress_is_away(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "empty")
     archive.begin()
     assert start(archive, start_at_end=True)() == 1

@@ -110,9 +110,7 @@ async def test_a_message_that_is_too_large_goes_on_by_itself_once_the_target_tak
             check_exact(await centre.carried(client, 8), archive, centre.prefix)
 
 
-async def test_a_row_that_nobody_wants_is_stepped_over(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_row_that_nobody_wants_is_stepped_over(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     archive.put([message(1), message(2, subject=b"a b"), message(3)])
     archive.rows[CHAIN].pop(1)
     centre = centre_of(tmp_path, archive, nats_url)
@@ -192,9 +190,7 @@ async def test_a_late_segment_is_not_masked_by_one_that_did_not_read_its_rows(
     centre = centre_of(tmp_path, archive, nats_url)
     async with client_of(nats_url) as client, centre.running():
         check_exact(await centre.carried(client, 125), archive, centre.prefix)
-    drilled = await floe(
-        "drill", "--site", CHAIN.site, "--feed", CHAIN.feed, "-c", str(centre.write()), "--json"
-    )
+    drilled = await floe("drill", "--site", CHAIN.site, "--feed", CHAIN.feed, "-c", str(centre.write()), "--json")
     assert (drilled.code, drilled.json()["expected"], drilled.json()["lost"]) == (0, 120, 0), drilled
 
 
@@ -210,13 +206,10 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
         assert (found["phase"], found["hole"]) == ("lost", "11..20")
         assert await count_in(client, centre.target) == 15
         listed = (await floe("gap", "ls", "-c", str(centre.write()), "--json")).json()
-        assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [
-            (11, 20, "21..30", "no")
-        ]
+        assert [(g["first"], g["last"], g["behind"], g["accepted"]) for g in listed] == [(11, 20, "21..30", "no")]
         # Giving up comes last, on a line of its own, and asks.
         assert re.match(
-            r"the source may still hold them: .* put the segment back; .*\nfloe gap accept [^\n]*$",
-            found["hint"],
+            r"the source may still hold them: .* put the segment back; .*\nfloe gap accept [^\n]*$", found["hint"]
         )
         assert "--yes" not in found["hint"]
         await paste(centre, found["hint"], "gap accept")
@@ -231,9 +224,7 @@ async def test_a_lost_stretch_is_given_up_and_what_comes_behind_it_later_is_told
     assert passed.range == SequenceRange(11, 20)
 
 
-async def test_a_lost_stretch_that_is_put_back_is_carried(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_lost_stretch_that_is_put_back_is_carried(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     archive.put(rows_of(1, 10))
     archive.put(rows_of(21, 30))
     centre = centre_of(tmp_path, archive, nats_url, lost_segment_timeout="1s")
@@ -264,9 +255,7 @@ async def test_skipping_goes_on_by_itself_and_another_target_is_not_bound_by_it(
     assert [g.range.first for g in archive.documents.passed_gaps(skips.target, CHAIN)] == [11]
 
 
-async def test_damage_that_nothing_covers_is_given_up(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_damage_that_nothing_covers_is_given_up(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     bad = archive.put(rows_of(1, 10))
     archive.put(rows_of(11, 20))
     path = archive.folder / bad.key
@@ -283,9 +272,7 @@ async def test_damage_that_nothing_covers_is_given_up(
         check_exact(await centre.carried(client, 15), archive, centre.prefix)
 
 
-async def test_a_new_incarnation_begins_when_somebody_says_so(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_new_incarnation_begins_when_somebody_says_so(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     archive.begin(LATER, previous={0: 10})
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     centre = centre_of(tmp_path, archive, nats_url, {"on_new_incarnation": "halt"})

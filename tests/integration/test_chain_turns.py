@@ -40,9 +40,7 @@ class Centre:
         self.threads = Threads("test", 4)
         self.archive, self.stored = archive, dict[Chain, int]()
         self.order: list[tuple[Chain, int]] = []  # messages by chain, block by block
-        self.supply = Prefetcher(
-            roster, archive.store, archive.documents, self.threads, SystemClock(), memory
-        )
+        self.supply = Prefetcher(roster, archive.store, archive.documents, self.threads, SystemClock(), memory)
 
     @asynccontextmanager
     async def running(self, *, is_known: bool = True) -> AsyncIterator[Centre]:
@@ -112,9 +110,7 @@ async def test_a_hole_at_the_very_beginning_waits_and_is_passed_once_it_is_accep
     assert centre.order == [(CHAIN, 10)]
 
 
-async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next_one_begins(
-    archive: Archive,
-) -> None:
+async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next_one_begins(archive: Archive) -> None:
     archive.put(rows_of(1, 10))
     archive.begin(LATER, previous={0: 20})
     archive.put(rows_of(1, 5, LATER), chain=LATER)
@@ -127,9 +123,7 @@ async def test_the_end_of_an_incarnation_that_never_arrives_is_lost_and_the_next
         await hasty.reaches({CHAIN: 21, LATER: 6})
 
 
-async def test_partitions_that_end_at_different_times_hold_the_next_incarnation_back(
-    archive: Archive,
-) -> None:
+async def test_partitions_that_end_at_different_times_hold_the_next_incarnation_back(archive: Archive) -> None:
     archive.begin(LATER, previous={0: 10, 1: 30})
     archive.put(rows_of(1, 5, LATER), chain=LATER)
     archive.put(rows_of(1, 15, PARTS[0]), chain=PARTS[0])
@@ -142,12 +136,8 @@ async def test_partitions_that_end_at_different_times_hold_the_next_incarnation_
         await centre.reaches({PARTS[0]: 11, PARTS[1]: 31, LATER: 6})
 
 
-@pytest.mark.parametrize(
-    "tail", [b"", b"{", b'{"format_version":1,"end":3}', b'{"format_version":1,"end":999}', None]
-)
-async def test_a_tail_that_is_lost_stale_or_spoiled_costs_time_only(
-    archive: Archive, tail: bytes | None
-) -> None:
+@pytest.mark.parametrize("tail", [b"", b"{", b'{"format_version":1,"end":3}', b'{"format_version":1,"end":999}', None])
+async def test_a_tail_that_is_lost_stale_or_spoiled_costs_time_only(archive: Archive, tail: bytes | None) -> None:
     archive.put(rows_of(1, 10))
     key = archive.store.layout.tail(CHAIN)
     archive.objects.delete(key) if tail is None else archive.objects.put(key, tail)

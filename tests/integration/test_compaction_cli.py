@@ -16,15 +16,7 @@ from common.sequences import SequenceRange
 from tests.scenarios.processes import run_floe
 from tests.support.compaction import CHAIN, Archive, rows
 
-LEVEL = {
-    "from": 0,
-    "to": 1,
-    "min_age": "1m",
-    "max_wait": "10m",
-    "min_count": 3,
-    "min_size": "1G",
-    "max_size": "4G",
-}
+LEVEL = {"from": 0, "to": 1, "min_age": "1m", "max_wait": "10m", "min_count": 3, "min_size": "1G", "max_size": "4G"}
 
 
 class Site(Archive):
@@ -161,12 +153,7 @@ def test_a_sound_chain_verifies_shallow_and_deep(site: Site):
     lines = site.verify().stdout.splitlines()
     assert lines[1].split()[:4] == ["us-east/NODES/0000/0", "1..40", "0:1", "1:1"]
     [found] = site.verify("--deep", "--json", "us-east/NODES")
-    assert (found["first"], found["last"], found["segments"], found["problems"]) == (
-        1,
-        40,
-        {"0": 1, "1": 1},
-        [],
-    )
+    assert (found["first"], found["last"], found["segments"], found["problems"]) == (1, 40, {"0": 1, "1": 1}, [])
 
 
 def test_holes_damage_and_disagreement_are_reported_with_3(site: Site):
@@ -196,10 +183,7 @@ def test_a_chain_must_begin_where_its_document_says(site: Site):
     site.put(11, 20, chain=late)
     [found] = site.verify("--json", "eu-west", code=3)
     [problem] = found["problems"]
-    assert (problem["kind"], problem["text"]) == (
-        "hole",
-        "sequences 5..10 are in no segment that can be read",
-    )
+    assert (problem["kind"], problem["text"]) == ("hole", "sequences 5..10 are in no segment that can be read")
     lines = site.verify("eu-west", code=3).stderr.splitlines()
     assert "the source may still hold them" in lines[0]
     assert lines[1].startswith("floe gap accept -c ")
@@ -238,9 +222,7 @@ def test_rows_that_came_late_are_told_until_they_are_united_and_what_is_gone_unt
     lines = site.verify("eu-west", code=3).stderr.splitlines()
     assert lines[1].startswith("floe replay -c ")
     assert "--from-sequence 1 --to-sequence 50 --target NODES_LATE" in lines[1]
-    assert lines[3].endswith(
-        "--site eu-west --feed NODES --incarnation 0 --partition 0 --first 125 --last 125"
-    )
+    assert lines[3].endswith("--site eu-west --feed NODES --incarnation 0 --partition 0 --first 125 --last 125")
 
     site.chains.accept_gap(chain, AcceptedGap(SequenceRange(125, 125)))
     assert "E-LATE-ROWS" in site.compact("--site", "eu-west", code=3).stderr
@@ -309,9 +291,7 @@ def test_quarantine_is_refused_for_what_nothing_else_covers_and_for_documents(si
     assert "--believe-listing" not in refused.stderr
     last = max(site.listed(), key=lambda each: each.coverage.last)
     done = quarantine(last.key, "--yes")  # the high-water mark of egress is there
-    assert (done.returncode, "resolve -c site.yaml NODES --believe-listing`" in done.stderr) == (0, True), (
-        done
-    )
+    assert (done.returncode, "resolve -c site.yaml NODES --believe-listing`" in done.stderr) == (0, True), done
     for document in (site.layout.chain_document(CHAIN), site.layout.tail(CHAIN), "elsewhere/notes"):
         site.objects.put(document, b"{")
         assert "E-QUARANTINE" in quarantine(document, "--yes").stderr

@@ -78,9 +78,7 @@ def test_the_footer_says_what_the_inputs_say_together(archive: Archive):
 
 def test_segments_without_rows_become_one_without_rows(archive: Archive):
     nothing = {"ledger": {Reason.SAMPLED_OUT: 10}}
-    result = merged(
-        archive, archive.put(1, 10, rows([]), **nothing), archive.put(11, 20, rows([]), **nothing)
-    )
+    result = merged(archive, archive.put(1, 10, rows([]), **nothing), archive.put(11, 20, rows([]), **nothing))
     assert archive.footer(result.ref).ledger == Ledger({Reason.SAMPLED_OUT: 20})
     proved(archive, result)
 
@@ -193,9 +191,7 @@ def test_a_merge_with_sampled_inputs_is_a_sampled_copy(archive: Archive):
     alike = archive.footer(merged(archive, put(1, "aa"), put(11, "aa")).ref)
     assert (alike.sampling, alike.sampling_digest) == ({"inspect_field": "aa"}, "aa")
     mixed = archive.footer(merged(archive, put(101, "aa"), put(111, ""), put(121, "bb")).ref)
-    assert mixed.sampling == {
-        "merged": {"aa": {"inspect_field": "aa"}, "": None, "bb": {"inspect_field": "bb"}}
-    }
+    assert mixed.sampling == {"merged": {"aa": {"inspect_field": "aa"}, "": None, "bb": {"inspect_field": "bb"}}}
     again = merged(archive, put(201, "bb"), put(211, "aa"), put(221, ""))
     assert archive.footer(again.ref).sampling_digest == mixed.sampling_digest != ""
 
@@ -212,9 +208,7 @@ def test_a_fork_stops_the_merge_naming_both_segments_and_the_sequence(archive: A
 
 def test_no_headers_and_empty_headers_are_different_content(archive: Archive):
     def with_fifth(value: bytes | None, last: int) -> pa.RecordBatch:
-        return replaced(
-            rows(range(1, last + 1)), "headers", lambda n: value if n == 5 else b"NATS/1.0\r\n\r\n"
-        )
+        return replaced(rows(range(1, last + 1)), "headers", lambda n: value if n == 5 else b"NATS/1.0\r\n\r\n")
 
     with pytest.raises(DataError, match="sequence 5 "):
         merged(archive, archive.put(1, 10, with_fifth(None, 10)), archive.put(1, 11, with_fifth(b"", 11)))
@@ -281,8 +275,7 @@ def test_without_the_space_in_the_spool_nothing_is_begun(archive: Archive):
 def test_a_full_disk_is_told_as_one_and_leaves_no_object(archive: Archive):
     noise = seeded(7).randbytes
     inputs = [
-        archive.put(n, n + 19, replaced(rows(range(n, n + 20)), "payload", lambda _: noise(40_000)))
-        for n in (1, 21)
+        archive.put(n, n + 19, replaced(rows(range(n, n + 20)), "payload", lambda _: noise(40_000))) for n in (1, 21)
     ]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))

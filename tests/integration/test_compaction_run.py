@@ -292,9 +292,7 @@ def test_a_preview_tells_what_a_run_would_do_and_does_nothing(archive: Archive):
     before = archive.objects.list("")
     [survey] = [s for s in compaction(archive).preview(Selection()) if s.chain == CHAIN]
     assert [str(o.coverage) for o in survey.outputs] == ["1..40"]
-    assert [i.key for i in archive.objects.list("")] == sorted(
-        [*(i.key for i in before), archive.layout.clock()]
-    )
+    assert [i.key for i in archive.objects.list("")] == sorted([*(i.key for i in before), archive.layout.clock()])
     run(archive, grace=3600)
     for stone in tombstones(archive):
         archive.age(stone, 4000)

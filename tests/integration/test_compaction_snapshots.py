@@ -31,9 +31,7 @@ def archive(tmp_path: Path) -> Archive:
     return found
 
 
-def snapshot(
-    archive: Archive, position: int, *, age: float = OLD, chain: Chain = CHAIN, digit: str = "0"
-) -> str:
+def snapshot(archive: Archive, position: int, *, age: float = OLD, chain: Chain = CHAIN, digit: str = "0") -> str:
     """An object that looks like a snapshot; compaction never opens one."""
     key = archive.layout.state(StateName(chain, position, digit * 16))
     archive.objects.put(key, b"%d bytes" % position)

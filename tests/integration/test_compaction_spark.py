@@ -187,9 +187,7 @@ def test_speculation_is_refused_and_what_drops_files_is_overridden():
     with pytest.raises(ConfigError, match=r"spark.speculation: expected false, found true"):
         check_conf({"spark.speculation": "true"})
     check_conf({"spark.sql.files.ignoreCorruptFiles": "true"})
-    found = spark_conf(
-        "spark://host:7077", {"spark.sql.files.ignoreMissingFiles": "true", "spark.ui.enabled": "true"}
-    )
+    found = spark_conf("spark://host:7077", {"spark.sql.files.ignoreMissingFiles": "true", "spark.ui.enabled": "true"})
     assert FIXED.items() <= found.items()
     assert "spark.driver.host" not in found
     assert spark_conf("local[*]", {})["spark.driver.bindAddress"] == "127.0.0.1"
@@ -207,11 +205,7 @@ def test_speculation_is_refused_and_what_drops_files_is_overridden():
     ],
 )
 def test_spark_authenticates_where_there_is_a_secret_and_warns_where_there_is_none(
-    master: str,
-    conf: dict[str, str],
-    authenticates: bool,
-    is_warned: bool,
-    caplog: pytest.LogCaptureFixture,
+    master: str, conf: dict[str, str], authenticates: bool, is_warned: bool, caplog: pytest.LogCaptureFixture
 ):
     found = spark_conf(master, conf)
     warn_of_open(master, found)
@@ -232,9 +226,7 @@ def test_no_secret_is_in_the_plan_that_spark_shows(archive: Archive, capfd: pyte
 
     secret = "canary-4711"
     fields = {"access_key_id": "key", "secret_access_key": secret}
-    secretive = settings(archive).model_dump() | {
-        "store": {"url": f"file://{archive.folder}/store", **fields}
-    }
+    secretive = settings(archive).model_dump() | {"store": {"url": f"file://{archive.folder}/store", **fields}}
     session = spark_session()
     session.dataSource.register(source_of(Settings.model_validate(secretive), "floe_secretive"))
     archive.put(1, 10)

@@ -45,19 +45,12 @@ async def test_every_counter_has_a_sample_after_the_start(nats_url: str, tmp_pat
     client = await connected(nats_url)
     bench = Bench(nats_url, tmp_path, client)
     whole, sampled = await bench.make_stream(unique("T")), await bench.make_stream(unique("T"))
-    rules = {
-        "inspect_header": "Node",
-        "inspect_duration": "1h",
-        "advisory": {"subject": unique("adv") + ".%s"},
-    }
+    rules = {"inspect_header": "Node", "inspect_duration": "1h", "advisory": {"subject": unique("adv") + ".%s"}}
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)
     WorkerProcess(0, 1, [], {})  # of egress with several workers
-    async with (
-        bench.egress({"stream": whole}, {"stream": sampled, **rules}) as running,
-        client_of(nats_url) as other,
-    ):
+    async with bench.egress({"stream": whole}, {"stream": sampled, **rules}) as running, client_of(nats_url) as other:
         await soon(lambda: running.state(whole) == running.state(sampled) == "reading")
         async with centre.running() as health:
             Notified("nats", "b", archive.documents.layout, None, health)  # type: ignore[arg-type]

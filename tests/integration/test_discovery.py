@@ -330,9 +330,7 @@ async def test_what_a_listener_did_not_foresee_is_its_own_and_no_others(
         assert not hasattr(place.target, "failed")
 
 
-async def test_chains_are_looked_up_again_soon_where_that_failed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chains_are_looked_up_again_soon_where_that_failed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TICK", 0.2)
     place.make(1)
     async with place.looking():

@@ -34,12 +34,7 @@ class World:
     async def make(self) -> None:
         await create_stream(
             self.client,
-            {
-                "name": self.target,
-                "subjects": [f"{self.target}.>"],
-                "allow_atomic": True,
-                "allow_batched": True,
-            },
+            {"name": self.target, "subjects": [f"{self.target}.>"], "allow_atomic": True, "allow_batched": True},
         )
 
     async def scratch(self) -> list[str]:
@@ -56,16 +51,7 @@ async def world(nats_url: str, tmp_path: Path, client: FloeClient) -> World:
 async def test_replay_as_a_command(world: World) -> None:
     world.archive.put(rows_of(1, 3000))
     await world.make()
-    command = (
-        "replay",
-        "-c",
-        world.config,
-        *FEED,
-        "--target",
-        world.target,
-        "--subject-prefix",
-        world.target,
-    )
+    command = ("replay", "-c", world.config, *FEED, "--target", world.target, "--subject-prefix", world.target)
     planned = run_floe(*command, "--dry-run")
     assert (planned.returncode, planned.stderr) == (0, "")
     assert "3,000 messages" in planned.stdout

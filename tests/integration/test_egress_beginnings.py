@@ -73,9 +73,7 @@ def check(bench: Bench, stream: str, incarnation: int) -> None:
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-async def test_a_stream_at_its_limit_is_archived_from_the_first_start_on(
-    bench: Bench, limits: dict[str, Any]
-) -> None:
+async def test_a_stream_at_its_limit_is_archived_from_the_first_start_on(bench: Bench, limits: dict[str, Any]) -> None:
     """Under load: ended in its first moments, started again, and made anew with such a beginning."""
     stream = unique("T")
     async with load(bench, stream):
@@ -93,9 +91,7 @@ async def test_a_stream_at_its_limit_is_archived_from_the_first_start_on(
     check(bench, stream, 1)
 
 
-async def test_a_feed_that_starts_at_the_end_begins_though_its_first_message_left_meanwhile(
-    bench: Bench,
-) -> None:
+async def test_a_feed_that_starts_at_the_end_begins_though_its_first_message_left_meanwhile(bench: Bench) -> None:
     stream = unique("T")
     async with load(bench, stream):
         await moving(bench, stream, LIMITS["max_msgs"])
@@ -105,8 +101,7 @@ async def test_a_feed_that_starts_at_the_end_begins_though_its_first_message_lef
 
 
 @pytest.mark.parametrize(
-    "point",
-    ["egress.before_stream_document", "egress.after_stream_document", "egress.after_chain_document"],
+    "point", ["egress.before_stream_document", "egress.after_stream_document", "egress.after_chain_document"]
 )
 async def test_killed_while_it_begins_what_left_the_stream_until_the_next_start_is_gone_before_read(
     bench: Bench, point: str

@@ -99,9 +99,7 @@ async def test_connections_that_are_cut_again_and_again_lose_and_repeat_nothing(
     await bench.same(stream, stream)
 
 
-async def test_a_silent_connection_is_noticed_by_missing_heartbeats(
-    nats_server: NatsServer, bench: Bench
-) -> None:
+async def test_a_silent_connection_is_noticed_by_missing_heartbeats(nats_server: NatsServer, bench: Bench) -> None:
     """F14."""
     stream = await bench.make_stream(unique("T"))
     async with TcpProxy(nats_server.port) as proxy:
@@ -160,9 +158,7 @@ async def test_an_unreachable_store_stops_the_pulling_within_the_memory_limit(be
     await bench.same(stream, stream)
 
 
-async def test_what_waits_for_the_store_while_the_stream_is_recreated_goes_to_its_own_history(
-    bench: Bench,
-) -> None:
+async def test_what_waits_for_the_store_while_the_stream_is_recreated_goes_to_its_own_history(bench: Bench) -> None:
     """Sealed and open segments are held back until the stream is judged."""
     stream = await bench.make_stream(unique("T"))
     objects = FaultyStore(bench.objects)

@@ -48,9 +48,7 @@ async def test_a_range_without_any_matching_message_becomes_an_empty_segment(ben
     assert all(footer.tip is None for footer in bench.footers(stream))
 
 
-async def test_interior_gaps_are_deleted_and_what_lies_below_the_source_was_gone_before_read(
-    bench: Bench,
-) -> None:
+async def test_interior_gaps_are_deleted_and_what_lies_below_the_source_was_gone_before_read(bench: Bench) -> None:
     """F20, F21: purged before it was read, deleted singly; the archive keeps what it read."""
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 20)
@@ -122,9 +120,7 @@ async def test_subjects_headers_and_payloads_come_back_byte_for_byte(bench: Benc
     ("start", "first"),
     [({}, 1), ({"start_sequence": 4}, 4), ({"start_at_end": True}, 11), ({"start_sequence": 50}, 50)],
 )
-async def test_a_feed_begins_where_its_start_key_says(
-    bench: Bench, start: dict[str, object], first: int
-) -> None:
+async def test_a_feed_begins_where_its_start_key_says(bench: Bench, start: dict[str, object], first: int) -> None:
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, [b"x"] * 10)
     async with bench.egress({"stream": stream, **start}) as running:
@@ -145,9 +141,7 @@ async def test_a_feed_begins_at_a_time(bench: Bench, key: str) -> None:
     async with bench.egress({"stream": stream, key: value}):
         await bench.archived_to(stream, 10)
     future = unique("LATER")
-    async with bench.egress(
-        {"name": future, "stream": stream, "start_time": "2100-01-01T00:00:00Z"}
-    ) as running:
+    async with bench.egress({"name": future, "stream": stream, "start_time": "2100-01-01T00:00:00Z"}) as running:
         await soon(lambda: running.state(future) == "reading")
     assert bench.chains.read_chain(bench.chain(stream)).first == 1
     assert bench.chains.read_chain(bench.chain(future)).first == 11

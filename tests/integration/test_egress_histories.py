@@ -34,9 +34,7 @@ async def recreate(bench: Bench, stream: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 250], ids=["fewer", "more"])
-async def test_a_stream_recreated_while_egress_was_down_is_the_next_incarnation(
-    bench: Bench, count: int
-) -> None:
+async def test_a_stream_recreated_while_egress_was_down_is_the_next_incarnation(bench: Bench, count: int) -> None:
     """F24, F25."""
     stream = await bench.make_stream(unique("T"))
     await bench.publish(stream, (b"first %d" % i for i in range(100)))
@@ -183,10 +181,7 @@ async def test_a_source_that_lost_its_newest_messages_stops_the_chain(tmp_path: 
         async with bench.egress({"stream": stream}) as running:
             await soon(lambda: running.state(stream) == "stopped")
             why = running.status(stream)["why"]
-            assert (
-                "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15"
-                in why
-            )
+            assert "is rolled back: sequence 10 is as archived, but the stream ends at 10, the archive at 15" in why
             await bench.publish(stream, [b"other"] * 9)
             await soon(lambda: "sequence 15 is not" in running.status(stream)["why"])
         assert len(bench.messages(stream)) == 15
@@ -337,10 +332,7 @@ async def test_a_listing_that_ends_before_the_mark_is_asked_again_never_a_first_
     file.rename(hidden)
     async with bench.egress({"stream": stream}) as running:
         await soon(lambda: running.state(stream) == "waiting")
-        assert (
-            "expected a segment that contains the high-water mark 10, found none"
-            in running.status(stream)["why"]
-        )
+        assert "expected a segment that contains the high-water mark 10, found none" in running.status(stream)["why"]
         await bench.publish(stream, [b"y"] * 3)
         hidden.rename(file)
         await bench.archived_to(stream, 13)
@@ -437,12 +429,7 @@ async def test_what_the_source_lacks_of_a_hole_is_not_called_deleted(bench: Benc
         await bench.publish(stream, [b"%d" % number], subject="ab"[number % 2])
     feeds = [
         {"stream": stream, "segment": {"max_messages": 10}},
-        {
-            "stream": stream,
-            "name": f"{stream}_A",
-            "filter_subject": f"{stream}.a",
-            "segment": {"max_messages": 5},
-        },
+        {"stream": stream, "name": f"{stream}_A", "filter_subject": f"{stream}.a", "segment": {"max_messages": 5}},
     ]
     names = [stream, f"{stream}_A"]
     async with bench.egress(*feeds):

@@ -30,9 +30,7 @@ class Counting(LocalObjects):
 
     requests = keys = 0
 
-    def list(
-        self, prefix: str, *, start_after: str = "", limit: int | None = None
-    ) -> builtins.list[ObjectInfo]:
+    def list(self, prefix: str, *, start_after: str = "", limit: int | None = None) -> builtins.list[ObjectInfo]:
         found = super().list(prefix, start_after=start_after, limit=limit)
         self.requests += max(1, -(-len(found) // 1000))
         self.keys += len(found)

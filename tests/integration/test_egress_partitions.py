@@ -45,10 +45,7 @@ async def test_a_list_of_filters_and_what_none_of_them_takes_is_reported(bench: 
         assert running.status(stream)["unmatched"] == expected
         assert "unmatched" not in running.status(f"{stream}/1")
     parts.check()
-    assert sorted({m.subject for m in parts.messages()}) == [
-        f"{stream}.a.x".encode(),
-        f"{stream}.b.y".encode(),
-    ]
+    assert sorted({m.subject for m in parts.messages()}) == [f"{stream}.a.x".encode(), f"{stream}.b.y".encode()]
 
 
 async def test_one_filter_is_meant_to_leave_subjects_out(bench: Bench) -> None:
@@ -103,9 +100,7 @@ async def test_a_partition_that_comes_later_begins_where_the_others_did(bench: B
     await parts.same(stream, first=11)
 
 
-async def test_recreated_while_egress_was_down_all_partitions_end_where_their_coverage_did(
-    bench: Bench,
-) -> None:
+async def test_recreated_while_egress_was_down_all_partitions_end_where_their_coverage_did(bench: Bench) -> None:
     """One incarnation for all; a partition without messages follows what the others found."""
     stream = await bench.make_stream(unique("T"))
     parts = Partitioned(bench, stream, 3)
@@ -132,9 +127,7 @@ async def test_recreated_under_load_no_message_is_in_both_incarnations_or_in_non
         await soon(lambda: running.status(stream).get("source_last") == 400)
         await recreate(bench, stream, subjects, 500, "second")
         await soon(lambda: bench.chains.read_stream(parts.chain(0, 1)) is not None, 20)
-        await soon(
-            lambda: all(running.status(stream + s).get("incarnation") == 1 for s in ("", "/1", "/2")), 20
-        )
+        await soon(lambda: all(running.status(stream + s).get("incarnation") == 1 for s in ("", "/1", "/2")), 20)
     async with bench.egress(feed_of(stream)):  # what had not been received yet
         await parts.archived_to(500, 1)
     assert parts.previous(1) == parts.ends()

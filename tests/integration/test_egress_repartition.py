@@ -48,9 +48,7 @@ def everything(bench: Bench, feed: str) -> list[Message]:
 
 
 async def check_all(bench: Bench, feed: str, stream: str) -> None:
-    found = compare(
-        await source_trace(bench.client, stream), Trace.of(everything(bench, feed)), may_be_gone=False
-    )
+    found = compare(await source_trace(bench.client, stream), Trace.of(everything(bench, feed)), may_be_gone=False)
     assert found.ok, found.report()
 
 
@@ -96,9 +94,7 @@ async def load(bench: Bench, stream: str, subjects: list[str], rounds: int) -> N
         await asyncio.sleep(0.05)
 
 
-async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_and_no_further(
-    bench: Bench,
-) -> None:
+async def test_a_partition_that_is_behind_reads_on_to_the_end_of_the_furthest_and_no_further(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     parts = await uneven(bench, stream, 100)
     await publish_over(bench, stream, ["0.a", "1.a"], 50, "beyond")
@@ -195,9 +191,7 @@ async def test_a_crash_at_any_step_is_completed_by_the_next_run(bench: Bench, fa
     await check_all(bench, stream, stream)
 
 
-async def test_behind_the_commit_the_old_cut_stops_and_the_new_one_completes_what_is_missing(
-    bench: Bench,
-) -> None:
+async def test_behind_the_commit_the_old_cut_stops_and_the_new_one_completes_what_is_missing(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     await uneven(bench, stream, 40)
     feed = feed_of(stream, 3)
@@ -227,9 +221,7 @@ async def test_nothing_is_done_where_there_is_nothing_to_do(bench: Bench) -> Non
     assert (unasked.code, "expected --yes" in unasked.err) == (2, True)
 
 
-async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(
-    tmp_path: Path,
-) -> None:
+async def test_a_stream_set_back_behind_the_cut_is_noticed_though_nothing_was_archived_since(tmp_path: Path) -> None:
     """The tips of the incarnation before are evidence for the one that continues it."""
     with NatsServer() as server:
         client = await connected(server.url)
@@ -290,9 +282,7 @@ async def test_a_work_queue_is_read_by_the_new_partitions(bench: Bench) -> None:
     )
 
 
-async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the_one_before(
-    bench: Bench,
-) -> None:
+async def test_ingress_carries_the_next_incarnation_behind_all_partitions_of_the_one_before(bench: Bench) -> None:
     """The last message of each old partition stands before the first of every new one."""
     stream = await bench.make_stream(unique("T"))
     parts = await uneven(bench, stream, 60)

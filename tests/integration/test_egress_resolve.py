@@ -346,9 +346,7 @@ async def test_partitions_that_halt_are_all_decided_at_once(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("what", [Closings.key, acceptance_key])
-async def test_decisions_that_cannot_be_read_are_forgotten(
-    bench: Bench, what: Callable[[Chain], str]
-) -> None:
+async def test_decisions_that_cannot_be_read_are_forgotten(bench: Bench, what: Callable[[Chain], str]) -> None:
     stream = await bench.make_stream(unique("T"))
     await archive(bench, stream, [b"x"] * 10)
     state = await KeyValue.open(bench.client, bench.state_bucket)

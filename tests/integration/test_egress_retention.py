@@ -98,9 +98,7 @@ async def test_what_is_archived_is_acknowledged_and_leaves_the_stream(bench: Ben
 
 
 @pytest.mark.parametrize("retention", KINDS)
-async def test_nothing_is_acknowledged_before_segment_tail_and_mark_are_written(
-    bench: Bench, retention: str
-) -> None:
+async def test_nothing_is_acknowledged_before_segment_tail_and_mark_are_written(bench: Bench, retention: str) -> None:
     """I4."""
     stream, objects = await make(bench, retention), FaultyStore(bench.objects)
     feed = {"stream": stream, "segment": {"max_messages": 50}}
@@ -209,9 +207,7 @@ async def test_a_twin_of_a_work_queue_wastes_work_only(bench: Bench) -> None:
 # Partitions of a work queue, as two feeds
 
 
-async def test_two_filters_share_a_work_queue_and_neither_calls_the_others_messages_gone(
-    bench: Bench,
-) -> None:
+async def test_two_filters_share_a_work_queue_and_neither_calls_the_others_messages_gone(bench: Bench) -> None:
     stream = await make(bench, "workqueue")
     feeds = [{"name": unique("A"), "stream": stream, "filter_subject": f"{stream}.{x}"} for x in "ab"]
     names = [feed["name"] for feed in feeds]
@@ -275,9 +271,7 @@ async def test_what_is_sampled_out_is_acknowledged_with_its_coverage(bench: Benc
 
 
 @pytest.mark.parametrize("subject", ["", "a"])
-async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(
-    bench: Bench, subject: str
-) -> None:
+async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(bench: Bench, subject: str) -> None:
     """It was archived and acknowledged once, whatever the stream still holds for others."""
     stream = await make(bench, "workqueue")
     chosen = {"filter_subject": f"{stream}.{subject}"} if subject else {}
@@ -299,9 +293,7 @@ async def test_a_hole_in_the_archive_of_a_work_queue_is_never_covered_again(
     assert len(payloads(bench, stream)) == 40 - len(lost.coverage)
 
 
-async def test_a_durable_that_an_admin_removes_is_an_alarm_and_what_was_received_is_kept(
-    bench: Bench,
-) -> None:
+async def test_a_durable_that_an_admin_removes_is_an_alarm_and_what_was_received_is_kept(bench: Bench) -> None:
     """F29: the stream drops what only Floe wanted, so what is in memory is the last copy."""
     stream = await make(bench, "interest")
     feed = {"stream": stream, "segment": {"max_age": "1h"}}
@@ -416,9 +408,7 @@ async def test_limits_that_outrun_egress_are_recorded(bench: Bench, retention: s
 
 @pytest.mark.parametrize("retention", KINDS)
 @pytest.mark.parametrize("running", [True, False])
-async def test_a_recreated_stream_is_the_next_incarnation(
-    bench: Bench, retention: str, running: bool
-) -> None:
+async def test_a_recreated_stream_is_the_next_incarnation(bench: Bench, retention: str, running: bool) -> None:
     stream = await make(bench, retention)
     egress = bench.start(bench.settings({"stream": stream}))
     await reads(bench, egress, stream)

@@ -174,9 +174,7 @@ async def test_a_source_that_has_moved_on_builds_it_again_without_a_storm(bench:
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-async def test_a_damaged_snapshot_gives_way_to_an_older_one_or_the_archive(
-    bench: Bench, all_of_them: bool
-) -> None:
+async def test_a_damaged_snapshot_gives_way_to_an_older_one_or_the_archive(bench: Bench, all_of_them: bool) -> None:
     feed = await make(bench)
     await send(bench, feed, NODES)
     await freeze(bench, feed)

@@ -57,9 +57,7 @@ async def test_a_refused_credential_ends_the_start(tmp_path: Path) -> None:
             await bench.start(settings).task
 
 
-async def test_a_bucket_that_does_not_exist_ends_the_start(
-    nats_url: str, s3: SharedS3, tmp_path: Path
-) -> None:
+async def test_a_bucket_that_does_not_exist_ends_the_start(nats_url: str, s3: SharedS3, tmp_path: Path) -> None:
     bench = Bench(nats_url, tmp_path, None, s3=s3)  # type: ignore[arg-type]
     bench.store_config["url"] = "s3://no-such-bucket-here"
     with pytest.raises(ConfigError, match="no-such-bucket-here"):
@@ -82,9 +80,7 @@ async def test_the_command_runs_shows_its_state_and_drains(bench: Bench) -> None
         },
     }
     config.write_text(yaml.safe_dump(settings))
-    process = spawn(
-        [sys.executable, "-m", "floe", "egress", "run", "-c", str(config)], cwd=ROOT, env=dict(os.environ)
-    )
+    process = spawn([sys.executable, "-m", "floe", "egress", "run", "-c", str(config)], cwd=ROOT, env=dict(os.environ))
     try:
         await bench.archived_to(stream, 10)
         line = f'floe_egress_messages_total{{feed="{stream}",partition="0",site="site"}} 10.0'

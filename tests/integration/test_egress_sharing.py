@@ -109,15 +109,11 @@ class Circle:
     clients: list[FloeClient] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
 
-    async def join(
-        self, url: str = "", *, siblings: int = 1, keys: Sequence[str] = (), **more: Any
-    ) -> Member:
+    async def join(self, url: str = "", *, siblings: int = 1, keys: Sequence[str] = (), **more: Any) -> Member:
         settings = NatsSettings(url=url or self.url, user=self.user, password=self.user)
         client = await connect(settings, name="member", ping_interval=1.0)
         self.clients.append(client)
-        leases = Leases(
-            await KeyValue.open(client, self.kv.bucket, ttl=TTL), new_owner("m"), TTL, SystemClock()
-        )
+        leases = Leases(await KeyValue.open(client, self.kv.bucket, ttl=TTL), new_owner("m"), TTL, SystemClock())
         keys = list(keys or self.keys)
         clock, rng = SystemClock(), random.Random(1)
         sharing = share_site(leases, client, self.site, keys, rng, Health(clock), siblings=siblings)
@@ -274,9 +270,7 @@ async def test_without_the_right_to_hear_it_is_polled(tmp_path: Path) -> None:
 # Faults
 
 
-async def test_members_that_cannot_be_listed_change_nothing(
-    circle: Circle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_members_that_cannot_be_listed_change_nothing(circle: Circle, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await circle.join()
     await soon(lambda: len(first.held) == 4)
 
@@ -364,9 +358,7 @@ async def held_by(bench: Bench, names: Sequence[str]) -> list[str]:
     return [entry.value.decode() if entry else "" for entry in found]
 
 
-async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_it_stops(
-    bench: Bench,
-) -> None:
+async def test_feeds_move_to_a_second_instance_at_a_segments_end_and_back_when_it_stops(bench: Bench) -> None:
     stream = await bench.make_stream(unique("T"))
     names = [unique("F") for _ in range(4)]
     feeds = [{"name": name, "stream": stream} for name in names]

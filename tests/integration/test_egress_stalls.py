@@ -23,9 +23,7 @@ IMPATIENT = replace(QUICK, pace=replace(QUICK.pace, check=0.2, stalled=0.8))
 
 
 def metric(name: str, feed: str, **labels: str) -> float:
-    found = REGISTRY.get_sample_value(
-        f"floe_egress_{name}", {"site": "site", "feed": feed, "partition": "0", **labels}
-    )
+    found = REGISTRY.get_sample_value(f"floe_egress_{name}", {"site": "site", "feed": feed, "partition": "0", **labels})
     return math.nan if found is None else found
 
 

@@ -52,8 +52,7 @@ class Parent:
 
     def held(self) -> list[int]:
         return [
-            len(worker.get("parts", {}).get("egress sharing", {}).get("held", []))
-            for worker in self.workers().values()
+            len(worker.get("parts", {}).get("egress sharing", {}).get("held", [])) for worker in self.workers().values()
         ]
 
     async def ask(self, path: str) -> tuple[int, str]:

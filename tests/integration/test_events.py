@@ -160,9 +160,7 @@ async def test_a_notification_of_nats_that_cannot_be_taken_ends_the_listening_no
         assert client.generation == 1
 
 
-async def test_who_stands_by_leaves_the_queue_to_the_others(
-    sqs: SqsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_stands_by_leaves_the_queue_to_the_others(sqs: SqsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "UNWANTED_PAUSE", 0.05)
     # What the receive of one that ends takes along is seen again after a second.
     name, standby, carrying = sqs.new_queue(VisibilityTimeout="1"), Heard(), Heard()
@@ -234,9 +232,7 @@ async def test_each_instance_hears_each_message_and_listens_anew_after_a_reconne
                 await soon(lambda: all(each.taken == [b"a", b"b"] for each in heard))
 
 
-async def test_a_refused_subscription_is_tried_again_and_said(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_subscription_is_tried_again_and_said(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats_events, "PAUSES", (0.05, 0.1))
     heard = Heard()
     async with client_of(nats_url) as client:

@@ -63,9 +63,7 @@ class S3Archive(Archive):
 class S3Centre(Centre):
     """Reads a bucket, and polls once an hour."""
 
-    def __init__(
-        self, folder: Path, archive: S3Archive, store: dict[str, Any], url: str, events: str
-    ) -> None:
+    def __init__(self, folder: Path, archive: S3Archive, store: dict[str, Any], url: str, events: str) -> None:
         super().__init__(folder, archive, url)
         self._store, self._events = store, events
 

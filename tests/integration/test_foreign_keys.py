@@ -62,9 +62,7 @@ def test_a_store_without_versions_is_no_trouble_at_a_hole(tmp_path: Path, s3: Sh
     assert hole.hint.startswith("the source may still hold them")
 
 
-def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(
-    tmp_path: Path, s3: SharedS3
-) -> None:
+def test_a_delete_marker_in_a_hole_is_named_with_the_version_that_exists(tmp_path: Path, s3: SharedS3) -> None:
     bucket = s3.new_bucket()
     client = boto3.session.Session().client(
         "s3",

@@ -93,9 +93,7 @@ def test_damaged_segments_are_named_and_given_up(archive: Archive) -> None:
     assert bad.key in done.stderr
 
 
-def test_a_damaged_segment_where_a_target_stands_is_listed_with_the_command_that_puts_it_away(
-    archive: Archive,
-) -> None:
+def test_a_damaged_segment_where_a_target_stands_is_listed_with_the_command_that_puts_it_away(archive: Archive) -> None:
     bad = archive.put(rows_of(11, 20))
     path = archive.folder / bad.key
     path.write_bytes(path.read_bytes()[:-100] + b"\0" * 100)
@@ -124,9 +122,7 @@ def test_a_spoiled_gap_gives_nothing_up(archive: Archive) -> None:
     assert archive.documents.gaps(CHAIN) == []
 
 
-def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_hole_there(
-    archive: Archive,
-) -> None:
+def test_without_an_incarnation_the_newest_is_meant_unless_an_older_one_has_a_hole_there(archive: Archive) -> None:
     def unnamed(first: int, last: int) -> Result:
         config = str(Centre(archive.folder.parent, archive, "nats://127.0.0.1:1").write())
         words = ["gap", "accept", "-c", config, "--site", CHAIN.site, "--feed", CHAIN.feed, "--yes"]

@@ -68,9 +68,7 @@ async def test_leaders_that_step_down_die_and_pause_lose_and_repeat_nothing(
     check_exact(messages, archive, centre.prefix)
 
 
-async def test_the_first_replay_or_drill_makes_buckets_as_ingress_would(
-    tmp_path: Path, cluster: NatsCluster
-) -> None:
+async def test_the_first_replay_or_drill_makes_buckets_as_ingress_would(tmp_path: Path, cluster: NatsCluster) -> None:
     """Though its own target has one replica, and that of ingress does not exist yet."""
     async with client_of(*cluster.urls) as client:
         world = World(tmp_path, cluster.urls[0], client)
@@ -91,9 +89,7 @@ async def test_the_first_replay_or_drill_makes_buckets_as_ingress_would(
         assert [info.config["num_replicas"] for info in infos] == [3, 3, 3]
 
 
-async def test_a_replay_into_a_source_makes_buckets_as_egress_would(
-    tmp_path: Path, cluster: NatsCluster
-) -> None:
+async def test_a_replay_into_a_source_makes_buckets_as_egress_would(tmp_path: Path, cluster: NatsCluster) -> None:
     async with client_of(*cluster.urls) as client:
         for name, replicas in (("SOURCE", 3), ("BACK", 1)):
             await create_stream(client, {"name": name, "subjects": [f"{name}.>"], "num_replicas": replicas})

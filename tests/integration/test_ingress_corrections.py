@@ -74,9 +74,7 @@ async def carried(client: FloeClient, centre: Centre, archive: Archive) -> Targe
         return await closed_at(client, centre, 30)
 
 
-async def mended(
-    centre: Centre, health: Health, code: str, wanted: str, *more: str
-) -> tuple[dict[str, Any], Done]:
+async def mended(centre: Centre, health: Health, code: str, wanted: str, *more: str) -> tuple[dict[str, Any], Done]:
     """Wait for the stop, and paste the command of its hint."""
     stop = await stop_of(centre, health)
     assert stop["code"] == code, stop
@@ -201,9 +199,7 @@ async def test_rows_that_were_never_sent_are_not_counted_by_the_process_that_sen
 
 
 @pytest.mark.parametrize("how", ["empty", "purged", "with messages"])
-async def test_a_target_that_was_made_again(
-    centre: Centre, archive: Archive, nats_url: str, how: str
-) -> None:
+async def test_a_target_that_was_made_again(centre: Centre, archive: Archive, nats_url: str, how: str) -> None:
     async with client_of(nats_url) as client:
         await carried(client, centre, archive)
         await client.api(f"STREAM.DELETE.{centre.target}")
@@ -216,9 +212,7 @@ async def test_a_target_that_was_made_again(
                 await client.api(f"STREAM.PURGE.{centre.target}")
                 assert (await invoke(*forget(centre))).code == 0
             else:
-                await mended(
-                    centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target"
-                )
+                await mended(centre, health, "E-TARGET-RECREATED", "--forget" if how == "empty" else "--from-target")
             await stands(client, centre, numbers((1, 30)))
     assert stop["code"] == "E-TARGET-RECREATED"
 
@@ -243,9 +237,7 @@ async def test_a_target_that_is_gone_is_filled_again_once_it_is_made(
             await stands(client, centre, numbers((1, 40)))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])]
-)
+@pytest.mark.parametrize(("wanted", "found"), [("--from-target", [(1, 40)]), ("--accept", [(1, 25), (31, 40)])])
 async def test_a_target_restored_from_an_old_copy(
     centre: Centre, archive: Archive, nats_url: str, wanted: str, found: list[tuple[int, int]]
 ) -> None:
@@ -262,9 +254,7 @@ async def test_a_target_restored_from_an_old_copy(
             await stands(client, centre, numbers(*found))
 
 
-async def test_a_creation_time_that_nothing_vouches_for(
-    centre: Centre, archive: Archive, nats_url: str
-) -> None:
+async def test_a_creation_time_that_nothing_vouches_for(centre: Centre, archive: Archive, nats_url: str) -> None:
     async with client_of(nats_url) as client:
         await carried(client, centre, archive)
         await client.api(f"STREAM.PURGE.{centre.target}")
@@ -300,9 +290,7 @@ async def test_a_state_that_is_lost_is_found_in_the_target(
 
 
 @pytest.mark.parametrize("opened", [False, True])
-async def test_a_state_that_was_rolled_back(
-    centre: Centre, archive: Archive, nats_url: str, opened: bool
-) -> None:
+async def test_a_state_that_was_rolled_back(centre: Centre, archive: Archive, nats_url: str, opened: bool) -> None:
     ref = archive.put(rows_of(1, 10))
     async with client_of(nats_url) as client:
         created = await make(client, centre)
@@ -337,9 +325,7 @@ async def test_a_state_that_outgrew_the_bucket_lets_go_of_chains_that_are_not_li
 # The intent
 
 
-async def test_rows_of_an_open_intent_that_are_gone_for_good(
-    centre: Centre, archive: Archive, nats_url: str
-) -> None:
+async def test_rows_of_an_open_intent_that_are_gone_for_good(centre: Centre, archive: Archive, nats_url: str) -> None:
     """The rest of the intent is dropped; then the chain waits at the hole, and the others go on."""
     ref = archive.put(rows_of(1, 30))
     async with client_of(nats_url) as client:
@@ -363,9 +349,7 @@ async def count(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return len(await arrived(client, centre.target)) == wanted
 
 
-async def test_an_intent_of_a_chain_that_is_listed_no_more(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_an_intent_of_a_chain_that_is_listed_no_more(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     """Another configuration, another allow-list, the same target: what stands there the state knows."""
     centre = Centre(tmp_path, archive, nats_url, create=None)
     ref = archive.put(rows_of(1, 30))
@@ -429,22 +413,11 @@ async def count_of(client: FloeClient, centre: Centre, wanted: int) -> bool:
     return await count_in(client, centre.target) == wanted
 
 
-async def test_a_chain_is_moved_while_ingress_carries(
-    centre: Centre, archive: Archive, nats_url: str
-) -> None:
+async def test_a_chain_is_moved_while_ingress_carries(centre: Centre, archive: Archive, nats_url: str) -> None:
     archive.put(rows_of(1, 30))
     async with client_of(nats_url) as client:
         await make(client, centre)
-        words = [
-            "checkpoint",
-            "set",
-            "-c",
-            str(centre.write()),
-            "--target",
-            centre.target,
-            "--site",
-            "us-east",
-        ]
+        words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--site", "us-east"]
         async with service(centre):
             await closed_at(client, centre, 30)
             dry = await floe(*words, "--feed", "NODES", "--sequence", "21", "--dry-run", "--json")
@@ -458,10 +431,7 @@ async def test_a_chain_is_moved_while_ingress_carries(
     assert (asked.code, "expected --yes where nobody can be asked" in asked.err) == (2, True)
     assert f"{CHAIN}: 21 to 30 are carried again" in asked.out
     assert done.json()["changed"] is True
-    assert [each["positions"][0]["position"] for each in (done.json()["before"], done.json()["after"])] == [
-        31,
-        21,
-    ]
+    assert [each["positions"][0]["position"] for each in (done.json()["before"], done.json()["after"])] == [31, 21]
     assert "nothing was changed" in again.err
 
 
@@ -476,16 +446,7 @@ async def test_nothing_is_corrected_while_something_else_publishes(
                 await foreign(client, centre)
 
         writing = asyncio.create_task(write_on())
-        words = [
-            "checkpoint",
-            "set",
-            "-c",
-            str(centre.write()),
-            "--target",
-            centre.target,
-            "--accept",
-            "--yes",
-        ]
+        words = ["checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, "--accept", "--yes"]
         refused = await invoke(*words)
         writing.cancel()
         assert (await (await centre.state(client)).load()).state == before
@@ -546,9 +507,7 @@ async def test_a_parked_message_that_a_dropped_intent_left_out_can_still_be_deli
         opened = open_intent(TargetState(Checkpoint(2, created, {CHAIN: 4})), [again, rest])
         await (await centre.state(client)).save(opened, 0)
         archive.objects.delete(ref.key)
-        done = await invoke(
-            "checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes"
-        )
+        done = await invoke("checkpoint", "set", "-c", str(centre.write()), "--target", centre.target, wanted, "--yes")
         assert done.code == 0, done
         states = {name.sequence: entry.state for name, entry in parked.entries().items()}
         assert states == {3: State.DELIVERED, 5: State.PARKED}

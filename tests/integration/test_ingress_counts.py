@@ -72,9 +72,7 @@ async def test_parked_messages_are_counted_until_they_are_delivered(
         assert await count_in(client, centre.target) == 2
 
 
-async def test_foreign_messages_of_a_shared_target_are_counted(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_foreign_messages_of_a_shared_target_are_counted(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     archive.put(rows_of(1, 5))
     centre = centre_of(tmp_path, archive, nats_url, exclusive=False, delivery="at_least_once")
     async with client_of(nats_url) as client:

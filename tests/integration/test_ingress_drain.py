@@ -135,9 +135,7 @@ async def test_the_status_shows_phases_publisher_and_what_stops(
     async def shown(code: int = 0) -> dict[str, tuple[str, str, str]]:
         result = await asyncio.to_thread(run_floe, "status", "-c", str(config), "--json")
         assert result.returncode == code, result.stderr
-        return {
-            row["site"]: (row["phase"], row["publisher"], row["why"]) for row in json.loads(result.stdout)
-        }
+        return {row["site"]: (row["phase"], row["publisher"], row["why"]) for row in json.loads(result.stdout)}
 
     async with client_of(nats_url) as client:
         async with centre.running():

@@ -164,9 +164,7 @@ async def test_a_listed_rollup_purges_messages_and_no_sequences(
         assert (state.checkpoint.positions[CHAIN], state.checkpoint.target_sequence) == (13, 12)
 
 
-async def test_a_listed_marker_reason_is_kept_as_a_header(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_a_listed_marker_reason_is_kept_as_a_header(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     archive.put([message(1, headers=block(b"Nats-Marker-Reason: Purge")), *rows_of(2, 3)])
     centre = Centre(tmp_path, archive, nats_url, control_headers=["Nats-Marker-Reason"])
 
@@ -213,9 +211,7 @@ async def test_awkward_subjects_arrive_byte_for_byte(
             assert stored.subject == centre.prefix + row.subject
 
 
-@pytest.mark.parametrize(
-    "subject", [b"a b", b"a\r\nPUB x 0\r\n", b"a\tb", b"a\nb", b"a\x00b", b"a.", b"", b"x" * 5000]
-)
+@pytest.mark.parametrize("subject", [b"a b", b"a\r\nPUB x 0\r\n", b"a\tb", b"a\nb", b"a\x00b", b"a.", b"", b"x" * 5000])
 async def test_a_subject_of_a_file_never_reaches_the_socket_unchecked(
     tmp_path: Path, archive: Archive, nats_url: str, subject: bytes
 ) -> None:

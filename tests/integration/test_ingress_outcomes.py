@@ -121,9 +121,7 @@ async def update(client: FloeClient, centre: Centre, **config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "config"),
-    [(0, {}), (11, {"max_age": 3600 * 10**9})],
-    ids=["before", "within, where messages expire"],
+    ("stored", "config"), [(0, {}), (11, {"max_age": 3600 * 10**9})], ids=["before", "within, where messages expire"]
 )
 async def test_a_purge_before_or_within_an_intent_takes_nothing_back(
     centre: Centre, archive: Archive, nats_url: str, stored: int, config: dict[str, Any]
@@ -192,9 +190,7 @@ async def test_a_row_of_another_interleaving_before_the_last_message_stops(
     assert "message 10 is us-east/NODES/0000/0 1001, expected us-east/NODES/0000/0 1..10" in stop["why"]
 
 
-async def test_a_foreign_message_in_front_of_a_first_run_stops(
-    centre: Centre, archive: Archive, nats_url: str
-) -> None:
+async def test_a_foreign_message_in_front_of_a_first_run_stops(centre: Centre, archive: Archive, nats_url: str) -> None:
     archive.put(rows_of(1, 30))
     async with client_of(nats_url) as client:
         await make(client, centre)

@@ -195,9 +195,7 @@ async def test_what_is_asked_for_while_the_service_runs_is_delivered_without_a_r
         check_all_once(messages, archive, centre, {5, 17})
 
 
-async def test_all_messages_of_a_feed_may_be_too_large(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_all_messages_of_a_feed_may_be_too_large(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     large = dict.fromkeys(range(1, 61), 1200)
     archive.put(with_large(1, 60, large))
     centre = Centre(tmp_path, archive, nats_url, on_oversize="park")
@@ -215,10 +213,7 @@ async def test_all_messages_of_a_feed_may_be_too_large(
 def commands_of(hint: str, config: Path) -> list[list[str]]:
     """The `floe …` commands that a hint names, with the configuration of this test."""
     found = [shlex.split(words) for words in re.findall(r"floe ((?:chain|checkpoint) [^,)\n]+)", hint)]
-    return [
-        [str(config) if before == "-c" else word for before, word in pairwise(["", *words])]
-        for words in found
-    ]
+    return [[str(config) if before == "-c" else word for before, word in pairwise(["", *words])] for words in found]
 
 
 @pytest.mark.parametrize("way", ["skip", "raise"])

@@ -88,9 +88,7 @@ async def test_headers_come_back_byte_for_byte_and_nothing_acts_again(
         block(b"Nats-TTL: 1s"),
         block(b"Nats-Expected-Last-Sequence: 999", b"Nats-Batch-Id: x", b"Nats-Batch-Commit: 1"),
         block(b"Nats-Expected-Stream: other", b"Nats-Expected-Last-Msg-Id: z", b"Nats-Incr: +1"),
-        block(
-            b"Nats-Schedule: @at 2030-01-01T00:00:00Z", b"Nats-Schedule-Target: a.b", b"Nats-Stream-Source: x"
-        ),
+        block(b"Nats-Schedule: @at 2030-01-01T00:00:00Z", b"Nats-Schedule-Target: a.b", b"Nats-Stream-Source: x"),
         block(b"Floe-Source: mars NODES 0000 0 1 1", b"Floe-Original: A: 1"),
         block(b"Nats-Msg-Id: same"),
         b"NATS/1.0 503 no\r\n\r\n",
@@ -268,9 +266,7 @@ async def test_a_segment_that_compaction_replaced_meanwhile_is_found_merged(
     assert set(opened) == {0, 1}
 
 
-async def test_chains_that_are_not_listed_stay_where_they_are(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_chains_that_are_not_listed_stay_where_they_are(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     secret = Chain("mars", "NODES")
     archive.put(rows_of(1, 10, secret), chain=secret)
     archive.rows.clear()

@@ -65,9 +65,7 @@ async def test_a_missing_target_ends_with_the_line_that_makes_it(
     assert error.hint.startswith(f"nats stream add {centre.target} --subjects '{centre.target}.>'")
 
 
-async def test_dangerous_differences_are_refused_all_at_once(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_dangerous_differences_are_refused_all_at_once(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     centre = Centre(tmp_path, archive, nats_url)
     async with client_of(nats_url) as client:
         await make(client, centre, retention="workqueue", storage="memory")
@@ -162,9 +160,7 @@ async def test_a_target_behind_its_checkpoint_stops(tmp_path: Path, archive: Arc
         stored = await keeper.load()
         assert stored.state is not None
         ahead = stored.state.checkpoint
-        await keeper.save(
-            type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision
-        )
+        await keeper.save(type(stored.state)(type(ahead)(35, ahead.target_created, ahead.positions)), stored.revision)
         error = await ending(centre)
 
     assert isinstance(error, Stopped)
@@ -220,9 +216,7 @@ async def test_a_spoiled_state_is_not_overwritten(tmp_path: Path, archive: Archi
     assert "version: expected 1, found 99" in error.message
 
 
-async def test_one_target_that_stops_does_not_stop_another(
-    tmp_path: Path, archive: Archive, nats_url: str
-) -> None:
+async def test_one_target_that_stops_does_not_stop_another(tmp_path: Path, archive: Archive, nats_url: str) -> None:
     bad = Centre(tmp_path, archive, nats_url, create=None)
     good = Centre(tmp_path, archive, nats_url)
     targets = [*bad.document()["ingress"]["targets"], *good.document()["ingress"]["targets"]]
@@ -271,9 +265,7 @@ async def test_a_full_target_is_waited_for(tmp_path: Path, archive: Archive, nat
         async with centre.running() as health:
             await soon(lambda: any("maximum messages exceeded" in p for p in health.problems()))
             assert await count_in(client, centre.target) in (0, 20)
-            await client.api(
-                f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99}
-            )
+            await client.api(f"STREAM.UPDATE.{centre.target}", {**await config_of(client, centre), "max_msgs": 99})
             check_exact(await centre.carried(client, 30), archive, centre.prefix)
 
 
@@ -298,11 +290,7 @@ async def test_checkpoint_and_status_show_how_far_everything_is(
     table = await asyncio.to_thread(run_floe, "status", "-c", config)
 
     (checkpoint,) = json.loads(listed.stdout)
-    assert (checkpoint["target"], checkpoint["target_sequence"], checkpoint["intent"]) == (
-        centre.target,
-        30,
-        None,
-    )
+    assert (checkpoint["target"], checkpoint["target_sequence"], checkpoint["intent"]) == (centre.target, 30, None)
     assert checkpoint["positions"] == [
         {"site": "us-east", "feed": "NODES", "incarnation": 0, "partition": 0, "position": 31}
     ]

@@ -32,9 +32,7 @@ class Counting(LocalObjects):
         return super().__getattribute__(name)
 
 
-async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_to_nothing(
-    bench: Bench,
-) -> None:
+async def test_feeds_without_a_message_start_beside_a_busy_one_and_ask_for_next_to_nothing(bench: Bench) -> None:
     streams = [await bench.make_stream(unique("T")) for _ in range(FEEDS)]
     objects = Counting(bench.root / "bucket")
     feeds = [{"stream": stream, "segment": {"max_age": "1s"}} for stream in streams]

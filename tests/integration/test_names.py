@@ -92,9 +92,7 @@ async def test_looking_makes_no_bucket_and_a_decision_makes_one(tmp_path: Path, 
             assert "looks at it" in (await floe("chain", "resume", *config, *named)).err
 
 
-async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(
-    tmp_path: Path, nats_url: str
-) -> None:
+async def test_the_wrong_name_or_file_is_told_and_a_chain_that_is_there_is_shown(tmp_path: Path, nats_url: str) -> None:
     archive = Archive(tmp_path / "store")
     archive.put(rows_of(1, 5))
     centre = Centre(tmp_path, archive, nats_url)

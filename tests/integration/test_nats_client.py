@@ -53,12 +53,8 @@ def raw_publish(port: int, command: bytes) -> None:
 # What comes in
 
 
-@pytest.mark.parametrize(
-    "token", [b"\xff\xfe", b"\x0b\x0c", b"\x00", b"caf\xc3\xa9", b"\x85\x1c", b"'\"", b"a\rb"]
-)
-async def test_a_subject_of_any_bytes_reaches_the_sink(
-    client: FloeClient, nats_server: NatsServer, token: bytes
-):
+@pytest.mark.parametrize("token", [b"\xff\xfe", b"\x0b\x0c", b"\x00", b"caf\xc3\xa9", b"\x85\x1c", b"'\"", b"a\rb"])
+async def test_a_subject_of_any_bytes_reaches_the_sink(client: FloeClient, nats_server: NatsServer, token: bytes):
     root = unique("s")
     received = await collect(client, f"{root}.>")
     subject = root.encode() + b"." + token
@@ -70,9 +66,7 @@ async def test_a_subject_of_any_bytes_reaches_the_sink(
     assert client.generation == 1
 
 
-async def test_a_sink_that_raises_ends_its_subscription_and_tells_its_owner_not_the_connection(
-    client: FloeClient,
-):
+async def test_a_sink_that_raises_ends_its_subscription_and_tells_its_owner_not_the_connection(client: FloeClient):
     """Reconnecting would repeat the error for ever, and cost all others on the connection their answers."""
     broken, told, orphans = unique("s"), [], []
     loop = asyncio.get_running_loop()
@@ -201,9 +195,7 @@ async def test_an_answer_that_is_no_json_is_an_unknown_outcome(client: FloeClien
         client.send(frame(reply, b"<html>"))
 
     await client.subscribe_raw(f"$JS.x.API.{subject}", answer)
-    other = await connect(
-        NatsSettings(url=f"nats://{client.connected_url.netloc}", jetstream_domain="x"), name="test"
-    )
+    other = await connect(NatsSettings(url=f"nats://{client.connected_url.netloc}", jetstream_domain="x"), name="test")
     with pytest.raises(OutcomeUnknown, match="expected a JSON object"):
         await other.api(subject)
     await other.aclose()

@@ -81,10 +81,7 @@ async def test_a_deleted_key_is_absent_and_may_be_created_again(kv: KeyValue):
     assert await kv.update("k", b"3", second) is None
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [b"KV-Operation: PURGE", b"KV-Operation: DEL", b"Nats-Marker-Reason: MaxAge"],
-)
+@pytest.mark.parametrize("lines", [b"KV-Operation: PURGE", b"KV-Operation: DEL", b"Nats-Marker-Reason: MaxAge"])
 async def test_markers_of_others_are_absence(client: FloeClient, kv: KeyValue, lines: bytes):
     await kv.put("k", b"1")
     block = b"NATS/1.0\r\n" + lines + b"\r\n\r\n"
@@ -133,12 +130,7 @@ async def test_a_bucket_with_another_time_to_live_is_refused(client: FloeClient)
 
 async def test_a_bucket_of_the_nats_command_is_taken_as_it_is(client: FloeClient):
     bucket = unique("B")
-    config = {
-        "name": f"KV_{bucket}",
-        "subjects": [f"$KV.{bucket}.>"],
-        "max_msgs_per_subject": 64,
-        "discard": "new",
-    }
+    config = {"name": f"KV_{bucket}", "subjects": [f"$KV.{bucket}.>"], "max_msgs_per_subject": 64, "discard": "new"}
     await client.api(f"STREAM.CREATE.KV_{bucket}", config)
     kv = await KeyValue.open(client, bucket)
     assert await kv.create("k", b"1") == 1

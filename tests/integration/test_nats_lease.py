@@ -147,11 +147,7 @@ async def test_a_renewal_that_is_refused_while_the_lease_is_ours_is_tried_again(
     async def refusing(subject: bytes, *args: Any, **kwargs: Any) -> Any:
         nonlocal refused
         refused += subject.startswith(b"$KV.")
-        return (
-            (answer, None)
-            if subject.startswith(b"$KV.") and refused < 3
-            else await real(subject, *args, **kwargs)
-        )
+        return (answer, None) if subject.startswith(b"$KV.") and refused < 3 else await real(subject, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv._client, "request_raw", refusing)
@@ -216,9 +212,7 @@ async def test_whatever_stands_in_the_key_it_is_another_owner(kv: KeyValue, valu
     assert await leases(kv, "me").holder("k") is not None
 
 
-async def test_a_deleted_bucket_loses_the_lease_and_the_next_acquire_makes_it_anew(
-    client: FloeClient, kv: KeyValue
-):
+async def test_a_deleted_bucket_loses_the_lease_and_the_next_acquire_makes_it_anew(client: FloeClient, kv: KeyValue):
     lease = await leases(kv).acquire("k")
     await client.api(f"STREAM.DELETE.KV_{kv.bucket}")
     await asyncio.wait_for(lease.keep(), TTL)
@@ -241,9 +235,7 @@ async def proxied(nats_server: NatsServer, kv: KeyValue) -> AsyncIterator[tuple[
         await client.aclose()
 
 
-async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(
-    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
-):
+async def test_a_renewal_whose_answer_is_lost_is_not_a_lost_lease(proxied: tuple[TcpProxy, KeyValue], kv: KeyValue):
     proxy, broken = proxied
     lease = await leases(broken, "me").acquire("k")
     keeping = asyncio.create_task(lease.keep())
@@ -284,9 +276,7 @@ async def test_a_lease_that_cannot_be_renewed_is_unusable_before_anybody_can_hav
     assert await leases(kv).holder("k") == "you"
 
 
-async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(
-    proxied: tuple[TcpProxy, KeyValue], kv: KeyValue
-):
+async def test_an_acquire_whose_answer_is_lost_is_settled_by_reading(proxied: tuple[TcpProxy, KeyValue], kv: KeyValue):
     proxy, broken = proxied
     proxy.blackhole("down")
     asked = asyncio.create_task(leases(broken, "me").acquire("k"))
@@ -310,10 +300,7 @@ async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
         return ran < 4 * TTL or (0 in held.values() and ran < PATIENCE)
 
     def count(owner: str) -> None:
-        assert [name for name, lease in using.items() if lease is not None and lease.is_usable()] in (
-            [],
-            [owner],
-        )
+        assert [name for name, lease in using.items() if lease is not None and lease.is_usable()] in ([], [owner])
         held[owner] += 1
 
     async def owner(name: str, store: KeyValue) -> None:
@@ -331,9 +318,7 @@ async def test_two_owners_never_use_one_lease_at_once_whatever_the_network_does(
                     break
             await stopped(keeping)
             await lease.release()
-            await asyncio.sleep(
-                rng.uniform(0, 0.2)
-            )  # whoever gives it up and asks at once would keep it for good
+            await asyncio.sleep(rng.uniform(0, 0.2))  # whoever gives it up and asks at once would keep it for good
 
     async def trouble() -> None:
         while going_on():

@@ -68,9 +68,7 @@ async def test_subscriptions_stand_again_after_a_cut(client: FloeClient, proxy: 
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(
-    "directions", [("up", "down"), ("down",), ("up",)], ids=["both", "answers", "questions"]
-)
+@pytest.mark.parametrize("directions", [("up", "down"), ("down",), ("up",)], ids=["both", "answers", "questions"])
 async def test_a_half_open_connection_is_noticed_within_two_intervals(
     client: FloeClient, proxy: TcpProxy, directions: tuple[str, ...]
 ):

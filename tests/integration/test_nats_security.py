@@ -72,9 +72,7 @@ async def test_a_missing_permission_is_refused_by_name(guarded: NatsServer):
     assert await stream_info(client, "NONE") is None
     with pytest.raises(Refused, match=r'permissions violation for publish to "\$JS.API.STREAM.CREATE.X"'):
         await client.api("STREAM.CREATE.X", {"name": "X"})
-    with pytest.raises(
-        Refused, match=r'permissions violation for subscription to "yours.>"; grant it to user few'
-    ):
+    with pytest.raises(Refused, match=r'permissions violation for subscription to "yours.>"; grant it to user few'):
         await client.subscribe_raw("yours.>", lambda *_: None)
     await client.subscribe_raw("mine.>", lambda *_: None)
     client.send(frame(b"forbidden.x", b""))
@@ -157,30 +155,20 @@ def account(name: str, key: Any, root: Any) -> str:
     storage = {"mem_storage": -1, "disk_storage": -1, "streams": -1, "consumer": -1} if name == "A" else {}
     limits = {**unlimited, **storage, "wildcards": True}
     nats = {"limits": limits, "type": "account", "version": 2}
-    return jwt(
-        {"jti": name, "iat": 1, "iss": key_text(root), "name": name, "sub": key_text(key), "nats": nats}, root
-    )
+    return jwt({"jti": name, "iat": 1, "iss": key_text(root), "name": name, "sub": key_text(key), "nats": nats}, root)
 
 
 @pytest.fixture
 def operator() -> Iterator[tuple[NatsServer, Any, dict[str, Any], Any]]:
     """A server in operator mode, the key of a user, claims for it, and the account that signs them."""
     root, system, owner = (
-        new_key(prefix)
-        for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
+        new_key(prefix) for prefix in (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_ACCOUNT)
     )
     user, root_key = new_key(nkeys.PREFIX_BYTE_USER), key_text(root)
     nats = {"type": "operator", "version": 2, "system_account": key_text(system)}
     root_jwt = jwt({"jti": "o", "iat": 1, "iss": root_key, "name": "O", "sub": root_key, "nats": nats}, root)
     rights = {"subs": -1, "data": -1, "payload": -1, "type": "user", "version": 2, "pub": {}, "sub": {}}
-    claims = {
-        "jti": "u",
-        "iat": 1,
-        "iss": key_text(owner),
-        "name": "U",
-        "sub": key_text(user),
-        "nats": rights,
-    }
+    claims = {"jti": "u", "iat": 1, "iss": key_text(owner), "name": "U", "sub": key_text(user), "nats": rights}
     accounts = "\n".join(
         f'{key_text(key)}: "{account(name, key, root)}"' for name, key in (("SYS", system), ("A", owner))
     )
@@ -223,9 +211,7 @@ async def test_a_bare_nkey_opens(tmp_path: Path):
         await (await connect(settings, name="test")).aclose()
 
 
-async def test_a_bad_credentials_file_is_named_with_the_reason_and_without_its_content(
-    operator: Any, tmp_path: Path
-):
+async def test_a_bad_credentials_file_is_named_with_the_reason_and_without_its_content(operator: Any, tmp_path: Path):
     server, user, claims, owner = operator
     path = tmp_path / "floe.creds"
     settings = NatsSettings(url=server.url, credentials_file=str(path))
@@ -337,17 +323,13 @@ async def test_speaks_tls_and_checks_the_server(certificates: Path, first: bool)
         assert await stream_info(client, "NONE") is None
         await client.aclose()
 
-        error = await refused(
-            NatsSettings(url=server.url, tls={**tls, "ca": str(certificates / "other.pem")})
-        )
+        error = await refused(NatsSettings(url=server.url, tls={**tls, "ca": str(certificates / "other.pem")}))
         assert isinstance(error, ConfigError)
         assert "certificate" in str(error)
         assert f"checked with nats.tls.ca {certificates / 'other.pem'}" in str(error)
 
 
-async def test_a_certificate_for_another_host_is_refused(
-    certificates: Path, caplog: pytest.LogCaptureFixture
-):
+async def test_a_certificate_for_another_host_is_refused(certificates: Path, caplog: pytest.LogCaptureFixture):
     with NatsServer(tls=server_tls(certificates, "elsewhere")) as server:
         tls = {"ca": str(certificates / "ca.pem")}
         assert "127.0.0.1" in str(await refused(NatsSettings(url=server.url, tls=tls)))
@@ -457,13 +439,7 @@ async def test_a_context_fills_what_the_configuration_leaves_open(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "nats" / "context"
     folder.mkdir(parents=True)
-    document = {
-        "description": "x",
-        "url": guarded.url,
-        "user": "all",
-        "password": "wrong",
-        "inbox_prefix": "_CTX",
-    }
+    document = {"description": "x", "url": guarded.url, "user": "all", "password": "wrong", "inbox_prefix": "_CTX"}
     (folder / "site.json").write_text(json.dumps(document))
     client = await connect(NatsSettings(context="site", user="all", password="secret-all"), name="test")
     assert client.new_inbox().startswith("_CTX.")

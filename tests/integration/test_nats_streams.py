@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import Unavailable
-from common.jetstream.api import (
-    consumer_info,
-    create_consumer,
-    create_stream,
-    delete_consumer,
-    stream_info,
-)
+from common.jetstream.api import consumer_info, create_consumer, create_stream, delete_consumer, stream_info
 from common.jetstream.client import ApiError, FloeClient, connect, frame
 from common.jetstream.headers import Provenance, escape, restore
 from common.jetstream.protocol import AckReply, parse_ack
@@ -158,12 +152,7 @@ async def test_both_layouts_of_replies_are_what_a_server_writes():
             await create_consumer(
                 client,
                 "S",
-                {
-                    "name": "c",
-                    "ack_policy": "none",
-                    "opt_start_seq": 2,
-                    "deliver_policy": "by_start_sequence",
-                },
+                {"name": "c", "ack_policy": "none", "opt_start_seq": 2, "deliver_policy": "by_start_sequence"},
             )
             client.send(frame(b"$JS.API.CONSUMER.MSG.NEXT.S.c", b"", None, inbox.encode()))
             await soon(lambda got=received: got)

@@ -57,9 +57,7 @@ async def test_messages_go_the_whole_way(bench: Bench) -> None:
         await bench.archived_to(stream, 301)
     archive = Archive(bench.root / "bucket")
     sources = [{"site": "site", "feed": stream, "subject_prefix": "fleet"}]
-    centre = Centre(
-        bench.root, archive, bench.url, create={"subjects": [f"fleet.{stream}.>"]}, sources=sources
-    )
+    centre = Centre(bench.root, archive, bench.url, create={"subjects": [f"fleet.{stream}.>"]}, sources=sources)
     async with centre.running():
         found = await centre.carried(bench.client, 301)
 

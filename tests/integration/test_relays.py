@@ -51,9 +51,7 @@ class World:
     def centre(self, stream: str, *sources: dict[str, Any]) -> Centre:
         archive = Archive(self.bench.root / "bucket")
         create = {"subjects": [f"{stream}.>"]}
-        return Centre(
-            self.bench.root, archive, self.bench.url, stream=stream, create=create, sources=list(sources)
-        )
+        return Centre(self.bench.root, archive, self.bench.url, stream=stream, create=create, sources=list(sources))
 
     async def holds(self, stream: str, count: int) -> list[Message]:
         """What the stream holds once it holds `count` messages."""
@@ -103,9 +101,7 @@ async def test_each_site_leaves_its_hop_and_the_message_comes_back_as_it_was(wor
     nodes, fleet, all_ = unique("NODES"), unique("FLEET"), unique("ALL")
     await world.bench.make_stream(nodes)
     for number, block in enumerate(HEADERS * 4):
-        await world.bench.publish(
-            nodes, [b"%d" % number], headers=block and block.replace(b"%d", b"%d" % number)
-        )
+        await world.bench.publish(nodes, [b"%d" % number], headers=block and block.replace(b"%d", b"%d" % number))
     published = await world.messages(nodes)
 
     async with AsyncExitStack() as stack:
@@ -213,9 +209,7 @@ async def test_only_what_the_source_or_the_archive_holds_is_left_out_as_looped(w
     originals = await world.messages(nodes)
     for sequence in (2, 5):
         await bench.client.api(f"STREAM.MSG.DELETE.{nodes}", {"seq": sequence})
-    hop = {
-        each.sequence: Provenance("city", nodes, 0, 0, each.sequence, each.timestamp_ns) for each in originals
-    }
+    hop = {each.sequence: Provenance("city", nodes, 0, 0, each.sequence, each.timestamp_ns) for each in originals}
     back = Provenance("there", "ALL", 0, 0, 1, 1)
     replayed = build_block([hop[1].line(), b"Floe-Replay: 3f0c9a1be27d4455"])
     looped = [

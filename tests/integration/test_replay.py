@@ -188,18 +188,12 @@ async def test_a_missing_target_is_refused_or_made_as_it_was(world: World) -> No
     await world.run(ReplayOptions(create=True), prefix="")
     info = await stream_info(world.client, world.target)
     assert info is not None
-    assert (info.messages, info.config["max_age"], info.config["storage"]) == (
-        50,
-        86_400_000_000_000,
-        "memory",
-    )
+    assert (info.messages, info.config["max_age"], info.config["storage"]) == (50, 86_400_000_000_000, "memory")
     assert info.config["subjects"] == [f"{world.target}.>"]
     assert "republish" not in info.config
 
 
-@pytest.mark.parametrize(
-    "config", [{"sealed": True}, {"no_ack": True}, {"mirror": {"name": "OTHER"}, "subjects": []}]
-)
+@pytest.mark.parametrize("config", [{"sealed": True}, {"no_ack": True}, {"mirror": {"name": "OTHER"}, "subjects": []}])
 async def test_targets_that_break_a_promise_are_refused(world: World, config: dict[str, Any]) -> None:
     world.fill((1, 20))
     if "sealed" in config:

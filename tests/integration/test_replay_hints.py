@@ -184,9 +184,7 @@ async def subjects_taken(world: World) -> None:
 
 async def source_named(world: World) -> None:
     begin_at_source(world)
-    text = await stopped(
-        world, "E-REPLAY-SOURCE", "--create", exit_code=78, target="ELSE", prefix="", into_source=True
-    )
+    text = await stopped(world, "E-REPLAY-SOURCE", "--create", exit_code=78, target="ELSE", prefix="", into_source=True)
     await paste(text, f"--target {world.target}", "--into-source", "--create")
 
 

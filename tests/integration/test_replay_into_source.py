@@ -48,9 +48,7 @@ async def test_a_lost_source_comes_back_and_is_frozen_again(bench: Bench, relay:
 
     await bench.client.api(f"STREAM.DELETE.{name}")
     request = Request(SITE, name, name, into_source=True)
-    work = Replay(
-        settings, request, ReplayOptions(create=True), bench.store, bench.chains, SystemClock(), Teller()
-    )
+    work = Replay(settings, request, ReplayOptions(create=True), bench.store, bench.chains, SystemClock(), Teller())
     async with work.connected() as client:
         result = await work.run(client, Stop())
     assert (result.finished, result.rows) == (True, 300)

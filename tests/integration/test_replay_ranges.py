@@ -106,16 +106,9 @@ async def test_a_range_that_one_partition_reaches_is_fine(world: World) -> None:
 async def test_a_range_inside_that_holds_no_rows_is_done(world: World) -> None:
     world.fill((1, 100))
     tip = message(200)
-    world.archive.put(
-        [],
-        SequenceRange(101, 200),
-        ledger=Ledger({Reason.DELETED: 100}),
-        tip=Tip.of(tip),
-    )
+    world.archive.put([], SequenceRange(101, 200), ledger=Ledger({Reason.DELETED: 100}), tip=Tip.of(tip))
     world.fill((201, 300))
-    world.archive.put(
-        [], SequenceRange(301, 400), ledger=Ledger({Reason.DELETED: 100}), tip=Tip.of(message(400))
-    )
+    world.archive.put([], SequenceRange(301, 400), ledger=Ledger({Reason.DELETED: 100}), tip=Tip.of(message(400)))
     await world.make()
     for asked in (
         {"from_sequence": 120, "to_sequence": 180},
@@ -167,9 +160,7 @@ async def test_damage_behind_damage_is_told_as_damage(world: World) -> None:
 
 
 @pytest.mark.servers
-async def test_what_vanishes_time_and_again_is_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_vanishes_time_and_again_is_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.fill((1, 100))
     rows = world.archive.rows[CHAIN]
     for level in (1, 2, 3):
@@ -217,13 +208,7 @@ async def test_ten_times_as_fast_as_it_was(world: World) -> None:
     rows = [message(s, timestamp_ns=START_NS + s * 400_000_000) for s in range(1, 12)]
     world.archive.put(rows)
     await world.make()
-    words = [
-        "replay",
-        "-c",
-        str(world.centre.write()),
-        *shlex.split(world.replay().request.words()),
-        "--json",
-    ]
+    words = ["replay", "-c", str(world.centre.write()), *shlex.split(world.replay().request.words()), "--json"]
     plan = json.loads((await floe(*words, "--dry-run")).out)["plan"]
     seconds = (plan["last_timestamp_ns"] - plan["first_timestamp_ns"]) / 1e9
     assert seconds == 4

@@ -152,9 +152,7 @@ async def test_ingress_that_is_about_to_carry_is_not_overtaken(world: World) -> 
     world.fill((1, 20))
     await world.make()
     bucket = await KeyValue.open(world.client, world.centre.lease_bucket, ttl=2)
-    lease = await Leases(bucket, "central/a/1/x", 2, SystemClock()).acquire(
-        state_key("ingress", world.target)
-    )
+    lease = await Leases(bucket, "central/a/1/x", 2, SystemClock()).acquire(state_key("ingress", world.target))
     assert lease is not None
     keeping = asyncio.create_task(lease.keep())
     work = world.replay()
@@ -189,9 +187,7 @@ async def test_into_its_own_source_the_messages_are_marked(world: World) -> None
     from common.jetstream.headers import hops, is_replayed
     from common.jetstream.pull import get_message
 
-    world.archive.documents.create_stream(
-        CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0")
-    )
+    world.archive.documents.create_stream(CHAIN, StreamDocument({"name": world.target, "subjects": ["nodes.>"]}, "t0"))
     world.archive.documents.create_chain(CHAIN, ChainDocument((), 1, 1))
     world.archive.put([*rows_of(1, 9), replace(rows_of(10, 10)[0], headers=b"NATS/1.0\r\nA: 1\r\n\r\n")])
     await world.make()

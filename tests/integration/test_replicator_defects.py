@@ -206,9 +206,7 @@ async def test_a_filter_is_required_and_wildcards_do_not_work(bench: Bench, subj
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
-async def test_sampling_without_advisories_forgets_at_a_failover(
-    bench: Bench, number: signal.Signals
-) -> None:
+async def test_sampling_without_advisories_forgets_at_a_failover(bench: Bench, number: signal.Signals) -> None:
     """Defect 7: instances told each other who was seen where advisories were on, else not."""
     stream = await bench.make_stream(unique("T"))
     sampled = {"inspect_field": "id", "inspect_duration": "1h", "segment": {"max_age": "1s"}}

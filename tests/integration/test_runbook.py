@@ -19,16 +19,7 @@ from ingress.operator import correct
 from tests.support.basics import soon, unique
 from tests.support.commands import ROOT, Done, configuration, floe
 from tests.support.egress import SITE, Bench
-from tests.support.ingress import (
-    Archive,
-    Centre,
-    check_exact,
-    client_of,
-    closed_at,
-    count_in,
-    rows_of,
-    stop_of,
-)
+from tests.support.ingress import Archive, Centre, check_exact, client_of, closed_at, count_in, rows_of, stop_of
 
 pytestmark = pytest.mark.servers
 ASK = ("checkpoint", "set")  # commands that ask on a terminal: here nobody can be asked
@@ -164,6 +155,4 @@ def over(bench: Bench, feed: str) -> Centre:
     target = unique("FLEET")
     sources = [{"site": [SITE], "feed": [feed], "subject_prefix": target}]
     archive = Archive(bench.root / "bucket")
-    return Centre(
-        bench.root, archive, str(bench.url), stream=target, sources=sources, on_new_incarnation="halt"
-    )
+    return Centre(bench.root, archive, str(bench.url), stream=target, sources=sources, on_new_incarnation="halt")

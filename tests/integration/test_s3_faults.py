@@ -81,9 +81,7 @@ def objects(s3: SharedS3, proxy: FaultProxy, bucket: str) -> S3Objects:
     return open_s3(s3, proxy.url, bucket)
 
 
-def open_s3(
-    s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S3Options = OPTIONS
-) -> S3Objects:
+def open_s3(s3: SharedS3, url: str, bucket: str, *, secret: str = "", options: S3Options = OPTIONS) -> S3Objects:
     return S3Objects(
         bucket,
         endpoint_url=url,
@@ -109,9 +107,7 @@ def test_a_burst_of_slow_down_is_waited_out(objects: S3Objects, proxy: FaultProx
     assert objects.head("k")
 
 
-def test_a_store_that_stays_busy_did_nothing(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_store_that_stays_busy_did_nothing(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     for operation in ("put", "get", "list", "delete"):
         proxy.on(operation, refuse(503, "SlowDown"))
     for call in (
@@ -179,18 +175,14 @@ def test_a_put_whose_answers_are_all_lost_is_unknown_and_there(
     assert (head.size, head.sha256) == (1, sha256(b"1"))
 
 
-def test_a_put_whose_first_answer_is_lost_is_done_by_the_second_try(
-    objects: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_put_whose_first_answer_is_lost_is_done_by_the_second_try(objects: S3Objects, proxy: FaultProxy) -> None:
     proxy.on("put", drop_after_apply(), times=1)
     objects.put("k", b"1")
     assert objects.get("k") == b"1"
     assert proxy.count("put") == 2
 
 
-def test_a_put_that_never_arrived_is_unknown_too(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_put_that_never_arrived_is_unknown_too(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     proxy.on("put", drop())
     with pytest.raises(OutcomeUnknown):
         objects.put("k", b"1")
@@ -233,9 +225,7 @@ def test_a_condition_refused_after_a_busy_answer_is_refused(objects: S3Objects, 
     assert objects.get("k") == b"0"
 
 
-def test_a_delete_whose_answers_are_lost_is_unknown(
-    objects: S3Objects, direct: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_delete_whose_answers_are_lost_is_unknown(objects: S3Objects, direct: S3Objects, proxy: FaultProxy) -> None:
     direct.put("k", b"1")
     proxy.on("delete", drop_after_apply())
     with pytest.raises(OutcomeUnknown, match="delete s3://"):
@@ -346,9 +336,7 @@ NOT_LISTINGS = {
         b"<ListBucketResult><Name>&b;</Name></ListBucketResult>",
         "application/xml",
     ),
-    "no KeyCount": change_body(
-        lambda xml: xml.replace(b"<KeyCount>", b"<X>").replace(b"</KeyCount>", b"</X>")
-    ),
+    "no KeyCount": change_body(lambda xml: xml.replace(b"<KeyCount>", b"<X>").replace(b"</KeyCount>", b"</X>")),
     "another KeyCount": change_body(lambda xml: xml.replace(b"<KeyCount>3<", b"<KeyCount>4<")),
     "another bucket": change_body(lambda xml: xml.replace(b"<Name>", b"<Name>x")),
     "another prefix": change_body(lambda xml: xml.replace(b"<Prefix>p/<", b"<Prefix><")),
@@ -431,13 +419,7 @@ def test_a_failed_second_page_discards_the_first(
 
 
 REFUSALS = [
-    (
-        403,
-        "AccessDenied",
-        Refused,
-        "E-S3-DENIED",
-        {"put": "grant s3:PutObject", "list": "grant s3:ListBucket"},
-    ),
+    (403, "AccessDenied", Refused, "E-S3-DENIED", {"put": "grant s3:PutObject", "list": "grant s3:ListBucket"}),
     (403, "InvalidAccessKeyId", Refused, "E-S3-AUTH", {"put": "does not know this access key"}),
     (403, "SignatureDoesNotMatch", Refused, "E-S3-AUTH", {"put": "secret key is not the one"}),
     (400, "ExpiredToken", Refused, "E-S3-AUTH", {"put": "expired; renew it"}),
@@ -452,9 +434,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "kind", "floe_code", "hints"), REFUSALS, ids=[r[1] for r in REFUSALS]
-)
+@pytest.mark.parametrize(("status", "code", "kind", "floe_code", "hints"), REFUSALS, ids=[r[1] for r in REFUSALS])
 def test_each_refusal_is_one_line_with_operation_key_and_next_step(
     objects: S3Objects,
     proxy: FaultProxy,
@@ -492,9 +472,7 @@ def test_a_refused_get_is_not_a_missing_object(s3: SharedS3, proxy: FaultProxy, 
             call()
 
 
-def test_a_404_that_names_no_missing_key_is_not_a_missing_object(
-    objects: S3Objects, proxy: FaultProxy
-) -> None:
+def test_a_404_that_names_no_missing_key_is_not_a_missing_object(objects: S3Objects, proxy: FaultProxy) -> None:
     proxy.on("get", say(404, b"<html>no such page</html>"))
     proxy.on("head", say(404, b""))
     for call in (lambda: objects.get("k"), lambda: objects.head("k")):
@@ -517,17 +495,10 @@ def test_a_missing_bucket_is_said_by_every_verb(s3: SharedS3) -> None:
         assert caught.value.code == "E-S3-BUCKET"
 
 
-def test_the_real_server_refuses_wrong_keys_and_missing_rights(
-    s3: SharedS3, bucket: str, direct: S3Objects
-) -> None:
+def test_the_real_server_refuses_wrong_keys_and_missing_rights(s3: SharedS3, bucket: str, direct: S3Objects) -> None:
     direct.put("k", b"1")
     wrong = open_s3(s3, s3.endpoint_url, bucket, secret="wrong")
-    for call in (
-        lambda: wrong.get("k"),
-        lambda: wrong.head("k"),
-        lambda: wrong.list(""),
-        lambda: wrong.put("k", b""),
-    ):
+    for call in (lambda: wrong.get("k"), lambda: wrong.head("k"), lambda: wrong.list(""), lambda: wrong.put("k", b"")):
         with pytest.raises(Refused, match="SignatureDoesNotMatch"):
             call()
     reader = S3Objects(
@@ -616,17 +587,13 @@ def test_a_store_behind_a_certificate_of_its_own_is_trusted_by_name(
 
 def test_an_unknown_certificate_is_refused(s3: SharedS3, tls_proxy: FaultProxy, bucket: str) -> None:
     objects = open_s3(s3, tls_proxy.url, bucket)
-    with pytest.raises(
-        ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*name the authority in store\.tls\.ca") as caught:
         objects.put("k", b"1")
     assert caught.value.code == "E-S3-TLS"
 
 
 @pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
-def test_checking_the_certificate_can_be_switched_off(
-    s3: SharedS3, tls_proxy: FaultProxy, bucket: str
-) -> None:
+def test_checking_the_certificate_can_be_switched_off(s3: SharedS3, tls_proxy: FaultProxy, bucket: str) -> None:
     objects = open_s3(s3, tls_proxy.url, bucket, options=S3Options(insecure=True))
     objects.put("k", b"1")
     assert objects.get("k") == b"1"
@@ -641,9 +608,7 @@ def refused_address(s3: SharedS3, url: str, bucket: str) -> FloeError:
     return caught.value
 
 
-def test_wrong_addresses_are_told_apart(
-    s3: SharedS3, proxy: FaultProxy, tls_proxy: FaultProxy, bucket: str
-) -> None:
+def test_wrong_addresses_are_told_apart(s3: SharedS3, proxy: FaultProxy, tls_proxy: FaultProxy, bucket: str) -> None:
     unknown = refused_address(s3, "http://no-such-host.invalid:8333", bucket)
     assert (unknown.exit_code, "host no-such-host.invalid is not known" in str(unknown)) == (75, True)
     refused = refused_address(s3, f"http://127.0.0.1:{free_port()}", bucket)

@@ -84,9 +84,7 @@ async def test_a_crash_behind_the_first_segment_goes_back_to_the_beginning(site:
     assert facts(await follow(site, log, 101)) == facts(whole(site, log, 100))
 
 
-async def test_the_genesis_is_written_again_where_it_was_damaged(
-    site: SampledArchive, tmp_path: Path
-) -> None:
+async def test_the_genesis_is_written_again_where_it_was_damaged(site: SampledArchive, tmp_path: Path) -> None:
     await site.resume(1)
     [ref] = site.snapshots().list()
     path = tmp_path / "store" / ref.key
@@ -170,9 +168,7 @@ async def test_what_expired_behind_the_very_position_makes_nobody_silent(site: S
     assert found.sampler.advance(START_NS + 400 * SECOND) == []
 
 
-async def test_a_damaged_snapshot_is_left_for_the_next_older_one(
-    site: SampledArchive, tmp_path: Path
-) -> None:
+async def test_a_damaged_snapshot_is_left_for_the_next_older_one(site: SampledArchive, tmp_path: Path) -> None:
     log = busy_log()
     site.archive(log, [300])
     older, newer = site.save(whole(site, log, 99), 100), site.save(whole(site, log, 199), 200)
@@ -200,9 +196,7 @@ async def test_an_object_without_metadata_is_still_found(site: SampledArchive) -
 # Rebuilt
 
 
-async def test_changed_settings_build_it_again_once(
-    site: SampledArchive, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_changed_settings_build_it_again_once(site: SampledArchive, caplog: pytest.LogCaptureFixture) -> None:
     log = busy_log()
     site.archive(log, [300])
     site.save(whole(site, log, 300), 301, outbox=PENDING)
@@ -225,9 +219,7 @@ async def test_a_snapshot_of_other_settings_is_not_even_read(site: SampledArchiv
     site.set(size_trigger="1K")
     faulty = FaultyStore(site.objects)
     await site.resume(301, objects=faulty)
-    assert (
-        len([key for verb, key in faulty.keys if verb == "get" and "/state/" in key]) == 1
-    )  # for its outbox
+    assert len([key for verb, key in faulty.keys if verb == "get" and "/state/" in key]) == 1  # for its outbox
 
 
 async def test_a_whole_feed_that_becomes_sampled_knows_what_it_has_archived(site: SampledArchive) -> None:
@@ -237,9 +229,7 @@ async def test_a_whole_feed_that_becomes_sampled_knows_what_it_has_archived(site
     found = await site.resume(301)
     assert rebuilt("settings") == before + 1
     last = {
-        m.subject.decode().split(".")[1]: m
-        for m in log[:300]
-        if m.timestamp_ns > log[299].timestamp_ns - 100 * SECOND
+        m.subject.decode().split(".")[1]: m for m in log[:300] if m.timestamp_ns > log[299].timestamp_ns - 100 * SECOND
     }
     assert facts(found.sampler).keys() >= last.keys()
 
@@ -272,9 +262,7 @@ async def test_a_source_that_expired_behind_it_builds_upon_the_snapshot(site: Sa
     assert rebuilt("source") == before + 1
     known, exact = facts(found.sampler), facts(whole(site, log, 300))
     assert known.keys() == exact.keys()  # also those that only the snapshot knew
-    assert {value: due for value, (_, due, _) in known.items()} == {
-        v: due for v, (_, due, _) in exact.items()
-    }
+    assert {value: due for value, (_, due, _) in known.items()} == {v: due for v, (_, due, _) in exact.items()}
 
 
 async def test_nobody_is_told_of_silence_right_after_a_rebuild(site: SampledArchive) -> None:
@@ -309,9 +297,7 @@ async def test_a_damaged_segment_is_read_around(site: SampledArchive, tmp_path: 
     assert facts(found.sampler)
 
 
-async def test_where_a_merged_segment_is_damaged_its_inputs_are_read(
-    site: SampledArchive, tmp_path: Path
-) -> None:
+async def test_where_a_merged_segment_is_damaged_its_inputs_are_read(site: SampledArchive, tmp_path: Path) -> None:
     log = busy_log(300)
     sampler = site.archive(log, [100, 200, 300])
     rows = fold(Sampler(site.sampling), log)
@@ -370,9 +356,7 @@ async def test_rows_of_the_partitions_before_count_by_the_new_filter(site: Sampl
     assert (again.rebuilt, facts(again.sampler)) == (False, facts(found.sampler))
 
 
-async def test_rows_of_several_partitions_are_learned_in_the_order_of_the_stream(
-    site: SampledArchive,
-) -> None:
+async def test_rows_of_several_partitions_are_learned_in_the_order_of_the_stream(site: SampledArchive) -> None:
     """A value may stand in more than one; the last message counts, in whichever it is."""
     log = busy_log(300)
     for partition in (0, 1):
@@ -388,9 +372,7 @@ async def test_rows_of_several_partitions_are_learned_in_the_order_of_the_stream
     assert {n: known[n].copied_ns for n in young} == {n: last[n].timestamp_ns for n in young}
 
 
-async def test_what_is_yet_to_be_read_is_not_learned_from_partitions_that_came_further(
-    site: SampledArchive,
-) -> None:
+async def test_what_is_yet_to_be_read_is_not_learned_from_partitions_that_came_further(site: SampledArchive) -> None:
     log = [sent(n, f"n{n}", n) for n in range(1, 61)]
     site.put(log[:50], SequenceRange(1, 50), chain=Chain(SITE, FEED, 0, 0))
     site.put([], SequenceRange(1, 40), chain=Chain(SITE, FEED, 0, 1), examined=log[39])
@@ -424,9 +406,7 @@ async def test_a_crash_between_put_and_read_back_leaves_one_good_snapshot(site: 
     assert site.snapshots().write(5, b"bytes").key == site.snapshots().list()[0].key
 
 
-async def test_a_cancelled_rebuild_ends_its_thread(
-    site: SampledArchive, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_rebuild_ends_its_thread(site: SampledArchive, monkeypatch: pytest.MonkeyPatch) -> None:
     log = busy_log()
     site.put(log[:300], SequenceRange(1, 300), digest="")
     reached, ended = Stop(), []

@@ -36,9 +36,7 @@ def every_kind_of_value() -> pa.RecordBatch:
 def spooled(tmp_path_factory: pytest.TempPathFactory) -> SpooledSegment:
     """A segment of two row groups."""
     batch = every_kind_of_value()
-    writer = SegmentWriter(
-        tmp_path_factory.mktemp("readers") / "segment.parquet", level=0, compression_level=1
-    )
+    writer = SegmentWriter(tmp_path_factory.mktemp("readers") / "segment.parquet", level=0, compression_level=1)
     for begin in range(0, ROWS, 700):
         writer.append(batch.slice(begin, 700))
     footer = replace(

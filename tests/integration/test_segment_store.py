@@ -41,10 +41,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
         return LocalObjects(tmp_path / "store")
     s3: SharedS3 = request.getfixturevalue("s3")
     return S3Objects(
-        s3.new_bucket(),
-        endpoint_url=s3.endpoint_url,
-        access_key_id=s3.access_key,
-        secret_access_key=s3.secret_key,
+        s3.new_bucket(), endpoint_url=s3.endpoint_url, access_key_id=s3.access_key, secret_access_key=s3.secret_key
     )
 
 
@@ -136,9 +133,7 @@ def test_the_object_s_metadata_hold_the_tip_and_little_else(objects: ObjectStore
     assert info.metadata["rows"] == "100"
 
 
-def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(
-    objects: ObjectStore, make: Make
-) -> None:
+def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(objects: ObjectStore, make: Make) -> None:
     store = make(objects)
     a, b, c = put(store, 1, 10), put(store, 11, 20), put(store, 21, 30)
     merged = put(store, 1, 20, level=1)
@@ -154,9 +149,7 @@ def test_a_listing_from_a_position_shows_what_reaches_it_by_level_and_end(
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_a_walk_shows_every_segment_once_from_the_lowest_level_up(
-    objects: ObjectStore, make: Make, size: int
-) -> None:
+def test_a_walk_shows_every_segment_once_from_the_lowest_level_up(objects: ObjectStore, make: Make, size: int) -> None:
     store = make(objects)
     refs = [put(store, first, first + 9, level) for level in (0, 1, 9) for first in (1, 11)]
     put(store, 1, 10, chain=replace(CHAIN, partition=10))
@@ -179,10 +172,7 @@ def test_a_foreign_key_never_hides_a_segment(objects: ObjectStore, make: Make) -
 
 def test_a_segment_above_the_multipart_size_is_read_back(s3: SharedS3, make: Make) -> None:
     objects = S3Objects(
-        s3.new_bucket(),
-        endpoint_url=s3.endpoint_url,
-        access_key_id=s3.access_key,
-        secret_access_key=s3.secret_key,
+        s3.new_bucket(), endpoint_url=s3.endpoint_url, access_key_id=s3.access_key, secret_access_key=s3.secret_key
     )
     store = make(objects)
     rows = [message(n, random.Random(n).randbytes(1 << 20)) for n in range(1, 67)]
@@ -262,9 +252,7 @@ def test_an_object_that_never_reads_back_is_not_acknowledged(local: LocalObjects
 
 
 @pytest.mark.parametrize("error", [Unavailable("away"), Refused("no right")])
-def test_an_outage_is_told_and_the_put_can_be_made_later(
-    local: LocalObjects, make: Make, error: Exception
-) -> None:
+def test_an_outage_is_told_and_the_put_can_be_made_later(local: LocalObjects, make: Make, error: Exception) -> None:
     store = make(FaultyStore(local).on("put_if_absent", raising(error), nth=1))
     spooled = spool(store)
     with pytest.raises(type(error)):
@@ -312,9 +300,7 @@ def test_a_store_that_believes_any_checksum_is_read_back_whole(local: LocalObjec
     assert not store.is_intact(ref)
 
 
-def test_a_store_without_checksums_is_read_back_whole_and_never_probed(
-    local: LocalObjects, make: Make
-) -> None:
+def test_a_store_without_checksums_is_read_back_whole_and_never_probed(local: LocalObjects, make: Make) -> None:
     def without(real: Any, key: str) -> Any:
         info = real(key)
         return info and replace(info, sha256=None)
@@ -359,9 +345,7 @@ def test_a_segment_damaged_on_the_way_is_fetched_again(local: LocalObjects, make
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"x" * 5000])
-def test_a_segment_overwritten_in_the_store_is_corrupt(
-    local: LocalObjects, make: Make, content: bytes
-) -> None:
+def test_a_segment_overwritten_in_the_store_is_corrupt(local: LocalObjects, make: Make, content: bytes) -> None:
     store = make(local)
     ref = put(store, 1, 5)
     local.put(ref.key, content)
@@ -412,9 +396,7 @@ def test_a_segment_for_which_no_message_was_examined_has_no_tip(local: LocalObje
 
 
 @pytest.fixture
-def large(
-    local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> tuple[SegmentRef, list[Message]]:
+def large(local: LocalObjects, make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[SegmentRef, list[Message]]:
     """A segment of 70 MB in three row groups, larger than what is fetched whole (here)."""
     monkeypatch.setattr(fetching, "WHOLE_BYTES", 1 << 20)
     store = make(local)
@@ -508,9 +490,7 @@ def files_under(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name != "lock"]
 
 
-def test_nothing_stays_in_the_spool_and_nobody_else_may_look(
-    local: LocalObjects, make: Make, tmp_path: Path
-) -> None:
+def test_nothing_stays_in_the_spool_and_nobody_else_may_look(local: LocalObjects, make: Make, tmp_path: Path) -> None:
     store = make(local)
     path = store.new_spool()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -41,9 +41,7 @@ class Archive:
             f"store: {{url: 'file://{self.root}', prefix: data}}\n"
         )
 
-    def put(
-        self, rows: list[Message], coverage: SequenceRange, level: int = 0, chain: Chain = CHAIN
-    ) -> SegmentRef:
+    def put(self, rows: list[Message], coverage: SequenceRange, level: int = 0, chain: Chain = CHAIN) -> SegmentRef:
         writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
         writer.append(batch_of(rows))
         return self.store.put(writer.finish(footer_of(rows, coverage, level=level, chain=chain)))
@@ -132,9 +130,7 @@ def test_chains_are_chosen_by_site_feed_incarnation_and_partition(run: Run, arch
 
 
 @pytest.mark.parametrize("words", ["ls", "info", "cat"])
-def test_a_name_that_is_not_there_is_an_error_that_says_what_is(
-    run: Run, archive: Archive, words: str
-) -> None:
+def test_a_name_that_is_not_there_is_an_error_that_says_what_is(run: Run, archive: Archive, words: str) -> None:
     for what, said in [
         ("us-esat/NODES", "did you mean us-east/NODES? there are us-east/NODES"),
         ("us-east/NODES/7", "there are us-east/NODES/0000/0"),
@@ -173,9 +169,7 @@ def test_a_chain_that_is_none_is_a_usage_error(run: Run, what: str) -> None:
 # info
 
 
-def test_a_chain_is_described_with_its_documents_and_holes(
-    run: Run, archive: Archive, merged: Merged
-) -> None:
+def test_a_chain_is_described_with_its_documents_and_holes(run: Run, archive: Archive, merged: Merged) -> None:
     archive.chains.write_tail(CHAIN, 10)
     found = json.loads(run("info", "us-east/NODES", "--json").stdout)
     assert found["begins"] == 1
@@ -293,15 +287,10 @@ def test_holes_are_stepped_over_and_told(run: Run, archive: Archive) -> None:
     assert sequences(result) == [1, 9]
     assert "no segment covers 3..4" in result.stderr
     assert result.exit_code == 3
-    assert (
-        run("cat", "us-east/NODES", "--to-sequence", "12", "--json").stderr.count("no segment covers 10..12")
-        == 1
-    )
+    assert run("cat", "us-east/NODES", "--to-sequence", "12", "--json").stderr.count("no segment covers 10..12") == 1
 
 
-def test_a_damaged_segment_is_read_around_where_others_cover_it(
-    run: Run, archive: Archive, merged: Merged
-) -> None:
+def test_a_damaged_segment_is_read_around_where_others_cover_it(run: Run, archive: Archive, merged: Merged) -> None:
     archive.objects.put(merged[2].key, b"x" * merged[2].size)
     result = run("cat", "us-east/NODES", "--json")
     assert sequences(result) == [1, 2, 5, 6, 7]

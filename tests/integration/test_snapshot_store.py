@@ -135,9 +135,7 @@ def test_other_bytes_than_the_name_promises_are_refused(local: SampledArchive, c
 
 
 @pytest.mark.parametrize("raw", [b"", b"not a snapshot", b"\x00" * 1000, b'{"position": 101}'])
-def test_bytes_that_keep_their_name_and_are_no_snapshot_are_refused(
-    local: SampledArchive, raw: bytes
-) -> None:
+def test_bytes_that_keep_their_name_and_are_no_snapshot_are_refused(local: SampledArchive, raw: bytes) -> None:
     local.snapshots().write(101, raw)
     with pytest.raises(DataError) as caught:
         local.snapshots().read(local.snapshots().list()[0])
@@ -147,9 +145,7 @@ def test_bytes_that_keep_their_name_and_are_no_snapshot_are_refused(
 @pytest.mark.parametrize(
     ("position", "chain"), [(102, CHAIN), (101, Chain("us-west", "NODES")), (101, CHAIN.next_incarnation())]
 )
-def test_a_good_snapshot_of_something_else_is_refused(
-    local: SampledArchive, position: int, chain: Chain
-) -> None:
+def test_a_good_snapshot_of_something_else_is_refused(local: SampledArchive, position: int, chain: Chain) -> None:
     """Somebody copied it here."""
     local.snapshots().write(101, bytes_of(local, position, chain))
     with pytest.raises(DataError, match="as in the key"):
@@ -291,9 +287,7 @@ async def test_what_is_not_a_listing_never_begins_a_sampler_anew(
     [(refuse(403, "AccessDenied"), Refused), (say(404, b"<html>no such page</html>"), Unavailable)],
     ids=["403", "404"],
 )
-async def test_a_refused_read_is_not_a_damaged_snapshot(
-    proxied: Proxied, fault: object, kind: type[Exception]
-) -> None:
+async def test_a_refused_read_is_not_a_damaged_snapshot(proxied: Proxied, fault: object, kind: type[Exception]) -> None:
     site, proxy = proxied
     ref = site.save(sampler_of(site), 101)
     proxy.on("get", fault, key=r"/state/")  # type: ignore[arg-type]

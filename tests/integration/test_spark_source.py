@@ -193,9 +193,7 @@ def test_a_glob_counts_twice_what_stands_in_two_levels(archive: Archive):
 def test_duckdb_and_polars_read_the_same_from_one_segment(archive: Archive):
     ref = max((s for s in archive.listed() if s.level == 1), key=lambda s: s.name)
     path, wanted = archive.path(ref.key), archive.table(ref)
-    in_duckdb = duckdb.sql(
-        f"SET TimeZone = 'UTC'; SELECT * FROM read_parquet('{path}', hive_partitioning = false)"
-    )
+    in_duckdb = duckdb.sql(f"SET TimeZone = 'UTC'; SELECT * FROM read_parquet('{path}', hive_partitioning = false)")
     assert in_duckdb.to_arrow_table().cast(wanted.schema).to_pylist() == wanted.to_pylist()
     in_polars = polars.read_parquet(path, hive_partitioning=False).to_arrow()
     assert in_polars.cast(wanted.schema).to_pylist() == wanted.to_pylist()
@@ -207,8 +205,4 @@ def test_engines_read_the_parts_of_a_key_as_columns(archive: Archive):
     parts = "site, feed, incarnation::INT, partition, level"
     files = f"{archive.folder}/store/data/site=*/**/*.parquet"
     found = duckdb.sql(f"SELECT DISTINCT {parts} FROM read_parquet('{files}')").fetchall()
-    assert set(found) == {
-        ("us-east", "NODES", 0, 0, 0),
-        ("us-east", "NODES", 0, 0, 1),
-        ("eu-west", "NODES", 1, 2, 0),
-    }
+    assert set(found) == {("us-east", "NODES", 0, 0, 0), ("us-east", "NODES", 0, 0, 1), ("eu-west", "NODES", 1, 2, 0)}

@@ -47,12 +47,7 @@ RIGHTS: dict[str, dict[str, tuple[str, ...]]] = {
     "compaction": {
         **READING,
         "Put": ("site=", "_floe/tombstones/", "_floe/site=[^/]*/feed=[^/]*/probe/"),
-        "Delete": (
-            "site=",
-            "_floe/tombstones/",
-            "_floe/site=.*/state/",
-            "_floe/site=[^/]*/feed=[^/]*/probe/",
-        ),
+        "Delete": ("site=", "_floe/tombstones/", "_floe/site=.*/state/", "_floe/site=[^/]*/feed=[^/]*/probe/"),
     },
     "reader": READING,
     "gap": {**READING, "Put": ("_floe/site=.*/gaps/",)},
@@ -168,11 +163,4 @@ async def test_every_role_works_with_the_rights_of_the_table(roles: Roles) -> No
     # Who may only read tries the store once, is refused, and reads back whole instead.
     probe = f"{Layout('data').documents_prefix('alpha', 'NODES')}probe/wrong-checksum"
     refused = {role: sorted({key for _, key in guard.refused}) for role, guard in roles.guards.items()}
-    assert refused == {
-        "egress": [],
-        "compaction": [],
-        "ingress": [],
-        "reader": [probe],
-        "quarantine": [],
-        "gap": [],
-    }
+    assert refused == {"egress": [], "compaction": [], "ingress": [], "reader": [probe], "quarantine": [], "gap": []}

@@ -16,20 +16,7 @@ from tests.support.basics import seeded, soon, unique
 
 pytestmark = pytest.mark.servers
 
-TOKENS = [
-    "a",
-    "b",
-    "x-y-z",
-    "--x--y",
-    "-",
-    "abcdef",
-    "zürich",
-    "0",
-    "$1",
-    "{{a}}",
-    "a*",
-    "long-token-of-many",
-]
+TOKENS = ["a", "b", "x-y-z", "--x--y", "-", "abcdef", "zürich", "0", "$1", "{{a}}", "a*", "long-token-of-many"]
 TRANSFORMS = 60
 SUBJECTS = 20
 
@@ -139,9 +126,7 @@ async def test_subjects_become_what_the_server_makes_of_them(client: FloeClient)
     assert moved >= 200
 
 
-@pytest.mark.parametrize(
-    "destination", ["{{left(1,3)}}.{{right(2,2)}}", "{{Left(2, 9)}}", "{{right(1,0)}}.$2"]
-)
+@pytest.mark.parametrize("destination", ["{{left(1,3)}}.{{right(2,2)}}", "{{Left(2, 9)}}", "{{right(1,0)}}.$2"])
 async def test_left_and_right_cut_as_the_server_cuts(client: FloeClient, destination: str) -> None:
     """Streams take these only for republishing."""
     stream = await Stream(client).open()
@@ -150,9 +135,7 @@ async def test_left_and_right_cut_as_the_server_cuts(client: FloeClient, destina
     await client.subscribe_raw(f"R_{stream.name}.>", lambda subject, *_: got.append(subject))
     assert await stream.transform(source, made, "republish")
     subjects = [
-        f"{stream.name}.{one}.{other}".encode(errors="surrogateescape")
-        for one in TOKENS
-        for other in TOKENS[:6]
+        f"{stream.name}.{one}.{other}".encode(errors="surrogateescape") for one in TOKENS for other in TOKENS[:6]
     ]
 
     await stream.stored(subjects)

@@ -158,11 +158,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
     whole = await bench.make_stream(unique("T"), max_age=3_600_000_000_000)
     queue = await bench.make_stream(unique("T"), retention="workqueue")
     cut = await bench.make_stream(unique("T"))
-    feeds = [
-        {"stream": whole},
-        {"stream": queue},
-        {"stream": cut, "partitions": [f"{cut}.a", f"{cut}.b"]},
-    ]
+    feeds = [{"stream": whole}, {"stream": queue}, {"stream": cut, "partitions": [f"{cut}.a", f"{cut}.b"]}]
     beats = unique("BEAT")
     await bench.make_stream(beats)
     heartbeats = {"interval": "1s", "subjects": [{"subject": f"{beats}.h"}]}
@@ -289,9 +285,7 @@ def _armed(monkeypatch: pytest.MonkeyPatch, places: Places) -> list[tuple[str, l
     made: dict[tuple[Any, str], Throw] = {}
     for _, names in places:
         for place in names:
-            made[place] = made.get(place) or Throw(
-                monkeypatch, *place, 0, ASKED_BY.get(place, lambda *_: True)
-            )
+            made[place] = made.get(place) or Throw(monkeypatch, *place, 0, ASKED_BY.get(place, lambda *_: True))
     return [(part, [made[place] for place in names]) for part, names in places]
 
 
@@ -379,9 +373,7 @@ async def test_whatever_fails_beside_a_replay_ends_it_and_it_goes_on(
     assert await world.sequences() == list(range(1, 301))
 
 
-async def test_a_replay_whose_lease_nobody_renews_takes_it_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replay_whose_lease_nobody_renews_takes_it_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, Lease, "_renew")
     before = count("lease")
     result = await asyncio.wait_for(world.run(ReplayOptions(pace=MessageRate(100))), PATIENCE)
@@ -459,11 +451,7 @@ async def test_what_has_no_owner_ends_ingress(
         centre = Centre(tmp_path, Archive(tmp_path / "store"), proxy.url)
         source = {"site": "us-east", "feed": "NODES"}
         targets = [
-            {
-                "stream": name,
-                "create": {"subjects": [f"{name}.>"]},
-                "sources": [{**source, "subject_prefix": name}],
-            }
+            {"stream": name, "create": {"subjects": [f"{name}.>"]}, "sources": [{**source, "subject_prefix": name}]}
             for name in (f"{centre.target}_A", f"{centre.target}_B")
         ]
         health = Health(SystemClock())

@@ -172,9 +172,7 @@ async def test_whoever_listens_to_the_connection_gets_what_the_listener_raised(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [(FloeClient, "_round_trip"), (TcpTransport, "writelines")],
-    ids=["watchdog", "writing"],
+    ("owner", "name"), [(FloeClient, "_round_trip"), (TcpTransport, "writelines")], ids=["watchdog", "writing"]
 )
 async def test_a_task_of_the_connection_that_fails_has_it_made_again(
     nats_url: str, orphans: list[str], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
@@ -224,9 +222,7 @@ def test_what_keeps_the_connection_from_being_made_again_ends_the_service(
         asyncio.run(to_its_end(service()))
 
 
-def test_answers_that_cannot_be_handed_out_end_the_service(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_cannot_be_handed_out_end_the_service(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything in the process that asks would wait in vain."""
     throw = Throw(monkeypatch, Requests, "sink", 0)
 

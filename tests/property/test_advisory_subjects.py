@@ -16,9 +16,7 @@ from egress.advisories.advisory import Advisory, Event, filter_of, safe, subject
 
 AWKWARD = st.text(st.sampled_from("a.%* >\t\r\n\x00\x7f\x85\u2028\u00a0ü\ud800sv"), max_size=40)
 VALUES = st.one_of(
-    AWKWARD,
-    st.text(st.characters(), max_size=1500),
-    st.sampled_from(["", ".", "..", "%v", "%s.%v", "a" * 5000]),
+    AWKWARD, st.text(st.characters(), max_size=1500), st.sampled_from(["", ".", "..", "%v", "%s.%v", "a" * 5000])
 )
 TEMPLATES = ("adv.%s.%v", "adv", "adv.%v", "%s.x-%v-y.z", "adv.%v.%s.%v", "a.b%s", "adv.%%v", "%s")
 
@@ -79,13 +77,7 @@ def test_what_becomes_of_a_value(value: str, subject: str) -> None:
 
 @pytest.mark.parametrize(
     ("template", "subject_filter"),
-    [
-        ("adv", "adv"),
-        ("adv.%s.%v", "adv.*.>"),
-        ("adv.%v.%s", "adv.>"),
-        ("adv.on-%s.x", "adv.*.x"),
-        ("%s", "*"),
-    ],
+    [("adv", "adv"), ("adv.%s.%v", "adv.*.>"), ("adv.%v.%s", "adv.>"), ("adv.on-%s.x", "adv.*.x"), ("%s", "*")],
 )
 def test_the_filter_of_a_template(template: str, subject_filter: str) -> None:
     assert filter_of(template) == subject_filter
@@ -114,8 +106,6 @@ def test_valid_templates_are_taken(template: str) -> None:
         "a" * 4000,
     ],
 )
-def test_templates_that_a_value_or_a_typing_error_could_turn_against_the_server_are_refused(
-    template: str,
-) -> None:
+def test_templates_that_a_value_or_a_typing_error_could_turn_against_the_server_are_refused(template: str) -> None:
     with pytest.raises(ValidationError):
         AdvisorySettings(subject=template)

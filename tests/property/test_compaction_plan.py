@@ -97,17 +97,13 @@ def test_what_is_contained_is_below_and_within_what_replaces_it(segments):
 def test_deleting_leaves_the_coverage_as_it_was(segments, kept):
     """Whatever part of it is done, in whatever order, and whoever else deletes meanwhile."""
     standing = [
-        StoredTombstone(Tombstone.of(s), f"t{n}", NOW - 10)
-        for n, s in enumerate(contained(segments))
-        if n not in kept
+        StoredTombstone(Tombstone.of(s), f"t{n}", NOW - 10) for n, s in enumerate(contained(segments)) if n not in kept
     ]
     index = index_of(SegmentTable.listing(segments), standing)
     going = {s.key for each in index.deletable(NOW, 10) for s in each.superseded}
     left = [s for s in segments if s.key not in going]
     assert covered(left) == covered(segments)
-    assert max((s.coverage.last for s in left), default=0) == max(
-        (s.coverage.last for s in segments), default=0
-    )
+    assert max((s.coverage.last for s in left), default=0) == max((s.coverage.last for s in segments), default=0)
     replacing = {u.key for stone in standing for u in stone.tombstone.superseding}
     condemned = {s.key for stone in standing for s in stone.tombstone.superseded}
     assert not going & (replacing - condemned)
@@ -134,13 +130,7 @@ class World:
 
     def merge(self, policy: TestPolicy, now: float) -> None:
         for output in plan(self.listed(), policy, now):
-            made = ref(
-                output.coverage.first,
-                output.coverage.last,
-                output.level,
-                size=output.size,
-                twin=len(self.rows),
-            )
+            made = ref(output.coverage.first, output.coverage.last, output.level, size=output.size, twin=len(self.rows))
             made = replace(made, modified=now)
             self.segments[made.key] = made
             self.rows[made.key] = frozenset().union(*(self.rows[s.key] for s in output.inputs))

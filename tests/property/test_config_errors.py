@@ -96,9 +96,7 @@ def _wrong(model: Any) -> list[Any]:
     if " | " in name.replace("\\", ""):
         return ["zzz", 5, True, None, []]
     kind = "list" if name.startswith("list of") else name
-    wrong = list(
-        WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"]
-    )
+    wrong = list(WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"])
     for limits in (m for m in model.metadata if isinstance(m, Range)):
         wrong += _outside(kind, limits)
     return wrong

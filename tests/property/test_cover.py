@@ -32,9 +32,7 @@ def segment(coverage: SequenceRange, level: int, digest: str) -> Segment:
     return Segment(coverage, level, f"{coverage.last:02d}-{coverage.first:02d}-{digest}")
 
 
-segments = st.lists(
-    st.builds(segment, ranges, st.integers(0, 3), st.sampled_from("abcd")), max_size=12, unique=True
-)
+segments = st.lists(st.builds(segment, ranges, st.integers(0, 3), st.sampled_from("abcd")), max_size=12, unique=True)
 
 
 def brute_force(found: list[Segment], first: int, last: int) -> dict[int, Segment]:
@@ -53,12 +51,8 @@ def brute_force(found: list[Segment], first: int, last: int) -> dict[int, Segmen
 
 
 @given(segments, positions, positions)
-def test_the_cover_is_what_the_rule_gives_position_by_position(
-    found: list[Segment], first: int, last: int
-) -> None:
-    by_position = {
-        n: s.segment for s in cover(found, first, last) for n in range(s.rows.first, s.rows.last + 1)
-    }
+def test_the_cover_is_what_the_rule_gives_position_by_position(found: list[Segment], first: int, last: int) -> None:
+    by_position = {n: s.segment for s in cover(found, first, last) for n in range(s.rows.first, s.rows.last + 1)}
     assert by_position == brute_force(found, first, last)
 
 

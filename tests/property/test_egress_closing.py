@@ -17,9 +17,7 @@ LETTERS = ("a", "b")
 # filters share never needs more tokens than the longer of them has, and one behind a `>`.
 TOKENS = st.lists(st.sampled_from([*LETTERS, "*"]), min_size=1, max_size=4)
 FILTERS = st.one_of(
-    TOKENS.map(".".join),
-    TOKENS.map(lambda tokens: ".".join([*tokens[:3], ">"])),
-    st.sampled_from([">", ""]),
+    TOKENS.map(".".join), TOKENS.map(lambda tokens: ".".join([*tokens[:3], ">"])), st.sampled_from([">", ""])
 )
 SUBJECTS = [".".join(each) for count in range(1, 6) for each in product(LETTERS, repeat=count)]
 

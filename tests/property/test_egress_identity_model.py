@@ -166,9 +166,7 @@ def test_an_undisturbed_stream_is_always_the_same(steps: list[tuple[str, int]]) 
 
 @given(STEPS, st.integers(1, 6))
 @settings(max_examples=400)
-def test_a_fresh_recreation_after_archiving_is_recreated_never_same(
-    steps: list[tuple[str, int]], more: int
-) -> None:
+def test_a_fresh_recreation_after_archiving_is_recreated_never_same(steps: list[tuple[str, int]], more: int) -> None:
     world = play([(action, count) for action, count in steps if action in ("publish", "archive", "expire")])
     world.recreate()
     world.publish(more)

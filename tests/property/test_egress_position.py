@@ -10,8 +10,7 @@ from egress.partition import Position
 from egress.partition import position as position_of_gaps
 
 RANGES = st.lists(
-    st.tuples(st.integers(1, 60), st.integers(0, 15)).map(lambda r: SequenceRange(r[0], r[0] + r[1])),
-    max_size=8,
+    st.tuples(st.integers(1, 60), st.integers(0, 15)).map(lambda r: SequenceRange(r[0], r[0] + r[1])), max_size=8
 )
 
 
@@ -22,16 +21,12 @@ def position(first: int, ranges: list[SequenceRange], source_first: int) -> Posi
         covered.add(each)
     assert all((s in covered) == any(s in each for each in ranges) for s in range(1, 80))
     within = [SequenceRange(first, covered.end)] if covered.end >= first else []
-    return position_of_gaps(
-        first, covered.end, [gap for each in within for gap in covered.holes(each)], source_first
-    )
+    return position_of_gaps(first, covered.end, [gap for each in within for gap in covered.holes(each)], source_first)
 
 
 @given(st.integers(1, 40), RANGES, st.integers(1, 90))
 @settings(max_examples=800)
-def test_agrees_with_looking_at_every_sequence(
-    first: int, ranges: list[SequenceRange], source_first: int
-) -> None:
+def test_agrees_with_looking_at_every_sequence(first: int, ranges: list[SequenceRange], source_first: int) -> None:
     covered = {s for r in ranges for s in range(r.first, r.last + 1)}
     end = max(covered, default=0)
     missing = [s for s in range(first, end + 1) if s not in covered]

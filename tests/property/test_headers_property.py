@@ -30,28 +30,17 @@ NAMES = st.sampled_from(
     ]
 )
 VALUES = st.binary(max_size=12) | st.sampled_from(
-    [
-        b"",
-        b"  x  ",
-        b"\t",
-        b"Nats-Rollup: all",
-        HERE.line(),
-        b"Floe-Original: y",
-        OURS,
-        b"a\nNats-Rollup: all",
-    ]
+    [b"", b"  x  ", b"\t", b"Nats-Rollup: all", HERE.line(), b"Floe-Original: y", OURS, b"a\nNats-Rollup: all"]
 )
-LINES = st.builds(
-    lambda n, s, v: n + s + v, NAMES, st.sampled_from([b": ", b":", b"", b" : "]), VALUES
-) | st.binary(max_size=20)
+LINES = st.builds(lambda n, s, v: n + s + v, NAMES, st.sampled_from([b": ", b":", b"", b" : "]), VALUES) | st.binary(
+    max_size=20
+)
 WELL_FORMED = st.lists(LINES, max_size=6).map(
     lambda lines: b"".join([b"NATS/1.0\r\n", *(line + b"\r\n" for line in lines), b"\r\n"])
 )
 BLOCKS = st.none() | st.binary(max_size=60) | WELL_FORMED
 CONTROL = st.frozensets(st.sampled_from([b"nats-ttl", b"nats-rollup", b"floe-source", b"floe-x"]))
-FIRST = st.lists(st.sampled_from([OURS, b"Nats-Batch-Id: b", b"Nats-Batch-Sequence: 2"]), max_size=3).map(
-    tuple
-)
+FIRST = st.lists(st.sampled_from([OURS, b"Nats-Batch-Id: b", b"Nats-Batch-Sequence: 2"]), max_size=3).map(tuple)
 
 
 @given(block=BLOCKS, control=CONTROL, first=FIRST)
@@ -71,9 +60,7 @@ def test_nothing_of_the_publisher_acts_for_any_reader(block, first):
     escaped = escape(block, HERE, frozenset(), first)
     for line in escaped.replace(b"\r", b"\n").split(b"\n")[1:]:
         if line.lower().startswith((b"nats-", b"floe-")):
-            assert (
-                line in first or line == HERE.line() or line.startswith((b"Floe-Original:", b"Floe-Block: "))
-            )
+            assert line in first or line == HERE.line() or line.startswith((b"Floe-Original:", b"Floe-Block: "))
     assert [n for n, _ in parse_block(escaped)].count(b"Floe-Source") == 1
 
 

@@ -21,9 +21,7 @@ SUBJECTS = st.sampled_from(["a.>", "a.b", "a.*", "b.>", "c.0.>", "c.1.>", ">"])
 DURATIONS = st.sampled_from(["1s", "5m", "1h", "2h", "1d", "1w", "1M", "1Y", "1.5d", "90m", "1h30m"])
 FILES = st.sampled_from(["/etc/a.pem", "/x y.pem"])
 HOSTS = ["nats://one:4222", "tls://two", "nats://[::1]:4222", "nats://u:hidden@one:4222", "three"]
-URLS = st.sampled_from(
-    [*HOSTS, "nats://t?credentials=/c", "nats://one:4222,nats://two", "nats://j?jwt=/j&nkey=/n"]
-)
+URLS = st.sampled_from([*HOSTS, "nats://t?credentials=/c", "nats://one:4222,nats://two", "nats://j?jwt=/j&nkey=/n"])
 TLS = st.fixed_dictionaries({}, optional=dict.fromkeys(read.TLS, FILES))
 CHORIA = st.fixed_dictionaries({}, optional=dict.fromkeys(read.CHORIA, FILES))
 HEADERS = st.dictionaries(st.sampled_from(["a", "X-Auth", "b.c"]), st.sampled_from(["1", "${Y}"]), max_size=2)
@@ -72,17 +70,12 @@ HEARTBEATS = st.fixed_dictionaries(
         "url": URLS,
         "subjects": st.lists(
             st.fixed_dictionaries(
-                {"subject": st.sampled_from(["h.b", "h"])},
-                optional={"interval": DURATIONS, "headers": HEADERS},
+                {"subject": st.sampled_from(["h.b", "h"])}, optional={"interval": DURATIONS, "headers": HEADERS}
             ),
             max_size=2,
         ),
     },
-    optional={
-        "interval": st.sampled_from(["1s", "10s", "1d"]),
-        "headers": HEADERS,
-        "leader_election": st.booleans(),
-    },
+    optional={"interval": st.sampled_from(["1s", "10s", "1d"]), "headers": HEADERS, "leader_election": st.booleans()},
 )
 FILE = st.fixed_dictionaries(
     {"name": WORDS, "streams": st.lists(STREAM, max_size=5)},
@@ -117,14 +110,10 @@ def test_the_result_passes_the_check_and_loses_no_stream(document: dict[str, Any
         # Only what Floe itself limits: warnings later than samples, intervals of more than a day, heartbeats
         # twice to one subject.
         assert all(problem.name == "sr.yaml" and problem.line for problem in found), found
-        assert all(
-            re.search("inspect_duration|1d|each subject once", problem.message) for problem in found
-        ), found
+        assert all(re.search("inspect_duration|1d|each subject once", problem.message) for problem in found), found
         return
     files = {
-        file.name: parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))[
-            0
-        ].settings
+        file.name: parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))[0].settings
         for file in found.files
     }
     feeds = {(s.site, feed.name): feed for s in files.values() for feed in s.egress.feeds}
@@ -148,12 +137,7 @@ def test_every_key_of_a_stream_is_carried_over_or_named(document: dict[str, Any]
     for number, stream in enumerate(document["streams"]):
         for key, value in stream.items():
             ours = key.removeprefix("target_") if key.startswith("target_subject") else key
-            carried = f"{ours}:" in text or key in (
-                "source_url",
-                "target_url",
-                "target_stream",
-                "filter_subject",
-            )
+            carried = f"{ours}:" in text or key in ("source_url", "target_url", "target_stream", "filter_subject")
             named = f"streams.{number}.{key}" in told
             # `ephemeral: false` and the like say what Floe does anyway, and are named all the same.
             assert carried or named or not value or EXCUSED.search(key), (key, value, text, told)
@@ -182,10 +166,7 @@ def test_whatever_is_no_configuration_is_lines_with_places(document: Any) -> Non
 def test_a_filter_within_another_takes_no_other_subject(tokens: list[str], rest: bool, outer: str) -> None:
     inner = ".".join([*tokens, *([">"] if rest else [])])
     some = [
-        [t.replace("*", star) for t in tokens] + tail
-        for star in "abz"
-        for tail in (["q"], ["q", "r"])
-        if rest
+        [t.replace("*", star) for t in tokens] + tail for star in "abz" for tail in (["q"], ["q", "r"]) if rest
     ] or [[t.replace("*", star) for t in tokens] for star in "abz"]
 
     if covers(outer, inner):

@@ -131,9 +131,7 @@ class World:
             end = self.rng.randint(begin, rows.last)
             piece = IntentPiece(ref.segment, SequenceRange(begin, end), end - begin + 1)
             emit(Block(piece, None, 100))
-            self.supply.ahead.budget.force(
-                100
-            )  # the real one does before, and gives back where nobody wants it
+            self.supply.ahead.budget.force(100)  # the real one does before, and gives back where nobody wants it
             begin = end + 1
         return None
 

@@ -210,9 +210,7 @@ class Archive:
 
     def __init__(self, rng: random.Random, rows: int) -> None:
         self.last = {chain: rng.randint(rows // 2, rows) for chain in CHAINS}
-        rows_of = {
-            chain: [s for s in range(1, last + 1) if rng.random() < 0.7] for chain, last in self.last.items()
-        }
+        rows_of = {chain: [s for s in range(1, last + 1) if rng.random() < 0.7] for chain, last in self.last.items()}
         self.given_up = {
             chain: set(range(first := rng.randint(1, last), first + rng.choice([0, 1, 12])))
             for chain, last in self.last.items()
@@ -240,27 +238,15 @@ class Archive:
         return self._block(chain, [sequence], SequenceRange(sequence, sequence), (), out_of_turn=True)
 
     def remade(self, piece: IntentPiece) -> Block:
-        return (
-            self.again(piece.chain, piece.rows.first)
-            if piece.out_of_turn
-            else self.block(piece.chain, piece.rows)
-        )
+        return self.again(piece.chain, piece.rows.first) if piece.out_of_turn else self.block(piece.chain, piece.rows)
 
     def _block(
-        self,
-        chain: Chain,
-        held: list[int],
-        rows: SequenceRange,
-        left_out: tuple[int, ...],
-        *,
-        out_of_turn: bool,
+        self, chain: Chain, held: list[int], rows: SequenceRange, left_out: tuple[int, ...], *, out_of_turn: bool
     ) -> Block:
         name = SegmentName(chain, 0, SequenceRange(1, self.last[chain]), "0" * 16)
         subjects = [f"{chain}|{s}".encode() for s in held]
         sizes = list(range(1, len(held) + 1))
-        material = PreparedBatch(
-            held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes
-        )
+        material = PreparedBatch(held, held, subjects, b"", None, pa.array([b""] * len(held), pa.binary()), sizes)
         piece = IntentPiece(name, rows, len(held), left_out, out_of_turn)
         return Block(piece, material if held else None)
 
@@ -482,9 +468,7 @@ async def test_a_purge_beyond_the_end_loses_and_repeats_nothing(number: int) -> 
     assert world.verdict() == ""
 
 
-async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_simulation_finds_the_rows_that_a_purge_passes_off_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingress.verdict.verdict._unread", lambda *_: None)
     rng = seeded()
     for _ in range(30):

@@ -91,9 +91,7 @@ class TrustingSettler(SharedSettler):
         settled = await super().settle(known, rows)
         intent = known.state.intent
         last = settled.base + settled.stored
-        return (
-            settled if intent is None else type(settled)(intent.base, min(intent.count, last - intent.base))
-        )
+        return settled if intent is None else type(settled)(intent.base, min(intent.count, last - intent.base))
 
 
 async def test_the_simulation_finds_rows_that_are_lost() -> None:

@@ -49,9 +49,7 @@ async def test_switching_exclusive_loses_nothing(number: int) -> None:
     assert world.verdict() == ""
 
 
-async def test_the_simulation_finds_what_counting_foreign_messages_loses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_simulation_finds_what_counting_foreign_messages_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ingress.verdict.verdict.counts", lambda state: True)
     for _ in range(40):
         world = SwitchingWorld(seeded())

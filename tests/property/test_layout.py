@@ -133,9 +133,7 @@ def test_a_key_that_was_changed_anywhere_is_foreign_or_means_something_else(
     key = Layout("data").segment(name)
     at = data.draw(st.integers(0, len(key) - 1))
     changed = (
-        key[:at]
-        + data.draw(st.sampled_from(["", "/", "%", "x", "0", "٣", ".", "\n", key[at] * 2]))
-        + key[at + 1 :]
+        key[:at] + data.draw(st.sampled_from(["", "/", "%", "x", "0", "٣", ".", "\n", key[at] * 2])) + key[at + 1 :]
     )
     assume(changed != key)
     parsed = Layout("data").parse_segment(changed)
@@ -147,11 +145,7 @@ def test_any_text_is_a_foreign_key_and_never_an_error(text: str) -> None:
     layout = Layout("data")
     for key in (
         *(text, f"data/{text}", f"data/_floe/{text}"),
-        *(
-            f"data/_floe/tails/{text}",
-            f"data/_floe/alive/{text}",
-            f"data/_floe/ingress/{text}/positions.json",
-        ),
+        *(f"data/_floe/tails/{text}", f"data/_floe/alive/{text}", f"data/_floe/ingress/{text}/positions.json"),
     ):
         assert layout.parse_segment(key) is None
         assert layout.parse_chain_document(key) is None

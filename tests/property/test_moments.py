@@ -34,11 +34,7 @@ def build(archive: Archive, rng: random.Random, segments: int) -> list[tuple[int
         last = max(first, sequence - 1)
         tip = None if rng.random() < 0.5 else Tip(last, now, "0" * 32)
         batch = record_batch(
-            [s for s, _ in rows],
-            [t for _, t in rows],
-            [b"a"] * len(rows),
-            [None] * len(rows),
-            [b"x"] * len(rows),
+            [s for s, _ in rows], [t for _, t in rows], [b"a"] * len(rows), [None] * len(rows), [b"x"] * len(rows)
         )
         archive.put(first, last, batch, tip=tip)
         sequence, known = last + 1, known + rows

@@ -17,9 +17,7 @@ DURATION = 100  # seconds
 LAST = 60
 
 nodes = st.sampled_from(["a", "b", "c", "d"])
-logs = st.lists(
-    st.tuples(nodes, st.sampled_from([0, 1, 5, 30, 90]), st.booleans()), min_size=LAST, max_size=LAST
-)
+logs = st.lists(st.tuples(nodes, st.sampled_from([0, 1, 5, 30, 90]), st.booleans()), min_size=LAST, max_size=LAST)
 cuts = st.lists(st.integers(1, LAST - 1), max_size=6, unique=True).map(lambda found: [*sorted(found), LAST])
 merges = st.lists(st.tuples(st.integers(1, LAST), st.integers(1, LAST), st.integers(1, 3)), max_size=3).map(
     lambda found: [(min(a, b), max(a, b), level) for a, b, level in found]
@@ -36,18 +34,14 @@ def messages(log: list[tuple[str, int, bool]]) -> tuple[list[Message], list[Mess
     return found, rows
 
 
-def put_all(
-    site: SampledArchive, log: list[Message], rows: list[Message], ends: list[int], level: int
-) -> None:
+def put_all(site: SampledArchive, log: list[Message], rows: list[Message], ends: list[int], level: int) -> None:
     first = 1
     for end in ends:
         put_one(site, log, rows, first, end, level)
         first = end + 1
 
 
-def put_one(
-    site: SampledArchive, log: list[Message], rows: list[Message], first: int, last: int, level: int
-) -> None:
+def put_one(site: SampledArchive, log: list[Message], rows: list[Message], first: int, last: int, level: int) -> None:
     part = [m for m in rows if first <= m.sequence <= last]
     site.put(part, SequenceRange(first, last), examined=log[last - 1], level=level, group_bytes=200)
 
@@ -72,9 +66,7 @@ def test_every_value_of_the_last_duration_is_known_by_its_last_row(
     newest = examined[last - 1].timestamp_ns
     assert rebuilt.newest_ns == newest
     young = [m for m in rows if m.sequence <= last and m.timestamp_ns >= newest - DURATION * SECOND]
-    expected = {
-        m.subject.decode().split(".")[1]: (m.timestamp_ns, m.timestamp_ns, len(m.payload)) for m in young
-    }
+    expected = {m.subject.decode().split(".")[1]: (m.timestamp_ns, m.timestamp_ns, len(m.payload)) for m in young}
     found = {k.value: (k.seen_ns, k.copied_ns, k.size) for k in rebuilt.sampler.freeze().known()}
     assert found == expected
     assert rebuilt.rows == len(young)

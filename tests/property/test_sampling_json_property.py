@@ -12,11 +12,7 @@ from egress.sampling.key_reader import JsonReader
 
 NAMES = st.sampled_from(["a", "b", "0", "1", "é", "", 'q"', "a.b"])
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text(max_size=5),
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=5)
 )
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map(tuple)
 
@@ -27,9 +23,7 @@ class Members(list[tuple[str, Any]]):
 
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.lists(st.tuples(NAMES, inner), max_size=4).map(Members)
-    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.lists(st.tuples(NAMES, inner), max_size=4).map(Members)),
     max_leaves=12,
 )
 

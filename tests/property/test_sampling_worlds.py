@@ -169,9 +169,7 @@ def reborn(sampler: Sampler, sampled: Sampling, *, tracks: bool = True) -> Sampl
 
 @given(worlds(), CUTS, st.lists(st.tuples(st.integers(0, 3), st.integers(-500, 5000)), max_size=20))
 @settings(max_examples=200)
-def test_nothing_but_the_log_changes_a_choice(
-    world: list[Sent], cuts: list[int], times: list[tuple[int, int]]
-) -> None:
+def test_nothing_but_the_log_changes_a_choice(world: list[Sent], cuts: list[int], times: list[tuple[int, int]]) -> None:
     # Given: what one fold of all messages leads to
     plain = Sampler(how(TRIGGER))
     expected = choose(plain, world).kept
@@ -193,9 +191,7 @@ def test_nothing_but_the_log_changes_a_choice(
 
 @given(worlds(backwards=False), CUTS, st.data())
 @settings(max_examples=150)
-def test_reading_again_from_a_snapshot_finds_the_same(
-    world: list[Sent], cuts: list[int], data: st.DataObject
-) -> None:
+def test_reading_again_from_a_snapshot_finds_the_same(world: list[Sent], cuts: list[int], data: st.DataObject) -> None:
     """What a crash may do: go on from an older state, and fold again what was folded before."""
     whole = Sampler(how(0))
     kept, told, states = bytearray(), [], []

@@ -29,10 +29,7 @@ def streams(draw: st.DrawFn) -> list[Message]:
     """Messages in sequence order, with gaps, equal times and every kind of content."""
     sequences = draw(st.lists(st.integers(1, 1000) | st.integers(1, MAX_SEQUENCE), max_size=40, unique=True))
     payloads = st.binary(max_size=200)
-    return [
-        Message(n, draw(times), draw(subjects), draw(header_blocks), draw(payloads))
-        for n in sorted(sequences)
-    ]
+    return [Message(n, draw(times), draw(subjects), draw(header_blocks), draw(payloads)) for n in sorted(sequences)]
 
 
 @given(streams())
@@ -86,7 +83,5 @@ def test_columns_are_what_messages_are(rows: list[Message]) -> None:
 def test_sample_keys_are_kept(keys: list[str | None]) -> None:
     keys = [key if key is None else key.encode("utf-8", "replace").decode() for key in keys]
     count = len(keys)
-    batch = record_batch(
-        range(1, count + 1), [0] * count, [b"s"] * count, [None] * count, [b""] * count, keys
-    )
+    batch = record_batch(range(1, count + 1), [0] * count, [b"s"] * count, [None] * count, [b""] * count, keys)
     assert batch.column("sample_key").to_pylist() == keys

@@ -23,9 +23,7 @@ def ref(position: int, digest: str = "0" * 16, modified: float = 0.0) -> Snapsho
 
 
 refs = st.lists(
-    st.builds(ref, st.integers(1, 12), DIGESTS, st.integers(0, 5).map(float)),
-    max_size=12,
-    unique_by=lambda r: r.key,
+    st.builds(ref, st.integers(1, 12), DIGESTS, st.integers(0, 5).map(float)), max_size=12, unique_by=lambda r: r.key
 )
 sequences = st.integers(1, 13)
 
@@ -58,9 +56,7 @@ def test_the_newest_comes_first_however_they_were_listed(
 
 
 @given(refs, sequences)
-def test_none_is_built_upon_that_knows_what_is_yet_to_be_read(
-    snapshots: list[SnapshotRef], place_first: int
-) -> None:
+def test_none_is_built_upon_that_knows_what_is_yet_to_be_read(snapshots: list[SnapshotRef], place_first: int) -> None:
     found = to_build_upon(snapshots, place_first)
     assert set(found) == {r for r in snapshots if r.position <= place_first}
 

@@ -26,31 +26,13 @@ POLICY = {
     "delete_grace": "1s",
     "allow_short_times": True,
     "levels": [
-        {
-            "from": 0,
-            "to": 1,
-            "min_age": "1s",
-            "max_wait": "2s",
-            "min_count": 2,
-            "max_count": 5,
-            "min_size": "1M",
-        },
-        {
-            "from": 1,
-            "to": 2,
-            "min_age": "1s",
-            "max_wait": "2s",
-            "min_count": 2,
-            "max_count": 4,
-            "min_size": "1M",
-        },
+        {"from": 0, "to": 1, "min_age": "1s", "max_wait": "2s", "min_count": 2, "max_count": 5, "min_size": "1M"},
+        {"from": 1, "to": 2, "min_age": "1s", "max_wait": "2s", "min_count": 2, "max_count": 4, "min_size": "1M"},
     ],
 }
 
 
-async def compacted(
-    s3: Any, rng: random.Random, seconds: float, rate: int = 400, engine: str = "local"
-) -> Outcome:
+async def compacted(s3: Any, rng: random.Random, seconds: float, rate: int = 400, engine: str = "local") -> Outcome:
     """The cover gives the same rows during and after compaction and deletion, ingress reading (I5)."""
     with World(s3, "alpha") as world:
         await prepare(world, rng)
@@ -120,9 +102,7 @@ def _trace(store: SegmentStore) -> Trace:
 def _upto(trace: Trace, known: Trace) -> Trace:
     """The part of `trace` that `known` speaks of."""
     count = sum(1 for sequence in trace.sequences if sequence <= known.through)
-    return Trace(
-        trace.sequences[:count], trace.timestamps[:count], trace.prints[:count], through=known.through
-    )
+    return Trace(trace.sequences[:count], trace.timestamps[:count], trace.prints[:count], through=known.through)
 
 
 async def shuffled(s3: Any, rng: random.Random, seconds: float, rate: int = 400) -> Outcome:
@@ -154,9 +134,7 @@ def _objects(world: World, bucket: str) -> ObjectStore:
     return open_objects(StoreSettings.model_validate(world.store(bucket)))
 
 
-def _copy_some(
-    source: ObjectStore, copy: ObjectStore, rng: random.Random, share: float, counts: Counter[str]
-) -> None:
+def _copy_some(source: ObjectStore, copy: ObjectStore, rng: random.Random, share: float, counts: Counter[str]) -> None:
     """Copy a random `share` of what is not there yet or has changed, in random order, metadata with it."""
     there = {info.key: info.size for info in copy.list("data/")}
     missing = [i for i in source.list("data/") if there.get(i.key) != i.size or "/tails/" in i.key]

@@ -146,12 +146,7 @@ def _instance(
 
 
 def write_config(
-    folder: Path,
-    name: str,
-    urls: Sequence[str],
-    monitor: str,
-    store: Mapping[str, Any],
-    entry: Mapping[str, Any],
+    folder: Path, name: str, urls: Sequence[str], monitor: str, store: Mapping[str, Any], entry: Mapping[str, Any]
 ) -> Path:
     """A configuration; those of all instances are the same but for their addresses."""
     path = folder / f"{name}.yaml"

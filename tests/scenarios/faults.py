@@ -96,11 +96,7 @@ async def standby(s3: Any, rng: random.Random, seconds: float, rate: int = 400) 
         await prepare(world, rng)
         central = world.central_config()
         services = [
-            *(
-                world.egress(world.site_config(site), f"egress-{site}-{n}")
-                for site in world.sites
-                for n in (1, 2)
-            ),
+            *(world.egress(world.site_config(site), f"egress-{site}-{n}") for site in world.sites for n in (1, 2)),
             *(world.ingress(central, f"ingress-{n}") for n in (1, 2)),
         ]
         started, faults = time.monotonic(), Counter[str]()

@@ -39,18 +39,14 @@ MEMORY = 300 * 2**20  # bytes that ingress may use, whatever is in the bucket
 REPORTED = 30.0  # seconds within which all hostile segments are reported
 
 
-async def foreign_site(
-    s3: Any, rng: random.Random, seconds: float, publisher: str = "auto"
-) -> dict[str, Any]:
+async def foreign_site(s3: Any, rng: random.Random, seconds: float, publisher: str = "auto") -> dict[str, Any]:
     """Rounds of hostile objects for `seconds`. Raises AssertionError where any of them does anything."""
     started, store = time.monotonic(), store_of(s3)
     sites = [chain.site for chain in (*GOOD, VICTIM)]
     async with single_centre(store, sites, [FEED], publisher=publisher) as at:
         settings = load_settings(str(at.config))
         segments, documents = open_store(settings), open_chains(settings)
-        authors = [
-            Author(segments, documents, c, random.Random(rng.random()), prefixed(PREFIX)) for c in GOOD
-        ]
+        authors = [Author(segments, documents, c, random.Random(rng.random()), prefixed(PREFIX)) for c in GOOD]
         victim = Victim(segments, documents, rng)
         at.instances[0].service.start()
         await asyncio.to_thread(victim.begin)
@@ -185,9 +181,7 @@ class Victim:
             "footer of another site, reaching far": _named(
                 chain, far, self._written(rows, far, chain=Chain(EVIL, FEED))
             ),
-            "footer of another feed": _named(
-                chain, coverage, self._written(rows, chain=Chain(chain.site, "FEED2"))
-            ),
+            "footer of another feed": _named(chain, coverage, self._written(rows, chain=Chain(chain.site, "FEED2"))),
             "footer of another coverage": _named(chain, far, good),
             "footer of another level": _named(chain, coverage, good, level=3),
             "other bytes than its name": (SegmentName(chain, 0, coverage, "0" * DIGEST_LENGTH), good),
@@ -203,17 +197,13 @@ class Victim:
             "bomb": _named(chain, coverage, self._forged(_bomb(rows), rows, chain)),
         }
 
-    def _written(
-        self, rows: Sequence[Message], coverage: SequenceRange | None = None, **fields: Any
-    ) -> bytes:
+    def _written(self, rows: Sequence[Message], coverage: SequenceRange | None = None, **fields: Any) -> bytes:
         return _bytes(write_segment(self._store.new_spool(), rows, coverage, **fields).path)
 
     def _forged(self, table: pa.Table, rows: Sequence[Message] | None, chain: Chain) -> bytes:
         path = self._store.new_spool()
         options: dict[str, Any] = {"use_dictionary": ["payload"], "dictionary_pagesize_limit": 2**30}
-        if "payload" not in table.schema.names or not pa.types.is_dictionary(
-            table.schema.field("payload").type
-        ):
+        if "payload" not in table.schema.names or not pa.types.is_dictionary(table.schema.field("payload").type):
             options = {}
         forge(path, table, footer_of(rows, chain=chain) if rows else None, **options)
         return _bytes(path)
@@ -221,9 +211,7 @@ class Victim:
 
 def rows_of(first: int, last: int, payload: bytes = b"honest") -> list[Message]:
     """Messages of all sequences first..last of the victim."""
-    return [
-        message(s, b"%b %d" % (payload, s), subject=b"delta.n%d" % (s % 9)) for s in range(first, last + 1)
-    ]
+    return [message(s, b"%b %d" % (payload, s), subject=b"delta.n%d" % (s % 9)) for s in range(first, last + 1)]
 
 
 def _bomb(rows: Sequence[Message]) -> pa.Table:
@@ -232,9 +220,7 @@ def _bomb(rows: Sequence[Message]) -> pa.Table:
     index = table.schema.get_field_index("payload")
     shared = pa.array([b"\0" * (10 << 20)], pa.binary()).cast(table.schema.field(index).type)
     values = pa.DictionaryArray.from_arrays(pa.array([0] * len(rows), pa.int32()), shared)
-    return table.set_column(
-        index, pa.field("payload", values.type, table.schema.field(index).nullable), values
-    )
+    return table.set_column(index, pa.field("payload", values.type, table.schema.field(index).nullable), values)
 
 
 def _named(chain: Chain, coverage: SequenceRange, body: bytes, level: int = 0) -> tuple[SegmentName, bytes]:

@@ -33,10 +33,7 @@ async def many_sites(
     async with single_centre(store_of(s3), SITES, FEEDS, publisher=publisher) as at:
         archive = Archive(at.config, rng.getrandbits(32))
         await asyncio.to_thread(archive.fill, segments)
-        found = {
-            "segments before": archive.segments,
-            "seconds to write": round(time.monotonic() - started, 1),
-        }
+        found = {"segments before": archive.segments, "seconds to write": round(time.monotonic() - started, 1)}
         found["catch-up segments/s"] = round(await _caught_up(at, archive, segments), 1)
         lags = await _kept_up(at, archive, rng, seconds)
         memory = peak_memory(at.instances[0].service.pid)

@@ -77,10 +77,5 @@ class Service:
 def run_floe(*command: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     """Run one command of Floe to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "floe", *command],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        cwd=ROOT,
-        check=False,
+        [sys.executable, "-m", "floe", *command], capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False
     )

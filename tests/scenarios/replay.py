@@ -48,8 +48,7 @@ async def replay_kills(s3: Any, rng: random.Random, rounds: int = 30, rows: int 
             name = f"BACK{targets}"
             async with client_of(world.central.url) as client:
                 await create_stream(
-                    client,
-                    {"name": name, "subjects": [f"{name}.>"], "allow_atomic": True, "allow_batched": True},
+                    client, {"name": name, "subjects": [f"{name}.>"], "allow_atomic": True, "allow_batched": True}
                 )
             await _replayed(world, config, name, rng, faults, rounds)
             async with client_of(world.central.url) as client:
@@ -74,9 +73,7 @@ def _config(world: World) -> Path:
     )
 
 
-def _archive(
-    store: SegmentStore, documents: Any, rng: random.Random, rows: int
-) -> dict[Chain, list[Message]]:
+def _archive(store: SegmentStore, documents: Any, rng: random.Random, rows: int) -> dict[Chain, list[Message]]:
     """Segments of both partitions, some of them compacted; what of them a replay of the middle must give."""
     wanted: dict[Chain, list[Message]] = {}
     for chain in CHAINS:

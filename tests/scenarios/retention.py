@@ -66,9 +66,7 @@ async def retention(s3: Any, rng: random.Random, seconds: float, rate: int = 400
             for stream, kept in STREAMS.items():
                 await make_stream(client, stream, f"{SITE}.{stream}", retention=kept)
         async with AsyncExitStack() as stack:
-            proxies = [
-                await stack.enter_async_context(TcpProxy(world.sites[SITE].port)) for _ in range(INSTANCES)
-            ]
+            proxies = [await stack.enter_async_context(TcpProxy(world.sites[SITE].port)) for _ in range(INSTANCES)]
             configs = [_config(world, proxy.url, number) for number, proxy in enumerate(proxies)]
             await _initialised(configs[0])
             services = [world.egress(config, f"egress-{n}") for n, config in enumerate(configs)]
@@ -97,12 +95,7 @@ def _config(world: World, url: str, number: int) -> Path:
         {"stream": stream, "partitions": {"count": PARTITIONS, "subject": f"{SITE}.{stream}.{{partition}}.>"}}
         for stream in STREAMS
     ]
-    egress = {
-        "monitor": {"listen": ""},
-        "lease_ttl": "2s",
-        "defaults": {"segment": world.segment},
-        "feeds": feeds,
-    }
+    egress = {"monitor": {"listen": ""}, "lease_ttl": "2s", "defaults": {"segment": world.segment}, "feeds": feeds}
     document = {"site": SITE, "nats": {"url": url}, "store": world.store(), "egress": egress}
     return world.write(f"egress-{number}", document)
 

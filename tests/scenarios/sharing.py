@@ -147,9 +147,7 @@ async def _load(world: World, rng: random.Random, rate: int, until: float) -> No
             await asyncio.sleep(0.1)
 
 
-async def _trouble(
-    service: Service, proxy: TcpProxy, rng: random.Random, until: float, faults: Counter[str]
-) -> None:
+async def _trouble(service: Service, proxy: TcpProxy, rng: random.Random, until: float, faults: Counter[str]) -> None:
     """Faults of one process; afterwards it runs, unbroken."""
     while time.monotonic() < until:
         await asyncio.sleep(rng.uniform(0.2, 3.0))

@@ -61,11 +61,7 @@ async def sampled_shared(s3: Any, rng: random.Random, seconds: float, rate: int 
             await archived_to(store, judge.ends)
             await judge.told(TOLD_WITHIN)
         await judge.compare(store)
-        return {
-            "seconds": round(time.monotonic() - started, 1),
-            "faults": dict(members.faults),
-            **judge.counts,
-        }
+        return {"seconds": round(time.monotonic() - started, 1), "faults": dict(members.faults), **judge.counts}
 
 
 async def _make_advisories(world: World) -> None:

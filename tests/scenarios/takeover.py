@@ -39,8 +39,7 @@ async def take_overs(s3: Any, rng: random.Random, rounds: int, publisher: str = 
         settings = load_settings(str(at.config))
         segments, documents = open_store(settings), open_chains(settings)
         authors = [
-            Author(segments, documents, chain, random.Random(rng.random()), prefixed(PREFIX))
-            for chain in CHAINS
+            Author(segments, documents, chain, random.Random(rng.random()), prefixed(PREFIX)) for chain in CHAINS
         ]
         for instance in at.instances:
             instance.service.start()
@@ -98,9 +97,7 @@ async def _taken_over_within(at: SingleCentre, meter: Meter, kind: str) -> float
     took = await until(lambda: meter.holder == second.name or not second.service.runs(), 20 * LEASE_SECONDS)
     assert took, f"nobody took over before {kind}"
     first.service.start()
-    assert await until(lambda: not second.service.runs(), PATIENCE), (
-        f"{second.name} opened no {INTENTS} intents"
-    )
+    assert await until(lambda: not second.service.runs(), PATIENCE), f"{second.name} opened no {INTENTS} intents"
     started, before = time.monotonic(), await at.stored()
     assert await at.arrived(before + 1, 20 * LEASE_SECONDS), f"nobody took over after {kind}"
     seconds = time.monotonic() - started

@@ -113,9 +113,7 @@ class World:
                             "stream": target,
                             "publisher": publisher,
                             "create": {"replicas": 1, "storage": "file", "subjects": ["fleet.>"]},
-                            "sources": [
-                                {"site": list(self.sites), "feed": list(feeds), "subject_prefix": "fleet"}
-                            ],
+                            "sources": [{"site": list(self.sites), "feed": list(feeds), "subject_prefix": "fleet"}],
                         }
                     ],
                 },

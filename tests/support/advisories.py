@@ -71,10 +71,7 @@ class World:
                 "stream": self.feed,
                 "inspect_field": "sender",
                 "inspect_duration": self.inspect_duration,
-                "advisory": {
-                    "subject": self.template.replace("{prefix}", self.prefix),
-                    "reliable": self.reliable,
-                },
+                "advisory": {"subject": self.template.replace("{prefix}", self.prefix), "reliable": self.reliable},
             }
         )
         return Partition(SITE, feed)

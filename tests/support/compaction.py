@@ -176,14 +176,7 @@ def index_of(listed: SegmentTable, standing: Iterable[StoredTombstone]) -> Tombs
 
 
 def ref(
-    first: int,
-    last: int,
-    level: int = 0,
-    *,
-    size: int = 100,
-    age: float = 500,
-    twin: int = 0,
-    chain: Chain = CHAIN,
+    first: int, last: int, level: int = 0, *, size: int = 100, age: float = 500, twin: int = 0, chain: Chain = CHAIN
 ) -> SegmentRef:
     """A segment whose object is `age` seconds old at NOW; `twin` tells those of equal coverage apart."""
     digest = hashlib.sha256(f"{first} {last} {level} {twin}".encode()).hexdigest()[:16]
@@ -194,9 +187,7 @@ def ref(
 def refs(first: int, *, level: int, size: int, count: int) -> st.SearchStrategy[list[SegmentRef]]:
     """Segments with keys of their own, at most `count`; the others say how high theirs may be."""
     one = st.builds(
-        lambda first, length, level, size, age, twin: ref(
-            first, first + length, level, size=size, age=age, twin=twin
-        ),
+        lambda first, length, level, size, age, twin: ref(first, first + length, level, size=size, age=age, twin=twin),
         st.integers(1, first),
         st.integers(0, 15),
         st.integers(0, level),

@@ -163,8 +163,7 @@ class Bench:
     async def make_stream(self, name: str, **config: Any) -> str:
         """A memory stream on `{name}.>`; its name."""
         await create_stream(
-            self.client,
-            {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config},
+            self.client, {"name": name, "subjects": [f"{name}.>"], "storage": "memory", "retention": "limits", **config}
         )
         return name
 
@@ -226,9 +225,7 @@ class Bench:
             total = total.plus(footer.ledger)
         return total.to_json()
 
-    async def archived_to(
-        self, feed: str, last: int, incarnation: int = 0, seconds: float = PATIENCE
-    ) -> None:
+    async def archived_to(self, feed: str, last: int, incarnation: int = 0, seconds: float = PATIENCE) -> None:
         """Wait until coverage reaches `last`."""
         await soon(lambda: self.end(feed, incarnation) >= last, seconds)
 
@@ -246,9 +243,7 @@ class Bench:
             assert rows_balance(footer), footer
             assert unread_is_named(footer), footer
 
-    async def compare(
-        self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False
-    ) -> Comparison:
+    async def compare(self, feed: str, stream: str, incarnation: int = 0, *, may_be_gone: bool = False) -> Comparison:
         """The archive against what the stream holds now, message by message."""
         source = await source_trace(self.client, stream)
         return compare(source, Trace.of(self.messages(feed, incarnation)), may_be_gone=may_be_gone)
@@ -374,8 +369,4 @@ async def publish_over(bench: Bench, stream: str, subjects: Sequence[str], count
 
 def feed_of(stream: str, count: int = 3, **keys: Any) -> dict[str, Any]:
     """A feed cut by a template."""
-    return {
-        "stream": stream,
-        "partitions": {"count": count, "subject": f"{stream}.{{partition}}.>"},
-        **keys,
-    }
+    return {"stream": stream, "partitions": {"count": count, "subject": f"{stream}.{{partition}}.>"}, **keys}

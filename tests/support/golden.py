@@ -77,11 +77,7 @@ def make(folder: Path) -> None:
 
 
 def _segment(
-    store: SegmentStore,
-    coverage: SequenceRange,
-    rows: slice,
-    ledger: dict[Reason, int],
-    unread: SequenceRange | None,
+    store: SegmentStore, coverage: SequenceRange, rows: slice, ledger: dict[Reason, int], unread: SequenceRange | None
 ) -> SegmentRef:
     found, keys = ROWS[rows], KEYS[rows]
     writer = SegmentWriter(store.new_spool(), level=0, compression_level=1)

@@ -272,9 +272,7 @@ async def client_of(*urls: str) -> AsyncIterator[FloeClient]:
 async def make(client: FloeClient, centre: Centre, **config: Any) -> str:
     """The target; its creation time."""
     subjects = [f"{centre.target}.>"]
-    info = await create_stream(
-        client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config}
-    )
+    info = await create_stream(client, {"name": centre.target, "subjects": subjects, "allow_atomic": True, **config})
     return info.created
 
 
@@ -291,9 +289,7 @@ async def foreign(client: FloeClient, centre: Centre, block: bytes | None = None
     await client.request_raw(f"{centre.target}.foreign".encode(), b"x", block, timeout=5)
 
 
-async def left_open(
-    client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0
-) -> TargetState:
+async def left_open(client: FloeClient, centre: Centre, ref: SegmentRef, created: str, base: int = 0) -> TargetState:
     """What a killed instance leaves: an intent over the whole segment, after `base`; returns the state."""
     positions = {CHAIN: ref.coverage.first} if base else {}
     state = TargetState(Checkpoint(base, created, positions))

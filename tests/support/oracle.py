@@ -20,9 +20,7 @@ def compare_target(
     `foreign`: messages of the target without provenance. They, and all messages of chains that are not in
     `expected`, are unexpected. Raises ValueError where an expectation is out of order.
     """
-    compared = [
-        compare(trace, found.get(chain, Trace()), name=str(chain)) for chain, trace in expected.items()
-    ]
+    compared = [compare(trace, found.get(chain, Trace()), name=str(chain)) for chain, trace in expected.items()]
     whole = total([*compared, *_strangers(expected, found), _without_provenance(foreign)], name)
     return replace(whole, examples=whole.examples[: 4 * MAX_EXAMPLES])
 

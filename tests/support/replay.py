@@ -46,9 +46,7 @@ class World:
         settings = self.centre.settings()
         options = replace(options or ReplayOptions(), look_spacing=0.05)
         archive = self.archive
-        return Replay(
-            settings, Request(**asked), options, archive.store, archive.documents, SystemClock(), Teller()
-        )
+        return Replay(settings, Request(**asked), options, archive.store, archive.documents, SystemClock(), Teller())
 
     async def run(self, options: ReplayOptions | None = None, **asked: Any) -> ReplayResult:
         work = self.replay(options, **asked)

@@ -39,12 +39,7 @@ EVERYTHING = SequenceRange(1, 10**6)
 
 def feed(**keys: Any) -> FeedSettings:
     """By the second token of the subject, one in 100 s."""
-    settings = {
-        "inspect_subject_token": 2,
-        "inspect_duration": "100s",
-        "advisory": {"subject": "a.%s"},
-        **keys,
-    }
+    settings = {"inspect_subject_token": 2, "inspect_duration": "100s", "advisory": {"subject": "a.%s"}, **keys}
     return FeedSettings.model_validate({"stream": FEED, **settings})
 
 
@@ -97,9 +92,7 @@ class SampledArchive:
         """Other settings from now on."""
         self.part = Partition(SITE, feed(**keys), self.part.number, self.part.filter_subject)
 
-    def begin(
-        self, chain: Chain = CHAIN, created: str = CREATED, previous: dict[int, int] | None = None
-    ) -> None:
+    def begin(self, chain: Chain = CHAIN, created: str = CREATED, previous: dict[int, int] | None = None) -> None:
         self.chains.create_stream(chain, StreamDocument({"name": FEED}, created, previous))
 
     def put(
@@ -115,9 +108,7 @@ class SampledArchive:
     ) -> SegmentRef:
         """A segment with `rows`; `examined`: the last message looked at, by default the last row."""
         lists = columns_of(rows)
-        batch = record_batch(
-            lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads
-        )
+        batch = record_batch(lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
         writer = SegmentWriter(self.store.new_spool(), level=level, compression_level=1)
         writer._limit = group_bytes or writer._limit
         writer.append(batch)
@@ -143,9 +134,7 @@ class SampledArchive:
         spooled.path.unlink()
         return ref
 
-    def archive(
-        self, log: Sequence[Message], ends: Iterable[int], *, chain: Chain = CHAIN, first: int = 1
-    ) -> Sampler:
+    def archive(self, log: Sequence[Message], ends: Iterable[int], *, chain: Chain = CHAIN, first: int = 1) -> Sampler:
         """Fold the log and put a segment up to each of `ends`; the sampler as it is then."""
         sampler = Sampler(self.sampling)
         for end in ends:

@@ -65,12 +65,7 @@ def footer_of(rows: Sequence[Message], coverage: SequenceRange | None = None, **
 
 
 def write_segment(
-    path: Path,
-    rows: Sequence[Message],
-    coverage: SequenceRange | None = None,
-    *,
-    batch_rows: int = 1000,
-    **fields: Any,
+    path: Path, rows: Sequence[Message], coverage: SequenceRange | None = None, *, batch_rows: int = 1000, **fields: Any
 ) -> SpooledSegment:
     """A finished segment file, written as the services write it."""
     footer = footer_of(rows, coverage, **fields)

@@ -38,10 +38,7 @@ SR = b"""{
 
 
 def advisory(
-    event: Event = Event.TIMEOUT,
-    value: str = "node1",
-    seen_ns: int = SEEN,
-    moment_ns: int = SEEN + 662 * NS_PER_S,
+    event: Event = Event.TIMEOUT, value: str = "node1", seen_ns: int = SEEN, moment_ns: int = SEEN + 662 * NS_PER_S
 ) -> Advisory:
     return Advisory(event, value, seen_ns, moment_ns)
 
@@ -72,9 +69,7 @@ def test_a_document_has_the_keys_and_types_of_stream_replicator() -> None:
     theirs, ours = json.loads(SR), written(advisory(value="some.host.example.net"))
 
     assert list(ours) == list(theirs)
-    assert {key: type(value) for key, value in ours.items()} == {
-        key: type(value) for key, value in theirs.items()
-    }
+    assert {key: type(value) for key, value in ours.items()} == {key: type(value) for key, value in theirs.items()}
     assert ours | {"event_id": ""} == {
         "protocol": "io.choria.sr.v2.age_advisory",
         "event_id": "",

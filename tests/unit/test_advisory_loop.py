@@ -66,9 +66,7 @@ def test_the_error_names_the_subjects_and_the_ways_out() -> None:
 
 
 def test_only_the_partition_that_reads_them_stops() -> None:
-    parts = partitions_of(
-        "site", feed(advisory={"subject": "loop.adv.%s"}, partitions=["loop.a.>", "loop.adv.>"])
-    )
+    parts = partitions_of("site", feed(advisory={"subject": "loop.adv.%s"}, partitions=["loop.a.>", "loop.adv.>"]))
     found = [loop_of(part, part.chain, stream("loop.>")) for part in parts]
     assert found[0] is None
     assert found[1] is not None

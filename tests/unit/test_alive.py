@@ -9,15 +9,7 @@ import pytest
 
 from common.chain import Chain
 from common.objects.port import ObjectInfo
-from common.segments.alive import (
-    FORGOTTEN,
-    Alive,
-    ChainSign,
-    Sighting,
-    newest,
-    process_name,
-    to_read,
-)
+from common.segments.alive import FORGOTTEN, Alive, ChainSign, Sighting, newest, process_name, to_read
 from ingress.operator.status import ChainStatus, by_newest_incarnation
 
 CHAIN = Chain("us-east", "NODES", 2)
@@ -38,9 +30,7 @@ def standing(made: ChainSign | None = None, **fields: Any) -> ChainStatus:
 
 
 def test_it_comes_back_as_it_was_and_later_versions_may_add_fields() -> None:
-    alive = Alive(
-        "us-east", "a/b/1/2", 1000.5, (sign("stopped", code="E-X", why="…", end=7, source_last=9), sign())
-    )
+    alive = Alive("us-east", "a/b/1/2", 1000.5, (sign("stopped", code="E-X", why="…", end=7, source_last=9), sign()))
     assert Alive.from_json(alive.to_json()) == alive
 
     later = json.loads(alive.to_json())

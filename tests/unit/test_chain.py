@@ -47,13 +47,7 @@ def test_the_next_incarnation_keeps_the_partition() -> None:
 
 def test_chains_sort_by_site_feed_incarnation_partition() -> None:
     chains = [Chain("b", "A"), Chain("a", "B"), Chain("a", "A", 1), Chain("a", "A", 0, 1), Chain("a", "A")]
-    assert [str(c) for c in sorted(chains)] == [
-        "a/A/0000/0",
-        "a/A/0000/1",
-        "a/A/0001/0",
-        "a/B/0000/0",
-        "b/A/0000/0",
-    ]
+    assert [str(c) for c in sorted(chains)] == ["a/A/0000/0", "a/A/0000/1", "a/A/0001/0", "a/B/0000/0", "b/A/0000/0"]
 
 
 def test_every_log_line_about_a_chain_carries_its_parts() -> None:

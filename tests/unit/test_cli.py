@@ -66,33 +66,18 @@ def test_help_names_all_commands_and_loads_none_of_them():
         "heavy = ('boto3', 'pyarrow', 'pyspark', 'pydantic', 'nats', 'structlog')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    shown = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [name for name in floe.COMMANDS if f"\n  {name} " not in shown.stdout] == []
     assert shown.stdout.endswith("[]\n")
 
 
 def test_help_is_there_at_once():
     """Nothing that takes long to import is imported for it."""
-    code = (
-        "import sys, floe; floe.cli(['--help'], standalone_mode=False); print(*sys.modules, file=sys.stderr)"
-    )
+    code = "import sys, floe; floe.cli(['--help'], standalone_mode=False); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
-    slow = {
-        "pyarrow",
-        "boto3",
-        "botocore",
-        "nats",
-        "pydantic",
-        "msgspec",
-        "yaml",
-        "structlog",
-        "pyspark",
-        "rich",
-    }
+    slow = {"pyarrow", "boto3", "botocore", "nats", "pydantic", "msgspec", "yaml", "structlog", "pyspark", "rich"}
     assert slow & {name.partition(".")[0] for name in done.stderr.split()} == set()
 
 
@@ -184,11 +169,7 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (
-            Stopped("the chain stands", hint="floe gap accept"),
-            1,
-            "error[E-STOPPED]: the chain stands; floe gap accept",
-        ),
+        (Stopped("the chain stands", hint="floe gap accept"), 1, "error[E-STOPPED]: the chain stands; floe gap accept"),
         (UsageError("first is after last"), 2, "error[E-USAGE]: first is after last"),
         (SegmentCorrupt("no footer"), 3, "error[E-SEG-CORRUPT]: no footer"),
         (AnotherWriter("row 7 is foreign"), 4, "error[E-WRITER]: row 7 is foreign"),
@@ -198,11 +179,7 @@ def test_poor_surroundings_do_no_harm(tmp_path: Path):
         (Stopped("forged\nline"), 1, "error[E-STOPPED]: forged\\nline"),
         (OSError(errno.ENOSPC, "No space left", "/spool/x"), 1, "error[E-DISK]: /spool/x: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), 1, "error[E-OS]: /x: Permission denied"),
-        (
-            KeyError("x"),
-            1,
-            "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where",
-        ),
+        (KeyError("x"), 1, "error[E-UNEXPECTED]: KeyError: 'x'; this is a bug; --debug or FLOE_DEBUG=1 shows where"),
     ],
 )
 def test_an_error_is_a_line_on_stderr_and_an_exit_code(error: Exception, code: int, line: str):
@@ -303,24 +280,14 @@ def test_a_reader_that_goes_away_is_no_error():
 
 def test_a_connection_that_breaks_is_an_error_and_no_closed_output():
     ended = subprocess.run(
-        script("raise BrokenPipeError(32, 'Broken pipe')"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        script("raise BrokenPipeError(32, 'Broken pipe')"), cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (1, "error[E-OS]: Broken pipe\n")
 
 
 def test_closed_outputs_do_not_change_the_exit_code():
     ended = subprocess.run(
-        [
-            "sh",
-            "-c",
-            'exec "$@" >&- 2>&-',
-            "sh",
-            *script("from common.errors import Refused; raise Refused('x')"),
-        ],
+        ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *script("from common.errors import Refused; raise Refused('x')")],
         cwd=ROOT,
         check=False,
         timeout=20,
@@ -372,9 +339,7 @@ def typed(sequence: int | None, age: float, size: int) -> None:
 
 def test_parameters_have_the_units_of_the_configuration():
     assert CliRunner().invoke(typed, []).stdout == "None 300.0 1048576\n"
-    result = CliRunner().invoke(
-        typed, ["--sequence", "9223372036854775807", "--age", "1h30m", "--size", "64K"]
-    )
+    result = CliRunner().invoke(typed, ["--sequence", "9223372036854775807", "--age", "1h30m", "--size", "64K"])
     assert result.stdout == "9223372036854775807 5400.0 65536\n"
 
 
@@ -457,9 +422,7 @@ def test_config_check_tells_all_problems_of_all_documents(folder: Path):
 
 
 def test_config_check_tells_what_is_not_built_in_each_document(folder: Path):
-    code, shown, told = check(
-        folder, f"{HEAD}nats: {{jetstream_domain: hub}}\n---\n{HEAD}nats: {{context: prod}}\n"
-    )
+    code, shown, told = check(folder, f"{HEAD}nats: {{jetstream_domain: hub}}\n---\n{HEAD}nats: {{context: prod}}\n")
     assert (code, shown) == (78, "")
     assert [line.split(": ")[1] for line in told.splitlines()] == ["f.yaml:3:26", "f.yaml:7:17"]
 
@@ -467,9 +430,7 @@ def test_config_check_tells_what_is_not_built_in_each_document(folder: Path):
 def test_config_check_warns_and_goes_on(folder: Path):
     code, _, told = check(folder, HEAD + "nats: {tls: {insecure: true}}\n")
     assert code == 0
-    assert (
-        told.splitlines()[0] == "warning: egress.nats.tls.insecure: the server's certificate is not checked"
-    )
+    assert told.splitlines()[0] == "warning: egress.nats.tls.insecure: the server's certificate is not checked"
 
 
 def test_config_check_takes_warnings_for_errors_where_it_is_strict(folder: Path):

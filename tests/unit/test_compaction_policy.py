@@ -124,10 +124,7 @@ def late(segment: SegmentRef, *above: SegmentRef) -> Supersession:
 def test_late_segments_are_united_with_what_contains_them_one_level_above():
     first, second, third = ref(1, 100, 1), ref(101, 200, 2), ref(301, 400, 1)
     found = unite([late(ref(5, 9), first), late(ref(90, 110), first, second), late(ref(301, 302), third)])
-    assert [(o.level, str(o.coverage), len(o.inputs)) for o in found] == [
-        (3, "1..200", 4),
-        (2, "301..400", 2),
-    ]
+    assert [(o.level, str(o.coverage), len(o.inputs)) for o in found] == [(3, "1..200", 4), (2, "301..400", 2)]
 
 
 def test_late_segments_of_different_chains_are_not_united():

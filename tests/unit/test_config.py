@@ -31,9 +31,7 @@ def one(text: str, environment: dict[str, str] | None = None) -> Settings:
 
 
 def test_a_small_file_is_read():
-    settings = one(
-        HEAD + "egress: {feeds: [{stream: NODE_DATA, segment: {max_age: 1h30m, max_size: 64K}}]}\n"
-    )
+    settings = one(HEAD + "egress: {feeds: [{stream: NODE_DATA, segment: {max_age: 1h30m, max_size: 64K}}]}\n")
     [feed] = settings.egress.feeds
     assert (settings.site, feed.name, feed.segment.max_age, feed.segment.max_size) == (
         "us-east",
@@ -75,12 +73,9 @@ def test_an_unknown_key_far_from_all_others_is_told_with_those_that_exist():
 
 
 def test_a_problem_in_the_defaults_is_told_once_where_it_stands():
-    text = (
-        HEAD + "egress:\n  defaults: {segment: {max_age: 7}, strem: x}\n  feeds: [{stream: A}, {stream: B}]\n"
-    )
+    text = HEAD + "egress:\n  defaults: {segment: {max_age: 7}, strem: x}\n  feeds: [{stream: A}, {stream: B}]\n"
     assert problems(text) == [
-        "f.yaml:4:33: egress.defaults.segment.max_age: "
-        "expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found 7",
+        "f.yaml:4:33: egress.defaults.segment.max_age: expected a duration such as 500ms 5s 5m 1h30m 7d 1w, found 7",
         "f.yaml:4:37: egress.defaults.strem: unknown key; did you mean stream?",
     ]
 
@@ -142,25 +137,16 @@ def test_a_date_is_text():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (
-            "a: !!python/object/apply:os.system ['touch /tmp/owned']\n",
-            "f.yaml:1:4: a: expected a value, found the tag",
-        ),
+        ("a: !!python/object/apply:os.system ['touch /tmp/owned']\n", "f.yaml:1:4: a: expected a value, found the tag"),
         ("site: !custom x\n", "f.yaml:1:7: site: expected a value, found the tag !custom: remove it"),
         ("site: &a x\n", "f.yaml:1:7: site: expected a value, found the anchor &a: remove it"),
         ("site: *a\n", "f.yaml:1:7: site: expected a value, found the alias *a: write it out"),
         ("log: {<<: {level: info}}\n", "f.yaml:1:7: log.<<: expected a key, found a merge key: write it out"),
         ("log: {? [a] : b}\n", "f.yaml:1:9: log: expected a key, found a mapping or a list"),
         ("a: [\n", "f.yaml:2:1: expected YAML: while parsing a flow node"),
-        (
-            "a: 'x\n",
-            "f.yaml:2:1: expected YAML: while scanning a quoted scalar found unexpected end of stream",
-        ),
+        ("a: 'x\n", "f.yaml:2:1: expected YAML: while scanning a quoted scalar found unexpected end of stream"),
         ("a: b: c\n", "f.yaml:1:5: expected YAML:  mapping values are not allowed here"),
-        (
-            "a:\n\tb: c\n",
-            "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'",
-        ),
+        ("a:\n\tb: c\n", "f.yaml:2:1: expected YAML: while scanning for the next token found character '\\t'"),
         ("a: \x07\n", "f.yaml:1:4: expected text, found the character"),
         ("", "f.yaml:1:1: expected a mapping, found an empty file"),
         ("# nothing\n", "f.yaml:1:1: expected a mapping, found an empty file"),
@@ -286,8 +272,7 @@ def test_a_secret_file_that_cannot_be_read_is_told_without_its_content(tmp_path:
         """
     )
     assert [line.split(": ", 1)[1] for line in told] == [
-        "nats.password_file: "
-        f"expected a file that can be read, found {tmp_path}/missing: No such file or directory",
+        f"nats.password_file: expected a file that can be read, found {tmp_path}/missing: No such file or directory",
         f"egress.nats.token_file: expected a secret in {tmp_path}/empty, found nothing",
         "ingress.nats.password_file: expected either password or password_file, found both",
         f"store.secret_access_key_file: expected UTF-8 text in {tmp_path}/binary, found other bytes",
@@ -345,11 +330,7 @@ QUICK_LEVEL = "levels: [{from: 0, to: 1, min_age: 59s}]"
     [
         ("delete_grace: 0s", ["compaction.delete_grace: expected a time"], False),
         (QUICK_LEVEL, ["compaction.levels.0.min_age: expected at least 1m, found 59s"], False),
-        (
-            f"delete_grace: 0s, {QUICK_LEVEL}",
-            ["compaction.delete_grace", "compaction.levels.0.min_age"],
-            False,
-        ),
+        (f"delete_grace: 0s, {QUICK_LEVEL}", ["compaction.delete_grace", "compaction.levels.0.min_age"], False),
         (f"delete_grace: 0s, allow_short_times: true, {QUICK_LEVEL}", [], False),
         ("delete_grace: 1h", [], True),
         ("delete_grace: 6h", [], False),
@@ -367,17 +348,13 @@ def test_times_of_compaction_that_take_segments_from_readers_are_refused_or_warn
         assert [p for p in wrong if p not in str(refused.value)] == []
         assert str(refused.value).count("allow_short_times: true") == len(wrong)
     else:
-        cautions = [
-            w for w in load_document(str(file)).warnings if w.startswith("compaction.delete_grace: 1h")
-        ]
+        cautions = [w for w in load_document(str(file)).warnings if w.startswith("compaction.delete_grace: 1h")]
         assert bool(cautions) is warned
 
 
 def test_a_file_that_everybody_may_write_and_servers_that_are_not_checked_are_warned_of(tmp_path: Path):
     file = tmp_path / "site.yaml"
-    file.write_text(
-        HEAD.replace("s3://floe", "s3://floe, tls: {insecure: true}") + "nats: {tls: {insecure: true}}\n"
-    )
+    file.write_text(HEAD.replace("s3://floe", "s3://floe, tls: {insecure: true}") + "nats: {tls: {insecure: true}}\n")
     os.chmod(file, 0o666)
     assert load_document(str(file)).warnings == (
         f"{file}: every user of this host may write it",
@@ -409,9 +386,7 @@ def test_secrets_that_others_may_read_are_warned_of_with_the_command_to_paste(
         assert warnings(f"nats: {{token_file: {secret}}}\n", mode) == (f"{secret}: {exposed} {secret}",)
     assert warnings("nats: {user: u, password: '${SECRET}'}\n", 0o644) == ()
     assert warnings("nats: {user: u, password: p}\n", 0o600) == ()
-    assert warnings(f"ingress: {{nats: {{nkey_seed_file: {nkey}}}}}\n", 0o644) == (
-        f"{nkey}: {exposed} {nkey}",
-    )
+    assert warnings(f"ingress: {{nats: {{nkey_seed_file: {nkey}}}}}\n", 0o644) == (f"{nkey}: {exposed} {nkey}",)
     monkeypatch.setattr(os, "getegid", lambda: -1)  # another group than the owner's was chosen
     assert warnings(f"nats: {{token_file: {secret}}}\n", 0o640) == ()
     assert warnings(f"nats: {{token_file: {secret}}}\n", 0o644)[0].endswith(f"chmod 640 {secret}")

@@ -85,9 +85,9 @@ def test_the_reference_has_every_key_with_its_default_and_no_other():
 def test_the_levels_of_the_reference_are_the_default():
     [levels] = [tree(REFERENCE).entries["compaction"]]
     assert isinstance(levels, Keys)
-    assert _read(
-        levels.entries["levels"], sections_of(fields_of(Settings)["compaction"].annotation)[0], "levels"
-    ) == (Settings(store={"url": "s3://floe"}).compaction.levels)
+    assert _read(levels.entries["levels"], sections_of(fields_of(Settings)["compaction"].annotation)[0], "levels") == (
+        Settings(store={"url": "s3://floe"}).compaction.levels
+    )
 
 
 def test_the_example_of_create_in_the_reference_has_every_key():

@@ -41,11 +41,7 @@ def example() -> list[ConfigDocument]:
 
 def test_both_documents_of_the_example_are_valid():
     site, centre = (found.settings for found in example())
-    assert [feed.name for feed in site.egress.feeds] == [
-        "NODE_DATA",
-        "NODE_DATA_FULL",
-        "NODE_DATA_ADVISORIES",
-    ]
+    assert [feed.name for feed in site.egress.feeds] == ["NODE_DATA", "NODE_DATA_FULL", "NODE_DATA_ADVISORIES"]
     assert site.egress.feeds[0].sampling_key == "inspect_field"
     [target] = centre.ingress.targets
     assert (target.stream, target.subjects_to_create()) == ("FLEET", ("fleet.>",))
@@ -111,8 +107,7 @@ def test_a_target_that_flows_into_itself_cannot_be_run():
             )
         )
     assert list(caught.value.problems) == [
-        "f.yaml:4:43: ingress.targets.0.sources.0: "
-        "expected another stream than the target, found A frozen by egress"
+        "f.yaml:4:43: ingress.targets.0.sources.0: expected another stream than the target, found A frozen by egress"
     ]
 
 

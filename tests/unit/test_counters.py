@@ -35,8 +35,7 @@ def test_a_counter_shows_0_for_every_value_of_its_fixed_sets(name: str) -> None:
     begin(f"{name}_", site="x")
 
     made = [
-        REGISTRY.get_sample_value(f"floe_{name}_made_total", {"site": "x", "how": how})
-        for how in ("well", "badly")
+        REGISTRY.get_sample_value(f"floe_{name}_made_total", {"site": "x", "how": how}) for how in ("well", "badly")
     ]
     assert made == [0, 0]
     assert REGISTRY.get_sample_value(f"floe_{name}_other_total", {"site": "x"}) is None
@@ -57,7 +56,4 @@ def test_fixed_sets_are_what_is_counted() -> None:
     assert ingress_metrics.__name__, "its counters are declared"
     text += "".join(path.read_text() for path in (ROOT / "ingress").rglob("*.py"))
     for metric, name in re.findall(r'metrics\.(\w+)\.labels\([^)]*, "(\w+)"\)', text):
-        assert any(name in values for (counted, _), values in sets.items() if metric in counted), (
-            metric,
-            name,
-        )
+        assert any(name in values for (counted, _), values in sets.items() if metric in counted), (metric, name)

@@ -128,9 +128,7 @@ def joined(text: str) -> list[str]:
 
 def whole_commands(text: str) -> list[str]:
     """Commands that stand on lines of their own, in fences or indented, as somebody would paste them."""
-    indented = "".join(
-        re.findall(r"^    (?: *)(?:floe .*\n(?:(?<=\\\n) .*\n)*)", FENCED.sub("", text), re.MULTILINE)
-    )
+    indented = "".join(re.findall(r"^    (?: *)(?:floe .*\n(?:(?<=\\\n) .*\n)*)", FENCED.sub("", text), re.MULTILINE))
     lines = [line for block in [*FENCED.findall(text), indented] for line in joined(block)]
     return [line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?floe [a-z]", line)]
 
@@ -176,9 +174,7 @@ def test_commands_in_the_docs_are_taken_as_they_stand(path: Path, monkeypatch: p
     monkeypatch.setenv("FLOE_CONFIG", "floe.yaml")
     text = path.read_text()
     found = [problem(line, is_whole=True) for line in whole_commands(text)]
-    found += [
-        problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))
-    ]
+    found += [problem(line, is_whole=False) for line in INLINE.findall(FENCED.sub("", text).replace("\n", " "))]
 
     assert [each for each in found if each] == []
 

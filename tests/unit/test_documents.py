@@ -169,9 +169,7 @@ def refusal(read: Callable[[Chain], object]) -> DataError:
 
 
 @pytest.mark.parametrize("raw", BAD_CHAINS, ids=lambda raw: repr(raw[:60]))
-def test_a_spoiled_chain_document_is_never_acted_on(
-    objects: LocalObjects, chains: ChainStore, raw: bytes
-) -> None:
+def test_a_spoiled_chain_document_is_never_acted_on(objects: LocalObjects, chains: ChainStore, raw: bytes) -> None:
     objects.put(LAYOUT.chain_document(CHAIN), raw)
     error = refusal(chains.read_chain)
     assert error.message.startswith(f"{LAYOUT.chain_document(CHAIN)}: ")
@@ -179,9 +177,7 @@ def test_a_spoiled_chain_document_is_never_acted_on(
 
 
 @pytest.mark.parametrize("raw", BAD_STREAMS, ids=lambda raw: repr(raw[:60]))
-def test_a_spoiled_stream_document_is_never_acted_on(
-    objects: LocalObjects, chains: ChainStore, raw: bytes
-) -> None:
+def test_a_spoiled_stream_document_is_never_acted_on(objects: LocalObjects, chains: ChainStore, raw: bytes) -> None:
     objects.put(LAYOUT.stream_document(CHAIN), raw)
     refusal(chains.read_stream)
 

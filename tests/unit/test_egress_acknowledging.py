@@ -63,9 +63,7 @@ def deliver(server: Server, made: Acknowledging, *sequences: int, reply: bytes =
 
 
 @pytest.mark.parametrize("reply", [SHORT, LONG])
-async def test_each_message_is_acknowledged_up_to_the_last_one(
-    monkeypatch: pytest.MonkeyPatch, reply: bytes
-) -> None:
+async def test_each_message_is_acknowledged_up_to_the_last_one(monkeypatch: pytest.MonkeyPatch, reply: bytes) -> None:
     server = Server(monkeypatch)
     made = acks(server)
     deliver(server, made, 3, 5, 9, reply=reply)

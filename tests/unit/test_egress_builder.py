@@ -49,9 +49,7 @@ def sifted(sequences: Iterable[int], *, kept: set[int], code: int = SAMPLED_OUT)
 class Bench:
     """A builder, its clock and what it emitted."""
 
-    def __init__(
-        self, *, first: int = 1, until: int | None = None, sampled: bool = False, **closing: float
-    ) -> None:
+    def __init__(self, *, first: int = 1, until: int | None = None, sampled: bool = False, **closing: float) -> None:
         self.clock = ManualClock()
         self.emitted: list[Emitted] = []
         self.account: MemoryAccount = MemoryBudget(1 << 30).account(lambda: None)
@@ -256,12 +254,7 @@ STEP = st.one_of(
 )
 
 
-@given(
-    st.lists(STEP, max_size=30),
-    st.integers(1, 9),
-    st.integers(20, 200),
-    st.one_of(st.none(), st.integers(1, 60)),
-)
+@given(st.lists(STEP, max_size=30), st.integers(1, 9), st.integers(20, 200), st.one_of(st.none(), st.integers(1, 60)))
 @settings(max_examples=500)
 def test_segments_account_for_everything_once(
     steps: list[tuple[str, object]], max_messages: int, max_size: int, until: int | None
@@ -331,9 +324,7 @@ def test_the_part_before_the_first_gap() -> None:
     assert before_first_gap(piece(SequenceRange(5, 20), [6])) is None
 
 
-def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_that_fails_halfway_is_never_closed_as_if_it_were_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the half that was appended, nor the messages before it beside a coverage that lies."""
     bench = Bench(max_messages=3)
     bench.builder.messages(columns([1, 2]))

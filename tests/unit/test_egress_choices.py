@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from common.segments.segment import Tip
-from egress.identity import (
-    Evidence,
-    HeldMessage,
-    SourceStream,
-    SourceVerdict,
-    VerdictKind,
-    Witness,
-    choices,
-    parting,
-)
+from egress.identity import Evidence, HeldMessage, SourceStream, SourceVerdict, VerdictKind, Witness, choices, parting
 
 CREATED = "2026-01-01T00:00:00Z"
 

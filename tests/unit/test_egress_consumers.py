@@ -130,9 +130,7 @@ def test_an_ephemeral_takes_no_acknowledgements_and_ends_with_its_reader() -> No
         ("workqueue", {"max_ack_pending": 1000}, "max_ack_pending to 1000"),
     ],
 )
-def test_what_a_stream_imposes_on_durables_is_refused(
-    retention: str, config: dict[str, int], told: str | None
-) -> None:
+def test_what_a_stream_imposes_on_durables_is_refused(retention: str, config: dict[str, int], told: str | None) -> None:
     found = unfit(WantedMessages(part(), retention), config)
     assert (found is None) == (told is None)
     if found is not None and told is not None:

@@ -206,12 +206,7 @@ def sampled_piece(number: int, rows: int) -> Piece:
 def test_pieces_with_a_few_rows_each_become_a_file_like_any_other(tmp_path: Path, rows: int) -> None:
     """99.9 % sampled out: neither a batch nor a row group nor a page for each piece."""
     draft = SegmentFile(
-        CHAIN,
-        Spool(tmp_path).new_file,
-        writer="test",
-        compression_level=1,
-        filtered=False,
-        sampling=SAMPLING,
+        CHAIN, Spool(tmp_path).new_file, writer="test", compression_level=1, filtered=False, sampling=SAMPLING
     )
     for number in range(300):
         draft.add(sampled_piece(number, rows), 1)

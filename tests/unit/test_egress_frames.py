@@ -19,12 +19,8 @@ def test_reads_sequences_and_times_of_both_layouts(domain: bool) -> None:
     assert (acks.sequences, acks.timestamps_ns, acks.contiguous) == ([7, 9], [70, 90], 2)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "contiguous"), [([3, 4, 6], 2), ([4, 5, 6], 0), ([3, 4, 5], 3), ([3, 3, 4], 1)]
-)
-def test_counts_only_messages_that_continue_the_consumer_sequence(
-    numbers: list[int], contiguous: int
-) -> None:
+@pytest.mark.parametrize(("numbers", "contiguous"), [([3, 4, 6], 2), ([4, 5, 6], 0), ([3, 4, 5], 3), ([3, 3, 4], 1)])
+def test_counts_only_messages_that_continue_the_consumer_sequence(numbers: list[int], contiguous: int) -> None:
     replies = [reply(10 + i, number) for i, number in enumerate(numbers)]
     assert parse_acks(replies, b"c1", 3).contiguous == contiguous
 
@@ -49,24 +45,15 @@ def test_refuses_replies_of_another_form_or_consumer_or_out_of_order(replies: li
 @pytest.mark.parametrize(
     ("block", "status"),
     [
-        (
-            b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n",
-            Heartbeat(8, 10),
-        ),
-        (
-            b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n",
-            RequestOver(9),
-        ),
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 8\r\nNats-Last-Stream: 10\r\n\r\n", Heartbeat(8, 10)),
+        (b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 9\r\nNats-Pending-Bytes: 0\r\n\r\n", RequestOver(9)),
         (
             b"NATS/1.0 409 Message Size Exceeds MaxBytes\r\nNats-Pending-Messages: 4\r\n\r\n",
             RequestOver(4, too_small=True),
         ),
         (b"NATS/1.0 409 Consumer Deleted\r\n\r\n", ConsumerTrouble("409 Consumer Deleted")),
         (b"NATS/1.0 503\r\nNats-Subject: x\r\n\r\n", ConsumerTrouble("503")),
-        (
-            b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n",
-            ConsumerTrouble("100 Idle Heartbeat"),
-        ),
+        (b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: x\r\n\r\n", ConsumerTrouble("100 Idle Heartbeat")),
         (b"NATS/1.0\r\n\r\n", ConsumerTrouble("an empty status")),
         (None, ConsumerTrouble("an empty status")),
     ],

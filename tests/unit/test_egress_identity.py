@@ -28,37 +28,27 @@ def test_same_when_a_held_tip_is_equal_and_the_source_reaches_the_end() -> None:
 
 
 def test_same_but_drifted_when_only_created_differs() -> None:
-    answer = verdict(
-        source(250, created=NEW), witness(100, HeldMessage.ABSENT), witness(50, HeldMessage.EQUAL)
-    )
+    answer = verdict(source(250, created=NEW), witness(100, HeldMessage.ABSENT), witness(50, HeldMessage.EQUAL))
     assert (answer.kind, answer.drifted) == (VerdictKind.SAME, True)
 
 
 @pytest.mark.parametrize("created", [OLD, NEW])
 def test_rolled_back_when_a_tip_is_equal_but_the_source_ends_before_the_archive(created: str) -> None:
-    answer = verdict(
-        source(60, created=created), witness(100, HeldMessage.ABSENT), witness(50, HeldMessage.EQUAL)
-    )
+    answer = verdict(source(60, created=created), witness(100, HeldMessage.ABSENT), witness(50, HeldMessage.EQUAL))
     assert answer.kind is VerdictKind.ROLLED_BACK
     assert answer.why == "sequence 50 is as archived, but the stream ends at 60, the archive at 100"
 
 
 @pytest.mark.parametrize("created", [OLD, NEW])
 def test_rolled_back_when_a_newer_tip_differs(created: str) -> None:
-    tips = (
-        witness(100, HeldMessage.DIFFERENT),
-        witness(75, HeldMessage.DIFFERENT),
-        witness(50, HeldMessage.EQUAL),
-    )
+    tips = (witness(100, HeldMessage.DIFFERENT), witness(75, HeldMessage.DIFFERENT), witness(50, HeldMessage.EQUAL))
     answer = verdict(source(200, created=created), *tips)
     assert answer.kind is VerdictKind.ROLLED_BACK
     assert answer.why.startswith("sequence 50 is as archived, sequence 75 is not")
 
 
 def test_recreated_when_held_tips_differ_and_created_differs() -> None:
-    assert (
-        verdict(source(200, created=NEW), witness(100, HeldMessage.DIFFERENT)).kind is VerdictKind.RECREATED
-    )
+    assert verdict(source(200, created=NEW), witness(100, HeldMessage.DIFFERENT)).kind is VerdictKind.RECREATED
 
 
 def test_recreated_when_the_source_is_shorter_and_created_differs() -> None:
@@ -120,7 +110,5 @@ def test_a_received_message_that_is_not_held_does_not_make_a_rollback() -> None:
 
 
 def test_a_received_message_does_not_overrule_archived_ones_that_differ() -> None:
-    answer = verdict(
-        source(200), witness(100, HeldMessage.DIFFERENT), received=witness(150, HeldMessage.EQUAL)
-    )
+    answer = verdict(source(200), witness(100, HeldMessage.DIFFERENT), received=witness(150, HeldMessage.EQUAL))
     assert answer.kind is VerdictKind.UNKNOWN

@@ -14,15 +14,7 @@ from common.clock import ManualClock
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
 from egress.report import FeedReport, log
-from egress.watchdog import (
-    Liveness,
-    ProgressCheck,
-    Rise,
-    SessionStanding,
-    StreamLimits,
-    left_by_age,
-    left_by_size,
-)
+from egress.watchdog import Liveness, ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
 from tests.support.basics import unique
 
 SECOND = 10**9
@@ -51,9 +43,7 @@ def test_whatever_moves_begins_the_minute_anew() -> None:
         assert judge(replace(HALF, **change), 119.0) is not None
 
 
-@pytest.mark.parametrize(
-    "standing", [replace(HALF, source=50), replace(HALF, source=7), replace(HALF, is_done=True)]
-)
+@pytest.mark.parametrize("standing", [replace(HALF, source=50), replace(HALF, source=7), replace(HALF, is_done=True)])
 def test_where_nothing_waits_nothing_stalls(standing: SessionStanding) -> None:
     judge = progress().judge
 

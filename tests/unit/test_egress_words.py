@@ -36,19 +36,13 @@ def test_filters_are_words() -> None:
     assert filters_text([""]) == "the whole stream"
     assert filters_text(["a.>"]) == "the filter a.>"
     assert filters_text(["a", "b"]) == "2 partitions (a, b)"
-    assert filters_text([f"n{i}" for i in range(10)]) == (
-        "10 partitions (n0, n1, n2, n3, n4, n5, n6, n7 and 2 more)"
-    )
+    assert filters_text([f"n{i}" for i in range(10)]) == ("10 partitions (n0, n1, n2, n3, n4, n5, n6, n7 and 2 more)")
 
 
 def test_what_is_left_out_is_one_sentence() -> None:
     many = LeftOut("nodes.3.>", Unmatched(11, 4, "nodes.3.n11"))
-    assert str(many) == (
-        "nodes.3.>: 11 messages on 4 subjects, such as nodes.3.n11, belong to no partition any more"
-    )
-    assert str(LeftOut("", Unmatched(1, 1, "a"))) == (
-        ">: 1 message on 1 subject, a, belongs to no partition any more"
-    )
+    assert str(many) == ("nodes.3.>: 11 messages on 4 subjects, such as nodes.3.n11, belong to no partition any more")
+    assert str(LeftOut("", Unmatched(1, 1, "a"))) == (">: 1 message on 1 subject, a, belongs to no partition any more")
     some = LeftOut("", Unmatched(5, 2, "a", is_complete=False))
     assert str(some).startswith(">: at least 5 messages on 2 subjects, such as a,")
 

@@ -18,11 +18,7 @@ def test_writes_a_message_without_headers():
 
 
 def test_writes_headers_and_reply():
-    assert frame(b"a", b"xy", BLOCK, b"r.1") == b"HPUB a r.1 %d %d\r\n%bxy\r\n" % (
-        len(BLOCK),
-        len(BLOCK) + 2,
-        BLOCK,
-    )
+    assert frame(b"a", b"xy", BLOCK, b"r.1") == b"HPUB a r.1 %d %d\r\n%bxy\r\n" % (len(BLOCK), len(BLOCK) + 2, BLOCK)
 
 
 def test_writes_an_empty_payload_and_an_empty_block():
@@ -53,14 +49,7 @@ def test_refuses_a_control_line_that_the_server_would_close_the_connection_for()
 
 
 @pytest.mark.parametrize(
-    "block",
-    [
-        b"",
-        b"A: 1\r\n\r\n",
-        b"NATS/1.0\r\nA: 1\r\n",
-        b"NATS/1.0 503\r\n\r\n",
-        b"NATS/1.0\r\n\r\nA: 1\r\n\r\n",
-    ],
+    "block", [b"", b"A: 1\r\n\r\n", b"NATS/1.0\r\nA: 1\r\n", b"NATS/1.0 503\r\n\r\n", b"NATS/1.0\r\n\r\nA: 1\r\n\r\n"]
 )
 def test_refuses_what_is_no_whole_block(block: bytes):
     with pytest.raises(ValueError, match="header block"):
@@ -123,9 +112,7 @@ def test_a_sink_that_raises_costs_no_other_its_messages():
 SUBJECT = st.binary(min_size=1, max_size=12).filter(lambda s: not set(s) & set(b" \t\r\n")) | st.sampled_from(
     [b"s.\xff\xfe", b"s.\x0b\x0c", b"s.\x00", b"s.\x1c\x85", b"MSG", b"a\rb"]
 )
-MESSAGES = st.lists(
-    st.tuples(SUBJECT, SUBJECT | st.just(b""), st.binary(max_size=40), st.none() | st.binary())
-)
+MESSAGES = st.lists(st.tuples(SUBJECT, SUBJECT | st.just(b""), st.binary(max_size=40), st.none() | st.binary()))
 
 
 @given(messages=MESSAGES, data=st.data())

@@ -56,11 +56,7 @@ def test_segments_of_every_version_are_read(objects: LocalObjects) -> None:
             footer = reader.footer
         assert [m for batch in batches for m in messages(batch)] == golden.ROWS[rows]
         assert [k for b in batches for k in b.column("sample_key").to_pylist()] == golden.KEYS[rows]
-        assert (footer.chain, footer.sampling, footer.sampling_digest) == (
-            CHAIN,
-            golden.SAMPLING,
-            golden.DIGEST,
-        )
+        assert (footer.chain, footer.sampling, footer.sampling_digest) == (CHAIN, golden.SAMPLING, golden.DIGEST)
         assert footer.tip == Tip.of(golden.ROWS[rows][-1])
         assert footer.is_balanced()
     assert store.footer(first).ledger == Ledger(golden.LEDGERS[0])
@@ -83,9 +79,7 @@ def newer(raw: bytes, **fields: object) -> bytes:
     return json.dumps({**json.loads(raw), "of_a_newer_version": {"a": [1]}, **fields}).encode()
 
 
-def test_fields_of_a_newer_minor_version_are_passed_over_and_a_newer_major_is_refused(
-    objects: LocalObjects,
-) -> None:
+def test_fields_of_a_newer_minor_version_are_passed_over_and_a_newer_major_is_refused(objects: LocalObjects) -> None:
     [key] = [info.key for info in objects.list(LAYOUT.tombstones_prefix(CHAIN))]
     stone = objects.get(key) or b""
     reads = {

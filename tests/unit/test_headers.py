@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.chain import Chain
-from common.jetstream.headers import (
-    Provenance,
-    build_block,
-    escape,
-    header,
-    hops,
-    parse_block,
-    restore,
-    status,
-)
+from common.jetstream.headers import Provenance, build_block, escape, header, hops, parse_block, restore, status
 
 HERE = Provenance("us-east", "NODE_DATA", 0, 3, 42, 1_700_000_000_000_000_001)
 SOURCE = b"Floe-Source: us-east NODE_DATA 0000 3 42 1700000000000000001"
@@ -60,10 +51,7 @@ def test_floes_own_lines_stand_first_and_are_not_given_back():
     original = block(b"Nats-Expected-Last-Sequence: 7")
     escaped = escape(original, HERE, first_lines=(b"Nats-Expected-Last-Sequence: 5", b"Nats-Batch-Id: b"))
     assert escaped == block(
-        b"Nats-Expected-Last-Sequence: 5",
-        b"Nats-Batch-Id: b",
-        SOURCE,
-        b"Floe-Original: Nats-Expected-Last-Sequence: 7",
+        b"Nats-Expected-Last-Sequence: 5", b"Nats-Batch-Id: b", SOURCE, b"Floe-Original: Nats-Expected-Last-Sequence: 7"
     )
     assert restore(escaped) == (HERE, original)
 

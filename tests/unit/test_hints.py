@@ -65,21 +65,15 @@ def verdicts() -> Iterator[str]:
                 found = None if kind is VerdictKind.GONE else source
                 for end in (100, 400):
                     evidence = Evidence(found, "2025", end, tips)
-                    yield identity.stopped_error(
-                        part, part.chain, evidence, SourceVerdict(kind, "why"), 90
-                    ).hint
+                    yield identity.stopped_error(part, part.chain, evidence, SourceVerdict(kind, "why"), 90).hint
 
 
 # By the function that builds a command: texts in which such commands stand.
 SAMPLES: dict[str, Callable[[], object]] = {
     "common/segments/archive.py:carry": lambda: archive.ways_on(CHAIN, HOLE),
     "common/segments/archive.py:give_up": lambda: archive.ways_on(PLAIN, HOLE),
-    "common/segments/documents.py:accept_command": lambda: [
-        documents.way_out(each, HOLE) for each in (CHAIN, PLAIN)
-    ],
-    "common/segments/documents.py:carry_late": lambda: [
-        documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)
-    ],
+    "common/segments/documents.py:accept_command": lambda: [documents.way_out(each, HOLE) for each in (CHAIN, PLAIN)],
+    "common/segments/documents.py:carry_late": lambda: [documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/store.py:quarantine_command": lambda: store.quarantine_command("a b.parquet"),
     "egress/identity.py:_hint": verdicts,
     "egress/partition.py:resolve": lambda: [

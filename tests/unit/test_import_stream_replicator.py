@@ -32,9 +32,7 @@ def imported(text: str) -> Imported:
 def settings(found: Imported) -> dict[str, Settings]:
     """What each file says, its variables set to `value`."""
     return {
-        file.name: parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))[
-            0
-        ].settings
+        file.name: parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))[0].settings
         for file in found.files
     }
 
@@ -148,17 +146,12 @@ def test_overlapping_filters_become_feeds_with_names_of_their_own() -> None:
 
     found = settings(imported(text))
 
-    assert [(f.name, f.filter_subject) for f in found["site.yaml"].egress.feeds] == [
-        ("S", "a.>"),
-        ("S_two", "a.b"),
-    ]
+    assert [(f.name, f.filter_subject) for f in found["site.yaml"].egress.feeds] == [("S", "a.>"), ("S_two", "a.b")]
     assert [s.feed for s in found["central.yaml"].ingress.targets[0].sources] == [("S",), ("S_two",)]
 
 
 def test_a_sampled_and_a_whole_copy_of_one_stream_are_two_feeds() -> None:
-    text = config(
-        stream("inspect_field: x", "inspect_duration: 1h"), stream("target_stream: W", "name: whole")
-    )
+    text = config(stream("inspect_field: x", "inspect_duration: 1h"), stream("target_stream: W", "name: whole"))
 
     assert [feed.name for feed in site(text).egress.feeds] == ["S", "S_whole"]
 
@@ -213,10 +206,7 @@ def test_targets_are_created_only_where_their_subjects_cannot_meet() -> None:
 
 def test_a_target_that_was_not_created_is_not_created() -> None:
     assert (
-        central(config(stream("target_subject_prefix: f", "no_target_create: true")))
-        .ingress.targets[0]
-        .create
-        is None
+        central(config(stream("target_subject_prefix: f", "no_target_create: true"))).ingress.targets[0].create is None
     )
 
 
@@ -227,11 +217,7 @@ def test_parameters_of_urls_become_keys() -> None:
     found = settings(imported(LOGINS))
 
     one = found["site-US-EAST.yaml"].egress.nats
-    assert (one.credentials_file, one.connect_timeout, one.tls.ca) == (
-        "/etc/nats.creds",
-        5,
-        "/path/to/ca.pem",
-    )
+    assert (one.credentials_file, one.connect_timeout, one.tls.ca) == ("/etc/nats.creds", 5, "/path/to/ca.pem")
     target = found["central.yaml"].ingress.nats
     assert (target.jwt_file, target.nkey_seed_file) == ("/etc/client.jwt", "/etc/client.nk")
     assert (target.tls.ca, target.tls.cert, target.tls.insecure) == ("/path/to/second-ca.pem", "", True)
@@ -241,9 +227,7 @@ def test_parameters_of_urls_become_keys() -> None:
     assert two.url == ("nats://one.example.net:4222", "nats://two.example.net:4222")
 
 
-@pytest.mark.parametrize(
-    "login", ["u:hush-hush", "hush-hush", "u:hush%2Dhush"], ids=["password", "token", "coded"]
-)
+@pytest.mark.parametrize("login", ["u:hush-hush", "hush-hush", "u:hush%2Dhush"], ids=["password", "token", "coded"])
 def test_no_secret_is_printed(login: str, tmp_path: Path) -> None:
     (tmp_path / "sr.yaml").write_text(config(stream()).replace("nats://s", f"nats://{login}@s"))
 
@@ -286,16 +270,11 @@ def test_a_parameter_that_is_almost_one_is_named() -> None:
 
 
 def test_headers_that_look_like_secrets_become_variables() -> None:
-    beats = (
-        "heartbeats: {url: nats://s, headers: {Authorization: hush, from: here}, subjects: [{subject: a}]}\n"
-    )
+    beats = "heartbeats: {url: nats://s, headers: {Authorization: hush, from: here}, subjects: [{subject: a}]}\n"
     found = imported(config(stream()) + beats)
 
     assert "hush" not in found.files[0].text
-    assert settings(found)["site.yaml"].egress.heartbeats.headers == {
-        "Authorization": "value",
-        "from": "here",
-    }
+    assert settings(found)["site.yaml"].egress.heartbeats.headers == {"Authorization": "value", "from": "here"}
 
 
 def test_choria_is_named_as_left_out_once() -> None:
@@ -358,9 +337,7 @@ def test_the_metrics_of_the_page_exist() -> None:
     assert set(re.findall(r"floe_(?:egress|ingress)_\w+", page)) <= metric_names()
 
 
-@pytest.mark.parametrize(
-    "text", ["5", "-5m", "1x", "1d2h", "nan", "infd", "1e3d", "5 m", "100us", "999Y", "١d"]
-)
+@pytest.mark.parametrize("text", ["5", "-5m", "1x", "1d2h", "nan", "infd", "1e3d", "5 m", "100us", "999Y", "١d"])
 def test_durations_that_cannot_be_converted(text: str) -> None:
     [problem] = problems(config(stream(f'max_age: "{text}"')))
 
@@ -426,17 +403,11 @@ def test_what_floe_would_refuse_is_told_of_the_imported_file() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "name: !!python/object/apply:os.system ['touch %s']\n",
-            "sr.yaml:1:7: name: expected a value, found the tag",
-        ),
+        ("name: !!python/object/apply:os.system ['touch %s']\n", "sr.yaml:1:7: name: expected a value, found the tag"),
         ("name: A\nname: B\n", "sr.yaml:2:1: name: expected each key once, found it on line 1 too"),
         ("name: &a A\nlogfile: *a\n", "sr.yaml:2:10: logfile: expected a value, found the alias *a"),
         ("tls:\n  <<: {ca: x}\n", "sr.yaml:2:3: tls.<<: expected a key, found a merge key"),
-        (
-            "name: A\nstreems: []\n",
-            "sr.yaml:2:1: streems: unknown key of stream-replicator; did you mean streams?",
-        ),
+        ("name: A\nstreems: []\n", "sr.yaml:2:1: streems: unknown key of stream-replicator; did you mean streams?"),
         ("name: 012\n", "name: A\n"),
         ("name: true\n", "sr.yaml:1:7: name: expected text; quote it, found something else"),
         ("name: 1e3\n", "sr.yaml:1:7: name: expected text; quote it, found something else"),
@@ -445,10 +416,7 @@ def test_what_floe_would_refuse_is_told_of_the_imported_file() -> None:
         ("- a\n", "sr.yaml:1:1: expected a mapping at the top, found a list"),
         ("streams: []\n", "sr.yaml:1:1: name: expected a value (required), found nothing"),
         ("name: A\n---\nname: B\n", "sr.yaml:3:1: expected one document, found 2"),
-        (
-            "name: A\nstreams: [{stream: S}]\n",
-            "sr.yaml:2:11: streams.0.source_url: expected a URL (required)",
-        ),
+        ("name: A\nstreams: [{stream: S}]\n", "sr.yaml:2:11: streams.0.source_url: expected a URL (required)"),
         ("name: A\nmonitor_port: -1\n", "sr.yaml:2:15: monitor_port: expected a whole number from 0"),
     ],
 )
@@ -471,16 +439,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"\xff\xfen\x00",
-        b"\x00\x01\x02",
-        b"name: \xe9\n",
-        b"a: b: c\n",
-        b"\t- x",
-        b"{" * 1000,
-        b"x" * 2_000_000,
-    ],
+    "data", [b"\xff\xfen\x00", b"\x00\x01\x02", b"name: \xe9\n", b"a: b: c\n", b"\t- x", b"{" * 1000, b"x" * 2_000_000]
 )
 def test_what_is_no_text_is_refused(data: bytes) -> None:
     assert all(problem.startswith("sr.yaml") for problem in problems(data))
@@ -548,9 +507,7 @@ def test_no_file_is_overwritten(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sr.yaml").write_text(DOCUMENTED["whole"])
 
-    result = run(
-        "import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "sr.yaml" / "x")
-    )
+    result = run("import-stream-replicator", str(tmp_path / "sr.yaml"), "--out-dir", str(tmp_path / "sr.yaml" / "x"))
 
     assert result.exit_code == 77
     assert len(result.stderr.splitlines()) == 1
@@ -571,9 +528,7 @@ def test_the_page_on_migration_tells_of_every_key() -> None:
     page = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
     table = page.split("<!-- keys: begin -->")[1].split("<!-- keys: end -->")[0]
     told = {
-        key
-        for row in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
-        for key in re.findall(r"`([^`]+)`", row)
+        key for row in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)
     }
 
     assert told == {*KEYS, *(f"?{name}" for name in PARAMETERS)}
@@ -588,9 +543,7 @@ def test_the_example_of_the_page_is_what_the_command_prints(tmp_path: Path) -> N
     assert [file.text for file in found.files] == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["a", "true", "012", "1e5", "5", "no", "\x7f", "\u2028", "\ud800", "#", ": ", "~", ""]
-)
+@pytest.mark.parametrize("text", ["a", "true", "012", "1e5", "5", "no", "\x7f", "\u2028", "\ud800", "#", ": ", "~", ""])
 def test_text_comes_back_from_yaml_as_it_was(text: str) -> None:
     from common.settings.yaml import Keys, Problems, parse_yaml
 

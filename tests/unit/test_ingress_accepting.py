@@ -32,17 +32,13 @@ CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
 
 
 def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
-    return IntentPiece(
-        SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count
-    )
+    return IntentPiece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
 
 
 OPEN = open_intent(CLOSED, [piece(11, 20, 4), piece(5, 9, 5, B)])
 
 
-def census(
-    after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None
-) -> TargetScan:
+def census(after: int, last: int, *held: tuple[int, Chain | None, int], state: TargetState | None = None) -> TargetScan:
     """Of these messages: target sequence, chain (None: foreign), sequence; `state`: for its open intent."""
     found = scan_behind(state.intent, after, last) if state else TargetScan(after, last)
     for at, chain, sequence in held:
@@ -104,9 +100,7 @@ def test_foreign_messages_behind_a_checkpoint_are_left_where_they_are() -> None:
 
 
 def test_rows_of_an_open_intent_with_a_foreign_message_among_them_are_found_where_they_stand() -> None:
-    seen = census(
-        100, 106, (101, A, 11), (102, A, 13), (103, None, 0), (104, A, 14), (105, A, 19), (106, B, 5)
-    )
+    seen = census(100, 106, (101, A, 11), (102, A, 13), (103, None, 0), (104, A, 14), (105, A, 19), (106, B, 5))
     correction = accept(OPEN, reading(106, Unread.FOREIGN), seen, {})
 
     assert positions(correction.after) == {A: 20, B: 6}
@@ -208,9 +202,7 @@ def test_a_lost_state_is_found_again_in_a_target_that_holds_everything() -> None
 
 def test_an_old_state_is_a_lower_bound_where_the_target_let_messages_go() -> None:
     seen = census(0, 120, (120, A, 30))
-    with pytest.raises(
-        CorrectionRefused, match="expected a target that holds all of its 120 messages, found 1"
-    ):
+    with pytest.raises(CorrectionRefused, match="expected a target that holds all of its 120 messages, found 1"):
         rebuild(CLOSED, reading(120), seen)
     assert positions(rebuild(CLOSED, reading(120), seen, repeats=True).after) == {A: 31, B: 5}
 
@@ -313,7 +305,4 @@ def test_what_was_parked_stands_for_nothing_where_it_is_carried_again() -> None:
     assert names_of(forget(CLOSED, reading(100), 0).after, 1) == ["t0+1"]
     assert names_of(forget(CLOSED, reading(0), 0).after, 1) == ["t0+1"]
     assert names_of(forget(CLOSED, reading(7, created="t1"), 0).after, 1) == ["t1"]
-    assert names_of(rebuild(CLOSED, reading(2), census(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == [
-        "t0",
-        "t0+1",
-    ]
+    assert names_of(rebuild(CLOSED, reading(2), census(0, 2, (1, A, 3), (2, A, 5))).after, 5, 6) == ["t0", "t0+1"]

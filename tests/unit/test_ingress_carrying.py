@@ -145,9 +145,7 @@ async def test_nothing_of_an_open_intent_is_sent_that_the_server_would_not_take(
     assert world.published == 0
 
 
-@pytest.mark.parametrize(
-    ("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)]
-)
+@pytest.mark.parametrize(("limit", "stored", "found"), [(99, 0, (CHAIN, 2, 100)), (99, 2, None), (100, 0, None)])
 def test_the_first_row_above_a_limit_is_found_among_those_that_are_not_stored(
     limit: int, stored: int, found: tuple[Chain, int, int] | None
 ) -> None:
@@ -175,11 +173,7 @@ async def test_corrections_of_single_chains_in_a_row_do_not_end_a_target() -> No
 
 
 @pytest.mark.parametrize(
-    "moves",
-    [
-        [state(n, us=n + 1) for n in (1, 2, 3)],
-        [open_intent(state(us=1), [piece(1, n)]) for n in (1, 2, 3)],
-    ],
+    "moves", [[state(n, us=n + 1) for n in (1, 2, 3)], [open_intent(state(us=1), [piece(1, n)]) for n in (1, 2, 3)]]
 )
 async def test_who_carries_on_and_on_is_another_writer(moves: list[TargetState]) -> None:
     carrier = World(moves).carrier()
@@ -212,9 +206,7 @@ class Sharing:
 async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_grow() -> None:
     health, sharing, clock = Health(SystemClock()), Sharing(), SystemClock()
     discovery = SimpleNamespace(sites=None)
-    parts: Any = SimpleNamespace(
-        health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery
-    )
+    parts: Any = SimpleNamespace(health=health, clock=clock, sharing=sharing, pace=IngressTuning(), discovery=discovery)
     settings = TargetSettings.model_validate({"stream": "T", "sources": [{"site": "us", "feed": "NODES"}]})
     runner, stop, began = TargetSupervisor(parts, settings), Stop(), []
     runner._pause = 0.05

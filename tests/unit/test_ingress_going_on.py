@@ -84,18 +84,14 @@ def gauge(target: str, name: str) -> float | None:
 
 
 def piece(first: int, last: int, count: int) -> IntentPiece:
-    return IntentPiece(
-        SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16), SequenceRange(first, last), count
-    )
+    return IntentPiece(SegmentName(CHAIN, 0, SequenceRange(first, last), "0" * 16), SequenceRange(first, last), count)
 
 
 def test_messages_are_counted_where_they_are_decoded_and_sequences_where_not() -> None:
     target = unique("T")
     lags = Lags(target)
     # Stored below 101; 101..200 in the open intent and 201..300 decoded hold 7 and 5; the rest: not yet.
-    lags.measure(
-        [lane(301, 1000)], {CHAIN: 101}, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)), 50.0
-    )
+    lags.measure([lane(301, 1000)], {CHAIN: 101}, [Block(piece(201, 300, 5))], Intent(9, (piece(101, 200, 7),)), 50.0)
     assert gauge(target, "lag_sequences") == 900
     assert gauge(target, "lag_messages") == 712
     assert REGISTRY.get_sample_value("floe_ingress_intent_open", {"target": target}) == 1

@@ -122,9 +122,7 @@ async def test_every_command_of_a_hint_can_be_pasted(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "BACK_ALL"), ("BACK_ALL", "BACK_ALL_2")])
-def test_a_prefix_of_its_own_is_proposed_where_another_stream_has_the_subjects(
-    before: str, after: str
-) -> None:
+def test_a_prefix_of_its_own_is_proposed_where_another_stream_has_the_subjects(before: str, after: str) -> None:
     """`nats stream add` with these subjects would be refused as well."""
     request = Request("s", "F", "BACK", prefix=before)
     hint = Advice(request, ReplayOptions(create=True)).not_created(is_taken=True)

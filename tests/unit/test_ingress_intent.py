@@ -29,9 +29,7 @@ from ingress.checkpoint_store import StateStore, from_json, to_json
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 
 
-def piece(
-    first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0"
-) -> IntentPiece:
+def piece(first: int, last: int, count: int | None = None, chain: Chain = A, digest: str = "0") -> IntentPiece:
     name = SegmentName(chain, 0, SequenceRange(1, 1000), digest * 16)
     return IntentPiece(name, SequenceRange(first, last), last - first + 1 if count is None else count)
 
@@ -164,10 +162,7 @@ def stored(**changes: Any) -> bytes:
         (stored(positions={"us/NODES": True}), "position: expected a number from 0, found True"),
         (stored(intent={"base": 0, "rows": [["us/N", "0/9-1-xyz", 1, 9, 9]]}), "digest 'xyz'"),
         (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 10, 9]]}), "inside 1..9"),
-        (
-            stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}),
-            "at most 9 of 1..9, found 10",
-        ),
+        (stored(intent={"base": 0, "rows": [["us/N", f"0/9-1-{'0' * 16}", 1, 9, 10]]}), "at most 9 of 1..9, found 10"),
         (stored(intent={"base": 0, "rows": [["us/N"]]}), "missing 4 required"),
         (stored(intent=7), "not subscriptable"),
         (stored(positions={"us-east/NODES": 12}), "expected rows from 12, got 11"),

@@ -23,9 +23,7 @@ def gap(first: int, last: int, by: str = "ops") -> AcceptedGap:
     return AcceptedGap(SequenceRange(first, last), "why", by)
 
 
-def late(
-    first: int = 11, last: int = 20, since: float | None = 1000.0, phase: Phase = Phase.LATE
-) -> ChainPlan:
+def late(first: int = 11, last: int = 20, since: float | None = 1000.0, phase: Phase = Phase.LATE) -> ChainPlan:
     return ChainPlan(phase, (), SequenceRange(first, last), since)
 
 

@@ -24,13 +24,8 @@ from tests.support.basics import seeded
 from tests.support.ingress import CHAIN, Archive
 from tests.support.segments import message
 
-SETTINGS = TargetSettings.model_validate(
-    {"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]}
-)
-SMALL, LARGE = (
-    TargetLimits(Accepting([">"]), 1000, parks=True),
-    TargetLimits(Accepting([">"]), 1 << 20, parks=True),
-)
+SETTINGS = TargetSettings.model_validate({"stream": "T", "sources": [{"site": CHAIN.site, "feed": CHAIN.feed}]})
+SMALL, LARGE = (TargetLimits(Accepting([">"]), 1000, parks=True), TargetLimits(Accepting([">"]), 1 << 20, parks=True))
 NARROW = TargetLimits(Accepting(["other.>"]), 1 << 20)
 
 
@@ -52,9 +47,7 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
         chance = rng.choice([0.05, 0.5, 1.0])
         large = [sequence for sequence in held if rng.random() < chance]
         ref = archive.put(
-            [message(s, b"L" * 2000 if s in large else b"x") for s in held],
-            SequenceRange(1, last),
-            batch_rows=7,
+            [message(s, b"L" * 2000 if s in large else b"x") for s in held], SequenceRange(1, last), batch_rows=7
         )
         parked = ParkedStore(archive.objects, archive.documents.layout, "T", "t0")
         budget, blocks = ByteBudget(1 << 30), list[Block]()
@@ -75,23 +68,17 @@ async def test_what_is_left_out_is_accounted_for_and_found_again_by_other_limits
         state = from_json("T", to_json("T", TargetState(Checkpoint(0, "t0"), Intent(0, tuple(pieces)))))
         assert state.intent is not None
         relays = Relays(archive.documents, threads)
-        recall = Recall(
-            archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked
-        )
+        recall = Recall(archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked)
         rows = await recall.rows(state.intent, 0)
         assert [rows.sequence(index) for index in range(rows.count)] == carried
 
 
-async def test_an_open_intent_is_finished_from_the_segments_that_it_names(
-    tmp_path: Path, threads: Threads
-) -> None:
+async def test_an_open_intent_is_finished_from_the_segments_that_it_names(tmp_path: Path, threads: Threads) -> None:
     """B did not read 1..50; twin A's segment had come when the intent was made, and a third comes after."""
     archive = Archive(tmp_path)
     gone, relays = Ledger({Reason.GONE_BEFORE_READ: 49}), Relays(archive.documents, threads)
     rows = [message(s) for s in range(1, 121)]
-    early = archive.put(
-        [rows[0], *rows[50:]], SequenceRange(1, 120), ledger=gone, unread=SequenceRange(2, 50)
-    )
+    early = archive.put([rows[0], *rows[50:]], SequenceRange(1, 120), ledger=gone, unread=SequenceRange(2, 50))
     late = archive.put(rows[9:40], SequenceRange(5, 60), ledger=Ledger({Reason.DELETED: 25}))
     decoder, blocks = Decoder(archive.store, threads, ByteBudget(1 << 30)), list[Block]()
     roster = ChainRegistry(SETTINGS, LARGE)
@@ -130,13 +117,9 @@ async def test_a_message_out_of_turn_is_found_where_archive_or_parked_object_is_
             ref, SequenceRange(1, 5), ChainRegistry(SETTINGS, SMALL).preparer(CHAIN), lambda _: None
         )
         relays = Relays(archive.documents, threads)
-        recall = Recall(
-            archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked
-        )
+        recall = Recall(archive.store, threads, ByteBudget(1 << 30), ChainRegistry(SETTINGS, LARGE), relays, parked)
         block = await recall.again(parked.name(CHAIN, 3))
-        archive.objects.delete(
-            ref.key if gone == "segment" else parked.keys.key(parked.name(CHAIN, 3), "message")
-        )
+        archive.objects.delete(ref.key if gone == "segment" else parked.keys.key(parked.name(CHAIN, 3), "message"))
 
         rows = await recall.rows(Intent(4, (block.piece,)), 0)
 

@@ -89,9 +89,7 @@ def test_a_search_begins_again_when_it_came_to_the_end_and_sees_what_arrived_mea
         assert look(store, CHAIN, 10, None, frozenset(), search=search).phase is Phase.LATE
     objects.keys = sorted([*objects.keys, key(1, 500)])
 
-    assert any(
-        look(store, CHAIN, 10, None, frozenset(), search=search).phase is Phase.READY for _ in range(15)
-    )
+    assert any(look(store, CHAIN, 10, None, frozenset(), search=search).phase is Phase.READY for _ in range(15))
 
 
 def test_a_survey_sees_everything_before_something_is_given_up() -> None:

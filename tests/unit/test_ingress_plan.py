@@ -52,9 +52,7 @@ def test_a_damaged_segment_is_left_out_where_another_covers() -> None:
 def test_the_chain_stops_where_only_damaged_segments_would_continue() -> None:
     damaged, behind = ref(11, 20, modified=3.0), ref(18, 30)
 
-    assert plan_chain([damaged], 11, None, {damaged.key}) == ChainPlan(
-        Phase.DAMAGED, (), SequenceRange(11, 20), 3.0
-    )
+    assert plan_chain([damaged], 11, None, {damaged.key}) == ChainPlan(Phase.DAMAGED, (), SequenceRange(11, 20), 3.0)
     assert plan_chain([damaged, behind], 11, None, {damaged.key}).hole == SequenceRange(11, 17)
 
 

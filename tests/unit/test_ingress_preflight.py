@@ -122,10 +122,7 @@ def test_a_target_of_the_operators_own_may_forget() -> None:
     ("header", "problem"),
     [
         ("Nats-TTL", "allow_msg_ttl: expected true for control_headers nats-ttl, found false"),
-        (
-            "Nats-Schedule",
-            "control_headers: expected some of nats-marker-reason, nats-rollup, nats-ttl, found",
-        ),
+        ("Nats-Schedule", "control_headers: expected some of nats-marker-reason, nats-rollup, nats-ttl, found"),
     ],
 )
 def test_control_headers_that_the_target_would_refuse_are_named(header: str, problem: str) -> None:
@@ -152,9 +149,7 @@ def test_a_rollup_needs_a_target_that_may_be_purged() -> None:
         ({"subject_transform": {"source": "a.*", "destination": "b.{{split(1,-)}}"}}, "b.>"),
     ],
 )
-def test_a_source_of_which_nothing_could_be_stored_is_found_at_the_start(
-    source: dict[str, Any], found: str
-) -> None:
+def test_a_source_of_which_nothing_could_be_stored_is_found_at_the_start(source: dict[str, Any], found: str) -> None:
     settings = target(sources=[{"site": "us-east", "feed": "NODES", **source}])
 
     (problem,) = problems({"subjects": ["other.>", "more.*"]}, settings)

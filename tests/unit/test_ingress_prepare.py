@@ -89,11 +89,7 @@ def test_a_header_block_that_grows_beyond_what_a_server_keeps_is_named() -> None
 
 
 def test_the_size_that_is_checked_is_never_less_than_what_is_sent() -> None:
-    rows = [
-        message(1),
-        message(2**62, timestamp_ns=2**62),
-        message(3 + 2**62, timestamp_ns=1, headers=block(b"A: 1")),
-    ]
+    rows = [message(1), message(2**62, timestamp_ns=2**62), message(3 + 2**62, timestamp_ns=1, headers=block(b"A: 1"))]
 
     material = prepared(*rows).material
 
@@ -145,9 +141,7 @@ def test_one_more_line_stands_behind_the_provenance_of_each_message() -> None:
 
     found = ready(preparer.prepare(batch_of(rows)).material)
     bare = ready(
-        Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20))
-        .prepare(batch_of(rows))
-        .material
+        Preparer(CHAIN, SubjectRule(), TargetLimits(Accepting([">"]), 1 << 20)).prepare(batch_of(rows)).material
     )
 
     for (_, tail, _), (_, without, _) in zip(found, bare, strict=True):

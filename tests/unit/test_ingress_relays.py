@@ -80,9 +80,7 @@ def documents(tmp_path: Path) -> ChainStore:
 
 
 @pytest.mark.parametrize("relay", [True, False])
-async def test_the_document_says_it_and_is_read_once(
-    documents: ChainStore, relay: bool, tmp_path: Path
-) -> None:
+async def test_the_document_says_it_and_is_read_once(documents: ChainStore, relay: bool, tmp_path: Path) -> None:
     documents.create_chain(CITY, ChainDocument((), 1, 1, relay=relay))
     threads = Threads("test", 1)
     relays = Relays(documents, threads)

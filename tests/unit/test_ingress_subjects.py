@@ -21,9 +21,7 @@ from ingress.rows.prepare import MAX_SUBJECT, Accepting, SubjectRule, problem
         (b"fleet", b"", b"\xff\xfe", b"fleet.\xff\xfe"),
     ],
 )
-def test_prefix_then_remove_then_one_dot_for_two(
-    prefix: bytes, remove: bytes, subject: bytes, target: bytes
-) -> None:
+def test_prefix_then_remove_then_one_dot_for_two(prefix: bytes, remove: bytes, subject: bytes, target: bytes) -> None:
     assert SubjectRule(prefix, remove).apply(subject) == target
 
 
@@ -62,9 +60,7 @@ def test_what_the_wire_can_carry_is_taken(subject: bytes) -> None:
         ("*.>", [b"a.b", b"a.b.c"], [b"a"]),
     ],
 )
-def test_a_stream_takes_what_its_subjects_match(
-    pattern: str, inside: list[bytes], outside: list[bytes]
-) -> None:
+def test_a_stream_takes_what_its_subjects_match(pattern: str, inside: list[bytes], outside: list[bytes]) -> None:
     accepting = Accepting([pattern, "other"])
 
     assert all(subject in accepting for subject in [*inside, b"other"])

@@ -38,9 +38,7 @@ A, B, C = Chain("us-east", "NODES"), Chain("eu-west", "NODES"), Chain("eu-west",
 
 
 def piece(first: int, last: int, count: int, chain: Chain = A) -> IntentPiece:
-    return IntentPiece(
-        SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count
-    )
+    return IntentPiece(SegmentName(chain, 0, SequenceRange(1, 1000), "0" * 16), SequenceRange(first, last), count)
 
 
 CLOSED = TargetState(Checkpoint(100, "t0", {A: 11, B: 5}))
@@ -150,22 +148,14 @@ def test_an_operator_says_how_many_rows_are_stored(rows: int, base: int) -> None
     ("state", "found", "rows"),
     [(CLOSED, reading(100), 0), (OPEN, reading(104), 5), (OPEN, reading(130), 10), (OPEN, reading(9), 0)],
 )
-def test_rows_that_cannot_be_stored_are_not_counted(
-    state: TargetState, found: TargetReading, rows: int
-) -> None:
+def test_rows_that_cannot_be_stored_are_not_counted(state: TargetState, found: TargetReading, rows: int) -> None:
     with pytest.raises(CorrectionRefused):
         count_stored(state, found, rows)
 
 
 @pytest.mark.parametrize(
     ("last", "tail"),
-    [
-        (101, Origin(A, 11)),
-        (104, Origin(A, 20)),
-        (105, Origin(B, 5)),
-        (109, Origin(B, 9)),
-        (100, Origin(B, 4)),
-    ],
+    [(101, Origin(A, 11)), (104, Origin(A, 20)), (105, Origin(B, 5)), (109, Origin(B, 9)), (100, Origin(B, 4))],
 )
 def test_a_last_message_that_stands_there_by_the_intent_agrees(last: int, tail: Origin) -> None:
     assert judge(OPEN, reading(last, tail)).finding is Finding.STORED
@@ -264,9 +254,7 @@ def test_the_ends_of_the_pieces_before_the_last_message_must_be_ours_too() -> No
 
 @pytest.mark.parametrize("finding", [f for f in Finding if f is not Finding.STORED])
 def test_every_stop_names_the_choices(finding: Finding) -> None:
-    error = TargetErrors("FLEET").error(
-        IntentVerdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)]
-    )
+    error = TargetErrors("FLEET").error(IntentVerdict(finding, detail="expected 1, found 2"), [reading(1), reading(1)])
 
     assert isinstance(error, Stopped)
     assert error.message.startswith("target FLEET: ")
@@ -280,9 +268,7 @@ def test_every_stop_names_the_choices(finding: Finding) -> None:
 
 
 def test_a_target_that_still_moves_has_another_writer() -> None:
-    error = TargetErrors("FLEET").error(
-        IntentVerdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)]
-    )
+    error = TargetErrors("FLEET").error(IntentVerdict(Finding.AHEAD, detail="both sides"), [reading(5), reading(7)])
 
     assert isinstance(error, AnotherWriter)
     assert error.exit_code == 4
@@ -325,9 +311,7 @@ class Looked:
     ("lasts", "code", "asked"),
     [((101, 103, 103, 103), 1, 4), ((103, 103, 103), 1, 3), ((101, 103, 105), 4, 3), ((103, 103, 104), 4, 3)],
 )
-async def test_only_what_moved_since_the_look_before_still_moves(
-    lasts: tuple[int, ...], code: int, asked: int
-) -> None:
+async def test_only_what_moved_since_the_look_before_still_moves(lasts: tuple[int, ...], code: int, asked: int) -> None:
     looked = Looked(*lasts)
     error = await looked.error()
 

@@ -63,9 +63,7 @@ class Taken:
 class Bench:
     """An intake and everything that it touches."""
 
-    def __init__(
-        self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0
-    ) -> None:
+    def __init__(self, stretch: SampledStretch, again: tuple[int, int] | None = None, *, keep: int = 0) -> None:
         self.emitted: list[Emitted] = []
         account = MemoryBudget(1 << 30).account(lambda: None)
         closing = SegmentLimits(1_000, 1 << 30, 60.0)

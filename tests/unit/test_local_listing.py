@@ -19,9 +19,7 @@ BEGINNINGS = st.tuples(KEYS, st.integers(0, 6)).map(lambda found: found[0][: fou
 
 @settings(max_examples=60)
 @given(st.sets(KEYS, max_size=15), BEGINNINGS, BEGINNINGS, st.one_of(st.none(), st.integers(0, 4)))
-def test_any_part_of_a_tree_is_listed_in_key_order(
-    keys: set[str], prefix: str, after: str, limit: int | None
-) -> None:
+def test_any_part_of_a_tree_is_listed_in_key_order(keys: set[str], prefix: str, after: str, limit: int | None) -> None:
     held = [key for key in keys if not any(other.startswith(f"{key}/") for other in keys)]
     with tempfile.TemporaryDirectory() as name:
         for key in held:

@@ -160,11 +160,7 @@ def test_an_expected_error_has_no_traceback_and_an_unexpected_one_has(stream: St
             log.exception("failed")
     logging.getLogger("nats").error("nats: encountered error", exc_info=ValueError("y"))
     first, second, third = stream.events()
-    assert (first["error"], first["error_type"], "traceback" in first) == (
-        "no answer; wait",
-        "Unavailable",
-        False,
-    )
+    assert (first["error"], first["error_type"], "traceback" in first) == ("no answer; wait", "Unavailable", False)
     assert (second["error_type"], second["traceback"].splitlines()[0]) == (
         "KeyError",
         "Traceback (most recent call last):",
@@ -192,13 +188,8 @@ def test_a_value_that_cannot_be_shown_does_not_stop_the_service(stream: Stream):
 
 
 def test_before_configuring_nothing_goes_to_stdout():
-    script = (
-        "from common.service.logs import get_logger\n"
-        "get_logger('a').warning('x', k=1)\nget_logger('a').info('y')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    script = "from common.service.logs import get_logger\nget_logger('a').warning('x', k=1)\nget_logger('a').info('y')"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout == ""
     assert "'event': 'x'" in ended.stderr
     assert "y" not in ended.stderr
@@ -252,9 +243,7 @@ configure("info", "text")
 for n in range(500):
     get_logger("egress").info(f"line {n}")
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(ended.stderr.splitlines()) == 500
     assert ended.stderr.endswith("line 499\n")
 

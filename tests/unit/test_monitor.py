@@ -103,9 +103,7 @@ def test_metrics_are_those_of_the_process(monitor: Monitor):
     assert 'floe_build_info{python="' in body
     assert "process_resident_memory_bytes" in body
     assert not re.search(r"_created[ {]", body)
-    assert get(monitor, "/metrics", accept="application/openmetrics-text; version=1.0.0")[2].endswith(
-        "# EOF\n"
-    )
+    assert get(monitor, "/metrics", accept="application/openmetrics-text; version=1.0.0")[2].endswith("# EOF\n")
 
 
 def test_an_unknown_path_names_the_known_ones(monitor: Monitor):

@@ -78,9 +78,7 @@ def digest(owner: type, name: str) -> str:
     return hashlib.sha256(inspect.getsource(getattr(owner, name)).encode()).hexdigest()[:12]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(owner, name) for owner, names in METHODS.items() for name in names]
-)
+@pytest.mark.parametrize(("owner", "name"), [(owner, name) for owner, names in METHODS.items() for name in names])
 def test_the_methods_it_is_built_on_are_the_ones_that_were_read(owner: type, name: str):
     assert digest(owner, name) == METHODS[owner][name]
 

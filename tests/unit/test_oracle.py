@@ -21,9 +21,7 @@ def messages(*sequences: int) -> list[Message]:
     return [message(sequence) for sequence in sequences]
 
 
-def verdict(
-    found: list[Message], *, expected: list[Message] | None = None, may_be_gone: bool = False
-) -> Comparison:
+def verdict(found: list[Message], *, expected: list[Message] | None = None, may_be_gone: bool = False) -> Comparison:
     whole = messages(*range(1, 11)) if expected is None else expected
     return compare(Trace.of(whole), Trace.of(found), may_be_gone=may_be_gone)
 
@@ -143,10 +141,7 @@ def test_sums_up_chains_and_says_which_chain_an_example_is_of() -> None:
     )
 
     assert both.line() == "lost 1, repeated 1, out of order 0, altered 0"
-    assert both.examples == (
-        "us-east/NODES: lost: sequence 3",
-        "eu-west/NODES: repeated: sequence 1 came again",
-    )
+    assert both.examples == ("us-east/NODES: lost: sequence 3", "eu-west/NODES: repeated: sequence 1 came again")
 
 
 def test_refuses_an_expectation_that_is_itself_out_of_order() -> None:

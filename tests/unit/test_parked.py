@@ -40,9 +40,7 @@ names = st.builds(
     st.builds(
         Chain,
         st.sampled_from(["us-east", "a_b"]),
-        st.text(min_size=1, max_size=8).filter(
-            lambda t: not set(t) & set(" .*>/\\\t\r\n\f\0") and t.isprintable()
-        ),
+        st.text(min_size=1, max_size=8).filter(lambda t: not set(t) & set(" .*>/\\\t\r\n\f\0") and t.isprintable()),
         st.integers(0, 9999),
         st.integers(0, 65535),
     ),
@@ -55,9 +53,7 @@ names = st.builds(
 def test_a_listing_gives_back_what_the_keys_say(name: ParkedName, number: int) -> None:
     keys = ParkedKeys(Layout("p"), "FLEET")
     made = [keys.key(name, "message"), keys.key(name, "left_out"), keys.key(name, "asked", number)]
-    listing = [
-        ObjectInfo(key, 7, 5.0, "") for key in [*made, f"{keys.folder(name)}other", f"{keys.prefix}x/y"]
-    ]
+    listing = [ObjectInfo(key, 7, 5.0, "") for key in [*made, f"{keys.folder(name)}other", f"{keys.prefix}x/y"]]
 
     ((found, entry),) = keys.entries(listing).items()
 
@@ -104,9 +100,7 @@ def test_a_message_comes_back_as_it_was(
 def test_a_spoiled_object_is_never_a_message(data: st.DataObject) -> None:
     raw = to_bytes(CHAIN, message(7, b"payload", headers=b"NATS/1.0\r\nA: 1\r\n\r\n"))
     at = data.draw(st.integers(raw.index(b"\n") + 1, len(raw) - 1))
-    spoiled = data.draw(
-        st.sampled_from([raw[:at], raw + b"x", raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]])
-    )
+    spoiled = data.draw(st.sampled_from([raw[:at], raw + b"x", raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]]))
 
     with pytest.raises(DataError, match="expected a parked message"):
         from_bytes("k", spoiled, CHAIN, 7)

@@ -39,13 +39,7 @@ def test_nothing_comes_of_nothing() -> None:
 
 def test_a_batch_is_read_and_counted() -> None:
     how = sampling(inspect_force_field="force")
-    documents = [
-        b'{"sender": "a"}',
-        b'{"sender": "a"}',
-        b"no",
-        b'{"sender": "a", "force": true}',
-        b'{"force": true}',
-    ]
+    documents = [b'{"sender": "a"}', b'{"sender": "a"}', b"no", b'{"sender": "a", "force": true}', b'{"force": true}']
     choices = Sampler(how).fold(batch([(START + n, raw) for n, raw in enumerate(documents)]))
     assert list(choices.kept) == [1, 0, 1, 1, 1]
     assert choices.keys == ["a", "a", None, "a", None]
@@ -129,10 +123,7 @@ def test_time_is_told_once_and_in_order() -> None:
     ]
     assert sampler.values == 2
     assert sampler.advance(START + HOUR) == sampler.advance(0) == []
-    assert [(a.event, a.value) for a in sampler.advance(START + HOUR + 1)] == [
-        (Event.EXPIRE, "a"),
-        (Event.EXPIRE, "b"),
-    ]
+    assert [(a.event, a.value) for a in sampler.advance(START + HOUR + 1)] == [(Event.EXPIRE, "a"), (Event.EXPIRE, "b")]
     assert sampler.advance(START + 1000 * HOUR) == []
     assert sampler.values == 0
 
@@ -155,9 +146,7 @@ def test_a_timeout_by_the_servers_time_is_taken_back() -> None:
     sampler = Sampler(HOW)
     choose(sampler, ("a", START))
     assert [a.event for a in sampler.advance(START + WARN + 1)] == [Event.TIMEOUT]
-    assert choose(sampler, ("a", START + MINUTE)).advisories == [
-        Advisory(Event.RECOVER, "a", START, START + MINUTE)
-    ]
+    assert choose(sampler, ("a", START + MINUTE)).advisories == [Advisory(Event.RECOVER, "a", START, START + MINUTE)]
     assert choose(sampler, ("a", START + 2 * MINUTE)).advisories == []
 
 

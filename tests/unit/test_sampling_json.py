@@ -112,9 +112,7 @@ TABLE = [
 
 def markdown() -> str:
     """The table as the documentation shows it."""
-    return "\n".join(
-        ["| payload | path | for example | key |", "|---|---|---|---|", *(c.row() for c in TABLE)]
-    )
+    return "\n".join(["| payload | path | for example | key |", "|---|---|---|---|", *(c.row() for c in TABLE)])
 
 
 def read(how: Sampling, *payloads: bytes) -> list[str | None]:

@@ -161,17 +161,10 @@ def test_the_spread_is_a_tenth_and_even(duration: int) -> None:
 
 
 def test_the_spread_is_that_of_every_release_and_process() -> None:
-    ask = (
-        "from egress.sampling.key_table import period_ns;"
-        "print(*[period_ns(k, 3600 * 10**9) for k in ('a', 'é', '')])"
-    )
+    ask = "from egress.sampling.key_table import period_ns;print(*[period_ns(k, 3600 * 10**9) for k in ('a', 'é', '')])"
     found = {
         subprocess.run(
-            [sys.executable, "-c", ask],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
+            [sys.executable, "-c", ask], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
         ).stdout
         for seed in ("1", "2")
     }

@@ -102,9 +102,7 @@ async def test_a_slow_write_holds_nobody_up_and_the_next_one_waits_its_turn(benc
 
 
 @pytest.mark.parametrize("error", [Unavailable("the store is down"), OSError(28, "disk full")])
-async def test_a_failed_write_is_dropped_and_the_next_one_comes_when_it_is_due(
-    bench: Bench, error: Exception
-) -> None:
+async def test_a_failed_write_is_dropped_and_the_next_one_comes_when_it_is_due(bench: Bench, error: Exception) -> None:
     bench.store.fails.append(error)
     bench.hold(10)
     bench.saving.covered(9)

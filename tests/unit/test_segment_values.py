@@ -15,27 +15,10 @@ import pytest
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
 from common.segments.reader import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
-from common.segments.segment import (
-    Footer,
-    Inputs,
-    Ledger,
-    Message,
-    Reason,
-    Tip,
-    decode_subject,
-    message_digest,
-)
+from common.segments.segment import Footer, Inputs, Ledger, Message, Reason, Tip, decode_subject, message_digest
 from common.segments.store import object_metadata
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
-from tests.support.invariants import (
-    Promise,
-    accounts_once,
-    continues,
-    in_order,
-    repeated,
-    rows_balance,
-    same_rows,
-)
+from tests.support.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment
 
 MIB = 2**20
@@ -75,9 +58,7 @@ def test_a_subject_that_is_not_utf8_is_escaped_for_engines_and_kept_raw() -> Non
     assert batch.column("subject_raw").to_pylist() == [b"a.\xff", None]
 
 
-@pytest.mark.parametrize(
-    ("ns", "us"), [(1999, 1), (1000, 1), (999, 0), (0, 0), (-1, -1), (-1000, -1), (-1001, -2)]
-)
+@pytest.mark.parametrize(("ns", "us"), [(1999, 1), (1000, 1), (999, 0), (0, 0), (-1, -1), (-1000, -1), (-1001, -2)])
 def test_microseconds_are_rounded_down(ns: int, us: int) -> None:
     batch = batch_of([message(1, timestamp_ns=ns)])
     assert batch.column("timestamp").cast(pa.int64()).to_pylist() == [us]
@@ -233,11 +214,7 @@ def groups_of(path: Path, rows: list[Message], level: int = 0, batch_rows: int =
 def test_a_row_group_ends_before_the_message_that_would_pass_its_limit(path: Path) -> None:
     rows = [message(n, bytes([n]) * (MIB - 200)) for n in range(1, 71)]
     for batch_rows in (1, 7, 70):
-        assert groups_of(path, rows, batch_rows=batch_rows) == [
-            32 * (MIB - 200),
-            32 * (MIB - 200),
-            6 * (MIB - 200),
-        ]
+        assert groups_of(path, rows, batch_rows=batch_rows) == [32 * (MIB - 200), 32 * (MIB - 200), 6 * (MIB - 200)]
 
 
 def test_a_message_larger_than_a_row_group_stands_alone(path: Path) -> None:
@@ -299,16 +276,7 @@ def test_the_file_is_laid_out_as_other_engines_like_it(path: Path) -> None:
     assert all(c.has_offset_index for c in by_name.values())
     assert file.metadata.row_group(0).sorting_columns == (pq.SortingColumn(0),)
     fields = [file.schema_arrow.field(i) for i in range(len(SCHEMA))]
-    assert [f.metadata[b"PARQUET:field_id"] for f in fields] == [
-        b"1",
-        b"2",
-        b"3",
-        b"4",
-        b"5",
-        b"6",
-        b"7",
-        b"8",
-    ]
+    assert [f.metadata[b"PARQUET:field_id"] for f in fields] == [b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8"]
     assert set(file.metadata.metadata) == {b"floe.segment"}
     assert json.loads(file.metadata.metadata[b"floe.segment"])["site"] == "us-east"
 

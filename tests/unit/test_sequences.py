@@ -6,16 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.sequences import (
-    MAX_SEQUENCE,
-    SequenceRange,
-    choose,
-    cover,
-    extends,
-    holes,
-    is_gapless,
-    until_hole,
-)
+from common.sequences import MAX_SEQUENCE, SequenceRange, choose, cover, extends, holes, is_gapless, until_hole
 
 
 @dataclass(frozen=True)
@@ -78,11 +69,7 @@ def test_extends_allows_overlap_and_gapless_does_not() -> None:
 
 def test_holes_are_named_at_the_start_between_and_at_the_end() -> None:
     covered = [SequenceRange(3, 4), SequenceRange(4, 6), SequenceRange(9, 9)]
-    assert holes(covered, SequenceRange(1, 12)) == [
-        SequenceRange(1, 2),
-        SequenceRange(7, 8),
-        SequenceRange(10, 12),
-    ]
+    assert holes(covered, SequenceRange(1, 12)) == [SequenceRange(1, 2), SequenceRange(7, 8), SequenceRange(10, 12)]
     assert holes(covered, SequenceRange(3, 6)) == []
     assert holes([], SequenceRange(1, 2)) == [SequenceRange(1, 2)]
 

@@ -26,8 +26,7 @@ def problem(make: Any) -> str:
     with pytest.raises(ValidationError) as caught:
         make()
     return "; ".join(
-        ".".join(map(str, error["loc"])) + ": " + error["msg"]
-        for error in caught.value.errors(include_url=False)
+        ".".join(map(str, error["loc"])) + ": " + error["msg"] for error in caught.value.errors(include_url=False)
     )
 
 
@@ -75,9 +74,7 @@ def test_models_given_in_code_are_merged_as_files_are():
 
 
 def test_a_dumped_configuration_reads_back_equal():
-    settings = centre(
-        {"stream": "T", "create": {}, "sources": [{"site": "s", "feed": "f", "subject_prefix": "p"}]}
-    )
+    settings = centre({"stream": "T", "create": {}, "sources": [{"site": "s", "feed": "f", "subject_prefix": "p"}]})
     assert Settings.model_validate(settings.model_dump(by_alias=True)) == settings
 
 
@@ -99,11 +96,7 @@ def test_secrets_stand_in_no_representation():
 def test_the_subjects_of_a_new_stream_are_given_or_follow_from_the_prefixes():
     def subjects(create: Any, *prefixes: str) -> tuple[str, ...]:
         sources = [{"site": f"s{i}", "feed": "f", "subject_prefix": p} for i, p in enumerate(prefixes)]
-        return (
-            centre({"stream": "T", "create": create, "sources": sources})
-            .ingress.targets[0]
-            .subjects_to_create()
-        )
+        return centre({"stream": "T", "create": create, "sources": sources}).ingress.targets[0].subjects_to_create()
 
     assert subjects(None, "") == ()
     assert subjects({"subjects": ["a.>"]}, "") == ("a.>",)
@@ -138,9 +131,7 @@ def target(**keys: Any) -> dict[str, Any]:
             "feeds.2.name: expected a name of its own, found 'A' in feeds.0 and feeds.2",
         ),
         (
-            lambda: site(
-                feeds=[FEED | {"inspect_field": "x", "inspect_header": "y", "inspect_duration": "1h"}]
-            ),
+            lambda: site(feeds=[FEED | {"inspect_field": "x", "inspect_header": "y", "inspect_duration": "1h"}]),
             "inspect_header: expected at most one key to sample by, found inspect_field and inspect_header",
         ),
         (
@@ -148,9 +139,7 @@ def target(**keys: Any) -> dict[str, Any]:
             "inspect_subject_token: expected inspect_duration beside it, found none",
         ),
         (
-            lambda: site(
-                feeds=[FEED | {"inspect_field": "x", "inspect_duration": "1h", "warn_duration": "1h"}]
-            ),
+            lambda: site(feeds=[FEED | {"inspect_field": "x", "inspect_duration": "1h", "warn_duration": "1h"}]),
             "warn_duration: expected less than inspect_duration, found as much or more",
         ),
         (
@@ -186,18 +175,14 @@ def target(**keys: Any) -> dict[str, Any]:
             lambda: centre(
                 target(
                     sources=[
-                        SOURCE
-                        | {"subject_prefix": "p", "subject_transform": {"source": ">", "destination": "x.>"}}
+                        SOURCE | {"subject_prefix": "p", "subject_transform": {"source": ">", "destination": "x.>"}}
                     ]
                 )
             ),
             "subject_transform: expected it without subject_prefix and subject_remove, found both",
         ),
         (lambda: centre(target(sources=[])), "sources: expected at least one entry"),
-        (
-            lambda: centre(target(control_headers=["Nats-Msg-Id"])),
-            "expected a header that ingress does not set itself",
-        ),
+        (lambda: centre(target(control_headers=["Nats-Msg-Id"])), "expected a header that ingress does not set itself"),
         (lambda: centre(target(control_headers=["X-A"])), "expected a header of NATS such as Nats-TTL"),
         (
             lambda: Settings(store=STORE, compaction={"levels": [{"from": 1, "to": 1}]}),
@@ -208,9 +193,7 @@ def target(**keys: Any) -> dict[str, Any]:
             "max_size: expected at least min_size, found less",
         ),
         (
-            lambda: Settings(
-                store=STORE, compaction={"levels": [{"from": 0, "to": 1}, {"from": 0, "to": 2}]}
-            ),
+            lambda: Settings(store=STORE, compaction={"levels": [{"from": 0, "to": 1}, {"from": 0, "to": 2}]}),
             "levels.1.from: expected each level read once, found 0 in levels.0 and levels.1",
         ),
         (
@@ -257,13 +240,7 @@ def test_all_that_does_not_go_together_in_a_section_is_told_at_once():
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "nats://h",
-        "tls://h:4222",
-        "nats://[::1]:4222",
-        "nats://nats.us-east.example.net:4222",
-    ],
+    "url", ["nats://h", "tls://h:4222", "nats://[::1]:4222", "nats://nats.us-east.example.net:4222"]
 )
 def test_nats_urls_have_a_scheme_a_host_and_perhaps_a_port(url: str):
     assert NatsSettings(url=url).url == (url,)
@@ -292,9 +269,7 @@ def test_other_nats_urls_are_refused_with_the_reason(url: Any, why: str):
     assert "hunter2" not in told
 
 
-@pytest.mark.parametrize(
-    "url", ["s3://floe", "s3://my.bucket-1", "file:///var/lib/floe", "file:///with%20space"]
-)
+@pytest.mark.parametrize("url", ["s3://floe", "s3://my.bucket-1", "file:///var/lib/floe", "file:///with%20space"])
 def test_a_store_is_a_bucket_or_a_folder(url: str):
     assert Settings(store={"url": url}).store.url == url
 
@@ -335,9 +310,7 @@ def test_sites_are_short_plain_names(name: str):
     assert Settings(store=STORE, site=name).site == name
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "a/b", "a b", "a" * 64, "a" * 300, ".", "-a", "_a", "é", "🙂", "a\n", "a.b"]
-)
+@pytest.mark.parametrize("name", ["../x", "a/b", "a b", "a" * 64, "a" * 300, ".", "-a", "_a", "é", "🙂", "a\n", "a.b"])
 def test_other_names_are_no_sites(name: str):
     assert "expected 1 to 63 of A-Z a-z 0-9 _ -" in problem(lambda: Settings(store=STORE, site=name))
 

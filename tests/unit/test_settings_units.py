@@ -81,9 +81,7 @@ def test_a_time_is_exact_to_the_nanosecond():
     assert parse_time("1969-12-31T23:59:59.5Z") == -500_000_000
 
 
-@pytest.mark.parametrize(
-    "text", ["2026-01-02T03:04:05", "2026-01-02", "2026-02-30T00:00:00Z", "now", "1700000000"]
-)
+@pytest.mark.parametrize("text", ["2026-01-02T03:04:05", "2026-01-02", "2026-02-30T00:00:00Z", "now", "1700000000"])
 def test_a_time_without_zone_or_off_the_calendar_is_refused(text: str):
     with pytest.raises(ValueError, match="expected a time with its zone such as 2026-01-02T03:04:05Z"):
         parse_time(text)
@@ -103,9 +101,7 @@ def test_an_address_is_host_and_port(text: str, address: tuple[str, int] | None)
     assert parse_listen(text) == address
 
 
-@pytest.mark.parametrize(
-    "text", ["9464", "127.0.0.1", "127.0.0.1:70000", "::1:9464", "a b:1", "host:port", "h:-1"]
-)
+@pytest.mark.parametrize("text", ["9464", "127.0.0.1", "127.0.0.1:70000", "::1:9464", "a b:1", "host:port", "h:-1"])
 def test_other_texts_are_no_addresses(text: str):
     with pytest.raises(ValueError, match=r"expected an address such as 127\.0\.0\.1:9464"):
         parse_listen(text)

@@ -55,9 +55,7 @@ def sieve(sampler: Any = None, *, relay: bool = True, keep: int = 100) -> PreFil
 def test_reasons_are_asked_in_order_and_the_sampler_sees_only_what_the_others_pass() -> None:
     sampler = EveryOther()
     found = sieve(sampler).sift(
-        batch(
-            (1_000, None), (899, hop("here")), (899, None), (1_000, hop("there")), (900, None), (1_000, None)
-        )
+        batch((1_000, None), (899, hop("here")), (899, None), (1_000, hop("there")), (900, None), (1_000, None))
     )
     assert list(found.codes) == [KEPT, LOOPED, TOO_OLD, SAMPLED_OUT, KEPT, SAMPLED_OUT]
     assert sampler.shown == [1, 4, 5, 6]
@@ -182,9 +180,7 @@ def hop_line(site: str) -> bytes:
 
 
 def test_what_a_replay_brought_back_is_archived() -> None:
-    forged = escape(
-        b"NATS/1.0\r\nFloe-Replay: 3f0c9a1be27d4455\r\n\r\n", Provenance("here", "FEED", 0, 0, 7, 1)
-    )
+    forged = escape(b"NATS/1.0\r\nFloe-Replay: 3f0c9a1be27d4455\r\n\r\n", Provenance("here", "FEED", 0, 0, 7, 1))
     elsewhere = replayed("there", hop_line("here"))
     found = sieve().sift(batch((1, replayed("here")), (2, forged), (3, elsewhere), (4, hop("here"))))
     assert list(found.codes or b"") == [KEPT, LOOPED, LOOPED, LOOPED]

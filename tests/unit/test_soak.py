@@ -41,8 +41,6 @@ def test_what_the_runs_import_of_tests_counts_for_their_evidence():
     assert len(names) > 100
     paths, parts = counted(), ("egress/", "ingress/", "compaction/")
     missing = {name for name in names if not name.startswith(parts)}
-    missing = {
-        name for name in missing if name not in paths and not any(name.startswith(f"{p}/") for p in paths)
-    }
+    missing = {name for name in missing if name not in paths and not any(name.startswith(f"{p}/") for p in paths)}
     assert missing == set()
     assert all((ROOT / path).exists() for path in paths)

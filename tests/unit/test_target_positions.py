@@ -52,12 +52,7 @@ def test_positions_are_read_back_as_they_were_written(documents: ChainStore) -> 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"format_version": 2},
-        {"target": "OTHER"},
-        {"positions": {"us-east/NODES/0000/0": -1}},
-        {"positions": {"x": 1}},
-    ],
+    [{"format_version": 2}, {"target": "OTHER"}, {"positions": {"us-east/NODES/0000/0": -1}}, {"positions": {"x": 1}}],
 )
 def test_positions_that_are_not_as_they_must_be_are_never_acted_on(
     documents: ChainStore, change: dict[str, Any]

@@ -51,11 +51,7 @@ sys.stdin.readline()
 
 def owner(kind: str, program: str = OWNER) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", program, kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
+        [sys.executable, "-c", program, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
 
 

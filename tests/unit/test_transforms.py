@@ -42,11 +42,7 @@ def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "destination", "problem"),
     [
-        (
-            "nodes.*",
-            "fleet.$2",
-            r"9:63: .*destination: \$2: expected the number of a \* of the source, source has 1",
-        ),
+        ("nodes.*", "fleet.$2", r"9:63: .*destination: \$2: expected the number of a \* of the source, source has 1"),
         ("nodes.a", "fleet.$1", "source has none"),
         ("nodes.*", "fleet.{{random(3)}}", "expected a function that gives the same each time"),
         ("nodes.*", "fleet.{{wildcard(1}}", "expected one of wildcard, partition, split"),
@@ -58,9 +54,7 @@ def test_a_transform_of_the_configuration_is_applied(tmp_path: Path) -> None:
         ("nodes.*", "fleet.a b", "no spaces and control characters"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(
-    tmp_path: Path, source: str, destination: str, problem: str
-) -> None:
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, source: str, destination: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         loaded(tmp_path, source, destination)
 
@@ -85,25 +79,12 @@ def test_what_the_source_does_not_match_stays() -> None:
 
 tokens = st.sampled_from(["a", "b", "*"])
 functions = st.sampled_from(
-    [
-        "lit",
-        "$1",
-        "{{wildcard(1)}}",
-        "{{partition(3,1)}}",
-        "{{split(1,-)}}",
-        "{{sliceFromLeft(1,2)}}",
-        "{{left(1,1)}}",
-    ]
+    ["lit", "$1", "{{wildcard(1)}}", "{{partition(3,1)}}", "{{split(1,-)}}", "{{sliceFromLeft(1,2)}}", "{{left(1,1)}}"]
 )
 values = st.sampled_from(["a", "b", "x-y", "abcd"])
 
 
-@given(
-    st.lists(tokens, min_size=1, max_size=3),
-    st.lists(functions, min_size=1, max_size=3),
-    st.booleans(),
-    st.data(),
-)
+@given(st.lists(tokens, min_size=1, max_size=3), st.lists(functions, min_size=1, max_size=3), st.booleans(), st.data())
 def test_the_pattern_takes_whatever_is_made(
     source: list[str], destination: list[str], rest: bool, data: st.DataObject
 ) -> None:

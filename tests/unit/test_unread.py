@@ -22,9 +22,7 @@ def archive(tmp_path: Path) -> Archive:
     return Archive(tmp_path)
 
 
-def unread(
-    archive: Archive, first: int, last: int, held: range | list[int], gone: SequenceRange
-) -> SegmentRef:
+def unread(archive: Archive, first: int, last: int, held: range | list[int], gone: SequenceRange) -> SegmentRef:
     """A segment that did not read `gone`, of which it holds `held` nevertheless."""
     missing = last - first + 1 - len(held)
     counts = {Reason.GONE_BEFORE_READ: missing}

@@ -136,10 +136,7 @@ def with_column(name: str, values: Any, kind: pa.DataType, *, nullable: bool = F
 @pytest.mark.parametrize(
     ("table", "cause"),
     [
-        (
-            lambda: table_of(ROWS).drop_columns(["payload"]),
-            "column payload: expected binary not null, found none",
-        ),
+        (lambda: table_of(ROWS).drop_columns(["payload"]), "column payload: expected binary not null, found none"),
         (
             lambda: table_of(ROWS).rename_columns(["seq", *SCHEMA.names[1:]]),
             "column sequence: expected int64 not null, found none",
@@ -392,12 +389,7 @@ def dictionary_bomb(path: Path, column: str, size: int, rows: int) -> Footer:
     table = table_of(found).set_column(SCHEMA.get_field_index(column), field, values)
     footer = footer_of(found, raw_bytes=10**12)
     forge(
-        path,
-        table,
-        footer,
-        use_dictionary=[column],
-        dictionary_pagesize_limit=2 * size,
-        write_statistics=["sequence"],
+        path, table, footer, use_dictionary=[column], dictionary_pagesize_limit=2 * size, write_statistics=["sequence"]
     )
     return footer
 

@@ -88,10 +88,7 @@ def test_ready_means_that_all_are() -> None:
 
 def test_a_worker_that_starts_hangs_or_is_gone_is_not_ready() -> None:
     found = pages(Said(0, 7, 0, 0), Said(1, 0, 2, 0), Said(2, 9, 0, 1234))[0]
-    assert answer(found, "/readyz") == (
-        503,
-        "worker 0: starting\nworker 1: not running\nworker 2: no answer\n",
-    )
+    assert answer(found, "/readyz") == (503, "worker 0: starting\nworker 1: not running\nworker 2: no answer\n")
 
 
 def test_healthy_is_whoever_does_not_hang() -> None:
