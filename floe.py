@@ -1,7 +1,5 @@
 """The command `floe`: names the commands of all parts and loads only the one that is called."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

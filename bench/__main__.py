@@ -1,7 +1,5 @@
 """`python -m bench [--only NAME]`: run the benchmarks, print the table, write `bench/results.json`."""
 
-from __future__ import annotations
-
 import click
 
 from bench.archive import BENCHES as ARCHIVE

@@ -10,8 +10,6 @@ The port of the listings is synthetic: its keys are made when they are asked for
 Floe's own work over the pages of a listing, not a server's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import os

@@ -1,7 +1,5 @@
 """`egress.unsampled`, `egress.sampled.*` and `memory.egress`: a source stream to segments in the store."""
 
-from __future__ import annotations
-
 import time
 
 from bench.harness import Bench, Figure, paired

@@ -1,7 +1,5 @@
 """Paired runs, medians, the table and `bench/results.json`."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Iterable

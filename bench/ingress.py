@@ -1,7 +1,5 @@
 """Segments in the store to messages in the target, and seconds from published at a site to stored there."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Real servers and processes for a measurement."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """`memory.senders.1m`, `pause.snapshot`: a sampler that knows a million senders, in a process of its own."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

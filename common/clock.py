@@ -1,7 +1,5 @@
 """Time and chance, passed as arguments: nothing else in Floe reads a clock (ruff's TID251 holds it)."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

@@ -1,7 +1,5 @@
 """Small JSON documents of one version: typed, and checked before anything acts on them."""
 
-from __future__ import annotations
-
 from typing import Generic, TypeVar
 
 import msgspec

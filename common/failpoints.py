@@ -5,8 +5,6 @@ Enabled only by the environment: `FLOE_FAILPOINTS="egress.after_put=kill,ingress
 calling thread). `@N` acts on the N-th pass only (1 is the first and the default); `@*` acts on every pass.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

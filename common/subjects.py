@@ -1,7 +1,5 @@
 """Which subjects a filter takes, by the rules of NATS."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, zip_longest
 

@@ -15,8 +15,6 @@ refused too; what is taken maps as the server maps it. A subject that the source
 is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

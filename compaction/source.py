@@ -9,8 +9,6 @@ Filters are pushed down only with option `pushdown`: Spark refuses *every* read 
 filters unless `spark.sql.python.filterPushdown.enabled` is on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What `spark.read.format("floe")` is asked for: options as text, and the columns that follow from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

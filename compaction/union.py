@@ -5,8 +5,6 @@ sequence that every open segment has reached are put together, a batch of each a
 must have equal content, else two histories met under one name (a fork) and nothing is written.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any

@@ -9,8 +9,6 @@ A chain may have a million segments. One listing of it is kept as a table, and l
 (`common.segments.table`); what must be known of all of it is added up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ consumer's own number, and that one is the message's place. Whether the server h
 settled by asking the consumer, never by having sent them.
 """
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from bisect import bisect_left, bisect_right

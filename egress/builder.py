@@ -5,8 +5,6 @@ Synchronous, and called for every batch of messages: it only moves lists. What i
 in the middle of a batch leaves it torn: it emits nothing any more, and what it holds is read again.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """`floe egress …`: freezes the streams of a site."""
 
-from __future__ import annotations
-
 import click
 
 from common.open import load_settings

@@ -13,8 +13,6 @@ one consumer for each subject, so there the former is deleted first. Every one h
 instance that wakes up cannot pull from its successor's.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

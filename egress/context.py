@@ -1,7 +1,5 @@
 """The components of egress for a command that ends by itself: what cannot be reached ends it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """From what the builder emits to finished segments in the spool, in the feed's encoder thread."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Gathers what `egress.identity` judges: what the source holds in the places of archived messages."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import replace

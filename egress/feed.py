@@ -5,8 +5,6 @@ what is unreachable is tried again, an instance without the lease stands by, and
 ends the session, which begins again after a pause that grows (`common/clock.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """From one incarnation to the next, together with the other partitions of the feed."""
 
-from __future__ import annotations
-
 from common.chain import Chain
 from common.failpoints import failpoint
 from common.jetstream.api import StreamInfo

@@ -4,8 +4,6 @@ Who does is elected by a lease. A paused leader finds its lease unusable the mom
 turn are rare; none is sent again because its acknowledgement was lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -18,8 +18,6 @@ the archive. Nothing here waits or asks; `egress.evidence` gathers, and asks aga
 consequences.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, replace
 from enum import StrEnum

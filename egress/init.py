@@ -1,7 +1,5 @@
 """`floe egress init`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

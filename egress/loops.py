@@ -9,8 +9,6 @@ Which messages claim to have come round says the header alone: a sampler is neve
 of the question, and so chooses the same when the stream is read again (I8).
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The metrics of egress."""
 
-from __future__ import annotations
-
 from common.leasing import HAND_OVERS
 from common.segments.segment import Reason
 from common.service.metrics import counter, gauge, histogram

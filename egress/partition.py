@@ -1,7 +1,5 @@
 """One partition of one feed: what a lease is for, what one worker freezes; commands to paste about it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Sequence

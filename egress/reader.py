@@ -10,8 +10,6 @@ gone, no heartbeat, a reconnect. Its owner then asks whether the stream is still
 reader. An error while messages are handed over ends it too: what did not arrive counts as not received.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from bisect import bisect_left

@@ -10,8 +10,6 @@ Every step may be done again: a crash before `stream.json` leaves the old incarn
 behind it what the next run, or the next start of egress, completes.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a feed tells about itself: metrics, readiness and the status page."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a stopped partition looks like to an operator: verdict, evidence, bounds, choices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes the components of egress from the settings, and runs them."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

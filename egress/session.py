@@ -8,8 +8,6 @@ whatever ends the session is noted, each loop finishes its step and returns. So 
 is whole, and can still be put into the history that it came from.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Coroutine

@@ -1,7 +1,5 @@
 """Puts finished segments, strictly one after the other, each only if it still may be put."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

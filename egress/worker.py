@@ -6,8 +6,6 @@ judged: the same, then it is thrown away and read again; another one or gone, th
 that it came from, before that history is closed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any

@@ -6,8 +6,6 @@ that setting. Beside them: the same message id far apart, sequences deleted afte
 subjects over and over, so that a limit per subject leaves holes.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The fleet emulator: publishes into a stream what a fleet publishes, and checks what was stored."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing

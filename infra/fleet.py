@@ -10,8 +10,6 @@ Facts are read from /proc, /sys, /etc and the package database. What a system do
 empty section), never invented. Command lines and environments are not read: they may hold secrets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

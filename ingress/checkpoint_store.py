@@ -2,8 +2,6 @@
 this version wrote stops the target, and only an operator overwrites it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

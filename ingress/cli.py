@@ -1,7 +1,5 @@
 """The commands of ingress."""
 
-from __future__ import annotations
-
 import click
 
 from common.service.cli import config_option, json_option, run_command

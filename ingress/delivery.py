@@ -8,8 +8,6 @@ store the intent → publish its rows → (unclear: read the target) → all sto
 A crash anywhere leaves the checkpoint, or an open intent that whoever comes next finishes as it stands.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Protocol

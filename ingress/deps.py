@@ -1,7 +1,5 @@
 """What all targets of a process share, and what no user tunes."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 

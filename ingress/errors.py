@@ -1,7 +1,5 @@
 """What becomes of a target after an error, and the commands to paste about a chain or a hole; pure."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """What ingress counts."""
 
-from __future__ import annotations
-
 from common.leasing import HAND_OVERS
 from common.service.metrics import counter, gauge, histogram
 from ingress.checkpoint import Intent

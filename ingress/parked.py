@@ -4,8 +4,6 @@ Ingress may put and read under `_floe/ingress/{target}/` and deletes nothing; an
 message writes there with credentials of their own.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -2,8 +2,6 @@
 it take.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Beside carrying: looks whether an operator asks for parked messages, and tries them again."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar

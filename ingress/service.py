@@ -1,7 +1,5 @@
 """The ingress service: all targets of a configuration, each for itself; what they share; the drain."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from functools import partial

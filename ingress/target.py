@@ -1,7 +1,5 @@
 """Carrying into one target under one lease: what it is made of, and how it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams and consumers as the JetStream API describes them. All reads go to the leader."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import re

@@ -1,7 +1,5 @@
 """The two buckets of a service: its state, and the leases that its instances share."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial

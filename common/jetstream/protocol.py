@@ -6,8 +6,6 @@ any bytes that a subject may carry (the public client's parser takes `\\s` for a
 not UTF-8).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads a stream from a time or a sequence on, through an ephemeral consumer, a bounded piece at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

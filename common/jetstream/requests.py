@@ -1,7 +1,5 @@
 """Requests over one connection, and what an answer of the JetStream API means."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from asyncio import Future

@@ -1,7 +1,5 @@
 """YAML with comments, and where each of its values came from."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the way from it (a source of a target) are apart, so one feed may serve several 
 partitions of one stream become partitions of one feed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A configuration of stream-replicator as it is written: its keys, durations, URLs and credentials."""
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """The import: a plan as configuration files, one for each site and centre, checked as Floe reads them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

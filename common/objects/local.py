@@ -4,8 +4,6 @@ Files that somebody copies into the tree are objects too; that is how a bucket i
 adds stands in one hidden folder, and a tree without it is complete but for the objects' metadata.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """From the settings of the store to the store."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from contextlib import suppress

@@ -4,8 +4,6 @@ Services call it in threads (`common.service.process`); Spark tasks call it dire
 (`tests/contract/test_objects.py`) runs over every implementation.
 """
 
-from __future__ import annotations
-
 import base64
 import builtins
 import hashlib

@@ -1,7 +1,5 @@
 """A queue of Amazon SQS, as far as listening to notifications needs it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

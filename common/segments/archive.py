@@ -1,7 +1,5 @@
 """A chain read as its archive: over all levels, each row once, around what is damaged."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass

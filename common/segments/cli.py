@@ -1,7 +1,5 @@
 """`floe segments ls | info | cat`: look into the archive, changing nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@
 78 configuration; 130 interrupted, 141 nobody reads the output any more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

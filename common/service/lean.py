@@ -1,7 +1,5 @@
 """Keeps out of a service what it never uses."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ the same road, at warning and above whatever the level of Floe: below it botocor
 Payloads, headers and secrets are never logged.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

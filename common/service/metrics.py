@@ -5,8 +5,6 @@ level, op, result); never a subject, a sender or a segment, which would grow wit
 seconds and bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import platform
 import tomllib

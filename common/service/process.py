@@ -4,8 +4,6 @@ The first SIGTERM or SIGINT asks the service to drain, the second ends the proce
 nothing: it calls what `hangups` holds, such as reading secrets again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

@@ -1,7 +1,5 @@
 """What the models say of themselves: sections, keys, defaults; for messages and the documentation."""
 
-from __future__ import annotations
-
 import json
 import re
 import types

@@ -1,7 +1,5 @@
 """Egress: which streams are frozen, and how."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal

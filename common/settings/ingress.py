@@ -1,7 +1,5 @@
 """Ingress: which chains melt into which streams."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal

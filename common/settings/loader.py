@@ -1,7 +1,5 @@
 """Reads configuration files: all problems at once, each with its place, never a secret in a message."""
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import os

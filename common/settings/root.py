@@ -1,7 +1,5 @@
 """The whole configuration: store, compaction, log, and what is agreed but not built yet."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal

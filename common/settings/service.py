@@ -1,7 +1,5 @@
 """What egress and ingress have in common as services: starts, the connection to NATS, leases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Advisories as stream-replicator publishes them: JSON, id, subject, message; and loops they make."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ What is doubtful may have been sent already: by a process that ended, or by this
 It is not sent before the stream was asked, and neither is what follows it for the same value.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Sends the advisories of one chain: reliably, until a stream has stored them, or plainly, once."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import deque

@@ -1,7 +1,5 @@
 """`floe state`: what the samplers of a site know, as of their last snapshots."""
 
-from __future__ import annotations
-
 import json
 import re
 from array import array

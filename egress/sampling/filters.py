@@ -5,8 +5,6 @@ the next one: a message that is too old never touches the sampler. Nor does one 
 (`egress.loops`): it passes, and is compared before it is written.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ asked for. Where that is not enough (a list on the way, two things under one nam
 same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ goes by. What they cannot say is when a value was seen and left out; so every va
 nobody is told of a silence that may be none.
 """
 
-from __future__ import annotations
-
 import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence

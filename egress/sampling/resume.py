@@ -9,8 +9,6 @@ What was not taken from a snapshot is stored as one before anything is read, so 
 goes on from the very same state.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

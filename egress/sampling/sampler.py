@@ -5,8 +5,6 @@ whether and when a silent key is forgotten changes no choice: a key that was sil
 as unknown as one never seen, and it is forgotten only once the messages have come that far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat

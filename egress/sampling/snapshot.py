@@ -4,8 +4,6 @@ The file holds a head, then keys with their columns, then advisories, as msgpack
 a bucket: memory grows with what was read and checked, never with what is only declared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import sys

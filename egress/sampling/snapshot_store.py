@@ -5,8 +5,6 @@ instance writes harms nobody. Whoever can write to the bucket can write here: wh
 against its name, and used only if it says of itself what its key says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import builtins
 import hashlib

@@ -4,8 +4,6 @@ Begun from what `resume` found. The session owns the loops (`side`), asks for ro
 at a clean end lets the last snapshot be written.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The pages of the parent's monitor: what its workers say, together."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A worker process: as its parent sees it, its own side, and the line between the two."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

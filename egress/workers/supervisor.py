@@ -1,7 +1,5 @@
 """The workers of one parent: started, started again where one ends unexpectedly, ended together."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

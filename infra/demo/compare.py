@@ -1,7 +1,5 @@
 """The demo's last step: every chain read in three places, by Floe's own code and by Spark, and compared."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the demo publishes: a fleet at each site, and bursts of awkward messages beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the demo shows: numbered steps, with a moving line on a terminal and plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

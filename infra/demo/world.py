@@ -1,7 +1,5 @@
 """The demo's small world: two sites, a bucket and a centre, all on loopback in one temporary folder."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -6,8 +6,6 @@ small guard process holds the reading end of a pipe: the kernel closes the writi
 and the guard then kills what was tethered and still runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """One chain on its way into a target, and all of them."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -2,8 +2,6 @@
 what becomes of its holes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet

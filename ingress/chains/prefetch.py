@@ -2,8 +2,6 @@
 budget.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Protocol

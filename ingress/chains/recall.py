@@ -2,8 +2,6 @@
 gone.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 from common.chain import Chain

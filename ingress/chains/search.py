@@ -8,8 +8,6 @@ again above a hole. `SearchState` finds it, a page a look; and before anything i
 looks at everything.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ life of egress once a minute. Whatever a notification says, what is carried is w
 repeated, forged or late one costs a look or a poll.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 

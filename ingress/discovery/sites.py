@@ -6,8 +6,6 @@ age. A store that does not answer makes nobody silent: nobody could put anything
 does not count.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Carries an operator's correction out: look, plan, show, ask, look again, compare and set."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -5,8 +5,6 @@ Every correction drops the open intent, if there is one: its rows that stand in 
 positions, the others are carried again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate

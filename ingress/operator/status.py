@@ -1,7 +1,5 @@
 """What `floe status` and `checkpoint ls` show: where each chain stands, by state, target and archive."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress

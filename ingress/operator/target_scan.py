@@ -1,7 +1,5 @@
 """Reads what a target holds, headers only: which chains' messages stand there, and how many it let go."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Publisher `atomic`: atomic batches, one in flight."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from common.errors import Unavailable

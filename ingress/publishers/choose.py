@@ -1,7 +1,5 @@
 """Which publisher a target gets, and why not a better one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

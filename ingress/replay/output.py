@@ -1,7 +1,5 @@
 """A plan and its end, for people and for programs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

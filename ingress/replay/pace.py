@@ -1,7 +1,5 @@
 """How fast a replay goes: pure deciders over a monotonic clock."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence

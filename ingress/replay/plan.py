@@ -1,7 +1,5 @@
 """What a replay will read: pure values over coverage, footers and holes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@ survey → checks → target made → receipt stored → carried by intents → 
 A crash anywhere leaves nothing, or a receipt with which the same command goes on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager

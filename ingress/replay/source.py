@@ -1,7 +1,5 @@
 """Rows for a replay, decoded ahead of whoever publishes them: the planned ranges, in order, and their end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ Nothing is written. Of segments only footers are read, and the sequences of what
 taken anew where compaction removes what one named.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The stream that is replayed into: whether it may be, and how it is made where it was lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

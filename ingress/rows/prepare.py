@@ -6,8 +6,6 @@ Everything that the target would refuse for good is found here, before an intent
 never replaced, so one bad row in it would stop every chain of the target.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows that are checked and ready for the wire ahead of who publishes, within a byte budget."""
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 from collections import deque

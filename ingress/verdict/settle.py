@@ -2,8 +2,6 @@
 itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
