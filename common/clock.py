@@ -77,32 +77,6 @@ class SystemClock:
         time.sleep(seconds)
 
 
-class ManualClock:
-    """A clock that moves only when `advance` is called or somebody sleeps on it; for tests."""
-
-    def __init__(self, now: float = 1_700_000_000.0) -> None:
-        self._now = now
-        self._monotonic = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def monotonic(self) -> float:
-        return self._monotonic
-
-    async def sleep(self, seconds: float) -> None:
-        self.advance(seconds)
-        await asyncio.sleep(0)
-
-    def pause(self, seconds: float) -> None:
-        self.advance(seconds)
-
-    def advance(self, seconds: float) -> None:
-        """Move both clocks forward by `seconds`."""
-        self._now += seconds
-        self._monotonic += seconds
-
-
 DELAYS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)  # seconds
 
 

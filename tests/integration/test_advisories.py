@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import Unavailable
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import build_block
@@ -21,6 +20,7 @@ from egress.advisories.outbox import HIGH_WATER, ids_stored
 from infra.local.nats import NatsServer
 from tests.support.advisories import SECOND, World, connected, new, news, now_ns, running
 from tests.support.basics import soon
+from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 
 HOUR = 3600 * SECOND

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, Refused, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
@@ -27,6 +26,7 @@ from ingress.chains.starts import Starts
 from tests.integration.test_chain_starts import moment
 from tests.integration.test_chain_turns import Centre
 from tests.support.basics import PATIENCE, counted, soon
+from tests.support.clock import ManualClock
 from tests.support.ingress import CHAIN, PREFIX, Archive, rows_of
 from tests.support.stores import FaultyStore, raising
 

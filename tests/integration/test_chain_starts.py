@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import DataError
 from common.settings.service import StartSettings
 from ingress.chains.starts import Beginning, Start, Starts
 from tests.support.basics import soon
+from tests.support.clock import ManualClock
 from tests.support.ingress import CHAIN, Archive, Centre, check_exact, client_of, count_in, rows_of
 from tests.support.segments import START_NS
 

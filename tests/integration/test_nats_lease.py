@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.clock import ManualClock, SystemClock
+from common.clock import SystemClock
 from common.errors import OutcomeUnknown, Unavailable
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.kv import KeyValue
@@ -23,6 +23,7 @@ from common.settings.service import NatsSettings
 from infra.local.nats import NatsServer
 from infra.local.process import spawn
 from tests.support.basics import PATIENCE, seeded, soon, unique
+from tests.support.clock import ManualClock
 from tests.support.proxies import TcpProxy
 
 TTL = 1.2  # seconds

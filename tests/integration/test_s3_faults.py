@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import ConfigError, FloeError, OutcomeUnknown, Refused, Unavailable
 from common.objects.s3 import S3Objects, S3Options
 from common.settings.loader import read_secret
@@ -20,6 +19,7 @@ from common.settings.types import FileSecret, read_all_again
 from infra.local.process import free_port
 from infra.local.seaweedfs import SeaweedFS
 from tests.support.basics import SharedS3
+from tests.support.clock import ManualClock
 from tests.support.proxies import (
     Answer,
     Exchange,

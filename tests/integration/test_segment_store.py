@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused, SegmentCorrupt, Unavailable
 from common.objects.local import LocalObjects
 from common.objects.port import ChecksumMismatch, ObjectStore
@@ -28,6 +27,7 @@ from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentGone, SegmentStore
 from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
+from tests.support.clock import ManualClock
 from tests.support.segments import CHAIN, batch_of, footer_of, message, read_all
 from tests.support.stores import FaultyStore, answering, raising
 

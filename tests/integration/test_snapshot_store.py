@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import DataError, OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ChecksumMismatch, ObjectStore
 from common.objects.s3 import S3Objects, S3Options
@@ -19,6 +18,7 @@ from egress.advisories.advisory import Advisory, Event
 from egress.sampling.sampler import Sampler
 from egress.sampling.snapshot import Snapshot, encode
 from tests.support.basics import SharedS3
+from tests.support.clock import ManualClock
 from tests.support.proxies import Fault, FaultProxy, flip_bit, html, refuse, say
 from tests.support.sampling import CHAIN, SampledArchive, facts, fold, sent
 from tests.support.stores import FaultyStore, answering, raising

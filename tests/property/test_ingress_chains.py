@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import SegmentCorrupt
 from common.objects.port import ObjectInfo
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
@@ -33,6 +32,7 @@ from ingress.checkpoint import Gap, IntentPiece, advanced
 from ingress.rows.prepare import Accepting, TargetLimits
 from ingress.rows.rows import Block
 from tests.support.basics import seeded
+from tests.support.clock import ManualClock
 
 CHAIN = Chain("us-east", "NODES")
 LATER = CHAIN.next_incarnation()

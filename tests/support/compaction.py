@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from common import failpoints
 from common.chain import Chain
-from common.clock import ManualClock
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.segments.keys import Layout, SegmentName
@@ -30,6 +29,7 @@ from compaction.plan import Output, Planner
 from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection
 from compaction.tombstones import StoredTombstone, TombstoneIndex
 from tests.support.basics import PATIENCE, eventually
+from tests.support.clock import ManualClock
 
 CHAIN = Chain("us-east", "NODES")
 

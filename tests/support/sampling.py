@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
 from common.segments.columns import Columns, raw_size, record_batch
@@ -28,6 +27,7 @@ from egress.sampling.sampler import Sampler
 from egress.sampling.settings import Sampling
 from egress.sampling.snapshot import Snapshot
 from egress.sampling.snapshot_store import SnapshotRef, Snapshots
+from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000
 START_NS = 1_700_000_000 * SECOND

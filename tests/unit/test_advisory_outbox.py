@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import FloeError, OutcomeUnknown, Unavailable
 from common.jetstream.requests import ApiError
 from egress.advisories.advisory import Advisory, Event
 from egress.advisories.outbox import HIGH_WATER, LIMIT, WAVE, Outbox, SendResult, is_late, judge_ack
 from tests.support.basics import seeded
+from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000
 HOUR = 3600 * SECOND

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from common.clock import Clock, ManualClock, SystemClock
+from common.clock import Clock, SystemClock
 from common.tasks import first_of, wait_for
+from tests.support.clock import ManualClock
 
 
 def test_the_hosts_clock_tells_the_time_and_never_goes_back():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused
 from common.jetstream.api import ConsumerInfo
 from common.sequences import SequenceRange
@@ -15,6 +14,7 @@ from egress import acks as acknowledging
 from egress.acks import Acknowledging, ReaderResetError, archived, is_settled
 from egress.memory import MemoryBudget
 from egress.partition import Position
+from tests.support.clock import ManualClock
 
 SHORT = b"$JS.ACK.S.C.1.%d.%d.1700000000000000000.9"
 LONG = b"$JS.ACK.hub.ACCHASH.S.C.1.%d.%d.1700000000000000000.9.x7"

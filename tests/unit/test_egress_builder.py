@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.clock import ManualClock
 from common.segments.columns import Columns
 from common.segments.segment import Reason
 from common.sequences import SequenceRange, is_gapless
@@ -28,6 +27,7 @@ from egress.builder import (
     unread,
 )
 from egress.memory import MemoryAccount, MemoryBudget
+from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.service.metrics import REGISTRY
 from common.service.monitor import Health
 from egress.report import FeedReport, log
 from egress.watchdog import Liveness, ProgressCheck, Rise, SessionStanding, StreamLimits, left_by_age, left_by_size
 from tests.support.basics import unique
+from tests.support.clock import ManualClock
 
 SECOND = 10**9
 HALF = SessionStanding(count=50, received=50, archived=50, source=100)

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.clock import DELAYS, Backoff, ManualClock
+from common.clock import DELAYS, Backoff
 from common.errors import Unavailable
 from common.tasks import Stop, end, unless
 from egress.deps import Confirming
 from egress.evidence import confirm
 from egress.memory import LARGEST_WINDOW, MemoryBudget
+from tests.support.clock import ManualClock
 
 
 def answers(*values: str) -> Callable[[], Awaitable[str]]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock, SystemClock
+from common.clock import SystemClock
 from common.errors import AnotherWriter, Stopped
 from common.segments.keys import SegmentName
 from common.sequences import SequenceRange
@@ -27,6 +27,7 @@ from ingress.rows.rows import Block, PreparedBatch, Rows
 from ingress.target import TargetSupervisor
 from ingress.verdict.verdict import Sending, Settled
 from tests.support.basics import PATIENCE
+from tests.support.clock import ManualClock
 
 CHAIN, OTHER = Chain("us-east", "NODES"), Chain("eu-west", "NODES")
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import OutcomeUnknown, Refused, Unavailable
 from common.objects.port import ObjectInfo
 from common.segments.documents import AcceptedGap, accepted_part
@@ -15,6 +14,7 @@ from common.segments.keys import Layout
 from common.sequences import SequenceRange
 from ingress.chains.plan import ChainPlan, GapAction, GapPolicy, Phase, decide
 from ingress.chains.search import StoreClock
+from tests.support.clock import ManualClock
 
 HALT, SKIP = GapPolicy(100.0), GapPolicy(100.0, skip=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.clock import ManualClock
 from common.segments.columns import Columns
 from common.sequences import SequenceRange
 from egress.advisories.advisory import Advisory, Event
@@ -12,6 +11,7 @@ from egress.builder import Builder, Close, Emitted, Piece, SegmentLimits
 from egress.memory import MemoryBudget
 from egress.sampling.filters import PreFilter, SampledStretch, SamplingStage, Tracking
 from egress.sampling.sampler import SampledBatch
+from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000
 

@@ -16,12 +16,12 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from common.clock import ManualClock
 from common.errors import ConfigError, Unavailable
 from common.service import monitor as monitor_http
 from common.service.monitor import Health, Monitor, Pages
 from common.tasks import unexpected
 from tests.support.basics import PATIENCE, counted, eventually
+from tests.support.clock import ManualClock
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import UsageError
 from common.sequences import SequenceRange
 from common.tasks import Stop
@@ -15,6 +14,7 @@ from ingress.replay.output import progress_line, standing
 from ingress.replay.pace import Both, ByteRate, MessageRate, Pace, Speed, pace_of
 from ingress.replay.plan import ChainRange, asked_range, stretches_of
 from ingress.replay.request import Request
+from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import Unavailable
 from common.service.process import Threads
 from egress.report import SamplingReport
 from egress.sampling.snapshot_store import Saving
 from tests.support.basics import PATIENCE, soon
+from tests.support.clock import ManualClock
 
 CHAIN = Chain("site", "UNIT_SAVING")
 

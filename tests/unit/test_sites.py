@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.chain import Chain
-from common.clock import ManualClock, SystemClock
+from common.clock import SystemClock
 from common.errors import Unavailable
 from common.objects.local import LocalObjects
 from common.segments.alive import Alive, ChainSign
@@ -21,6 +21,7 @@ from common.tasks import Stop
 from egress.heartbeats import SignOfLife
 from ingress.discovery.sites import Sites
 from tests.support.basics import soon
+from tests.support.clock import ManualClock
 from tests.support.stores import FaultyStore
 
 CHAIN = Chain("us-east", "NODES")

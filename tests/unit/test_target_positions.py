@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 import floe
 from common.chain import Chain
-from common.clock import ManualClock
 from common.errors import DataError, Refused
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainStore, TargetPositions
@@ -20,6 +19,7 @@ from common.segments.keys import Layout
 from common.service.metrics import REGISTRY
 from common.service.process import Threads
 from ingress.report import PositionsReport
+from tests.support.clock import ManualClock
 
 A, B = Chain("us-east", "NODES"), Chain("eu-west", "NODES", 1, 2)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import Stopped, Unavailable, Unforeseen
 from common.service.cli import run_async
 from common.tasks import (
@@ -27,6 +26,7 @@ from common.tasks import (
     within,
 )
 from tests.support.basics import PATIENCE, counted
+from tests.support.clock import ManualClock
 
 
 async def swallows(times: int, ended: Stop) -> None:

@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.clock import ManualClock
 from common.errors import UsageError
 from common.service.monitor import MAX_BEAT_AGE, Health
 from egress.workers.pages import Said, WorkerPages, labelled, merged
 from egress.workers.process import WorkerPlace, WorkerProcess, exit_code, worst
+from tests.support.clock import ManualClock
 
 
 def page(count: float, awkward: str = "a") -> str:

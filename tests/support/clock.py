@@ -1,0 +1,31 @@
+"""A clock that a test moves."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class ManualClock:
+    """A clock that moves only when `advance` is called or somebody sleeps on it."""
+
+    def __init__(self, now: float = 1_700_000_000.0) -> None:
+        self._now = now
+        self._monotonic = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def monotonic(self) -> float:
+        return self._monotonic
+
+    async def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+        await asyncio.sleep(0)
+
+    def pause(self, seconds: float) -> None:
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Move both clocks forward by `seconds`."""
+        self._now += seconds
+        self._monotonic += seconds
