@@ -11,8 +11,7 @@ FloeError
 ├── Stopped               1  a verdict that needs an operator; names the choices
 ├── Unforeseen            1  a defect, or no memory: what it ended begins again (`common/clock.py`)
 └── DataError             3  the data is not what it must be
-    ├── SegmentCorrupt    3
-    └── CoverageGap       3
+    └── SegmentCorrupt    3
 """
 
 from __future__ import annotations
@@ -143,9 +142,3 @@ class SegmentCorrupt(DataError):
     """A segment's bytes, schema, footer or rows are wrong; it is left out of covers and reported."""
 
     default_code = "E-SEG-CORRUPT"
-
-
-class CoverageGap(DataError):
-    """Sequences that no segment covers."""
-
-    default_code = "E-GAP"

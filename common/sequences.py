@@ -80,16 +80,6 @@ def extends(coverage: SequenceRange, position: int) -> bool:
     return position in coverage
 
 
-def is_gapless(ranges: Iterable[SequenceRange]) -> bool:
-    """Whether each range, in the order given, begins exactly where the one before ends. For verification."""
-    previous = None
-    for current in ranges:
-        if previous is not None and not current.follows(previous):
-            return False
-        previous = current
-    return True
-
-
 def holes(ranges: Iterable[SequenceRange], within: SequenceRange) -> list[SequenceRange]:
     """The parts of `within` that no range accounts for, ascending; empty if all is covered."""
     found, position = [], within.first

@@ -15,7 +15,7 @@ from common.clock import Clock
 from common.errors import OutcomeUnknown
 from common.jetstream.api import ConsumerInfo, consumer_info
 from common.jetstream.client import FloeClient
-from common.jetstream.protocol import places
+from common.jetstream.protocol import layout
 from common.sequences import SequenceRange, holes
 from egress.memory import MemoryAccount
 from egress.partition import Position
@@ -191,5 +191,5 @@ def _some(first: int, last: int) -> Iterator[range]:
 
 def _ends(reply: bytes) -> tuple[bytes, bytes]:
     """What stands before the sequence, and behind the consumer's number, in all replies of a consumer."""
-    layout, words = places(reply), reply.split(b".")
-    return b".".join(words[: layout.sequence]) + b".", b"." + b".".join(words[layout.timestamp :])
+    begin, words = layout(reply)[1], reply.split(b".")
+    return b".".join(words[: begin + 3]) + b".", b"." + b".".join(words[begin + 5 :])

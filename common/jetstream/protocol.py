@@ -10,7 +10,6 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from operator import lt
-from typing import NamedTuple
 
 # Called synchronously with subject, reply (b"" if none), payload and raw header block (None if none). What it
 # raises is its owner's affair, never the connection's.
@@ -146,46 +145,18 @@ class FrameParser:
 _ACK = (b"$JS", b"ACK")
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """At which words of a reply its values stand: the layout with or without a domain (ADR-15)."""
-
-    words: int
-    consumer: int
-    sequence: int
-    consumer_sequence: int
-    timestamp: int
-
-
-def places(reply: bytes) -> Places:
-    """The layout of `reply`, the same for all messages of one consumer.
+def layout(reply: bytes) -> tuple[int, int]:
+    """How many words the replies of one consumer have, and where in them stream, consumer, deliveries, sequence,
+    consumer sequence, timestamp and what is pending begin: the layout with or without a domain (ADR-15).
 
     Raises ValueError for what is no such reply.
     """
     words = reply.split(b".")
     if tuple(words[:2]) == _ACK and len(words) == 9:
-        return Places(9, 3, 5, 6, 7)
+        return 9, 2
     if tuple(words[:2]) == _ACK and len(words) >= 11:
-        return Places(len(words), 5, 7, 8, 9)
+        return len(words), 4
     raise ValueError(f"reply {reply!r:.200}: expected $JS.ACK with 9, or 11 and more, words")
-
-
-class AckReply(NamedTuple):
-    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
-
-    stream: str
-    consumer: str
-    stream_sequence: int
-    consumer_sequence: int
-    timestamp_ns: int
-    pending: int
-
-
-def parse_ack(reply: bytes) -> AckReply:
-    """All that one reply says. Raises ValueError."""
-    layout, words = places(reply), reply.split(b".")
-    stream, consumer = (each.decode("utf-8", "backslashreplace") for each in words[layout.consumer - 1 :][:2])
-    return AckReply(stream, consumer, *map(int, words[layout.sequence : layout.sequence + 4]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +174,14 @@ def parse_acks(replies: Sequence[bytes], consumer: bytes, expected: int) -> Acks
 
     All at once, because it runs for every message. Raises ValueError for a reply of another form or consumer.
     """
-    count, layout = len(replies), places(replies[0])
+    count, (step, begin) = len(replies), layout(replies[0])
     # A stream's and a consumer's name hold no dot, so the words of all replies can be split in one go.
     words = b".".join(replies).split(b".")
-    step = layout.words
-    if len(words) != step * count or words[layout.consumer :: step].count(consumer) != count:
+    if len(words) != step * count or words[begin + 1 :: step].count(consumer) != count:
         raise ValueError(f"replies such as {replies[0]!r:.200}: expected all of consumer {consumer.decode()}")
-    sequences = list(map(int, words[layout.sequence :: step]))
-    numbers = list(map(int, words[layout.consumer_sequence :: step]))
-    timestamps = list(map(int, words[layout.timestamp :: step]))
+    sequences = list(map(int, words[begin + 3 :: step]))
+    numbers = list(map(int, words[begin + 4 :: step]))
+    timestamps = list(map(int, words[begin + 5 :: step]))
     if not all(map(lt, sequences, sequences[1:])):
         raise ValueError(f"sequences {sequences[0]}..{sequences[-1]}: expected them to ascend")
     return Acks(sequences, timestamps, _contiguous(numbers, expected))

@@ -151,10 +151,6 @@ class Health:
             self._not_ready.pop(part, None)
             self._status.pop(part, None)
 
-    def is_ready(self) -> bool:
-        """Whether every part that has reported is ready, and at least one has."""
-        return not self.problems()
-
     def problems(self) -> list[str]:
         """`part: why` for each part that is not ready, by name; empty when all are."""
         with self._lock:

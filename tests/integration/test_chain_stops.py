@@ -55,7 +55,7 @@ def lane(health: Health, centre: Centre, chain: Chain = CHAIN) -> dict[str, Any]
 async def stopped(health: Health, centre: Centre, code: str, chain: Chain = CHAIN) -> dict[str, Any]:
     """What /status says of the chain once it has stopped with `code`; the target stays ready."""
     await soon(lambda: lane(health, centre, chain).get("code") == code, 15)
-    assert health.is_ready()
+    assert not health.problems()
     return lane(health, centre, chain)
 
 

@@ -199,7 +199,7 @@ async def test_whatever_fails_in_egress_begins_again(bench: Bench, monkeypatch: 
             await soon(lambda: count(part) >= before + len(thrown))  # noqa: B023
             for stream in (whole, queue):
                 await bench.archived_to(stream, sent)
-        await soon(lambda: running.health.is_ready())
+        await soon(lambda: not running.health.problems())
         await soon(lambda: _is_empty(bench, queue))
     for stream in (whole, queue):
         assert payloads(bench, stream) == [b"%d" % n for n in range(sent)]
@@ -263,7 +263,7 @@ async def test_whatever_fails_beside_a_sampled_feed_ends_its_session(
             await soon(sent_and_thrown, every=0.3)
             await soon(lambda: count(part) > before)  # noqa: B023
             await bench.archived_to(stream, await bench.last(stream))
-        await soon(lambda: running.health.is_ready())
+        await soon(lambda: not running.health.problems())
         last = await bench.last(stream)
         await soon(lambda: _holds(bench, advisories, last))
     assert [message.sequence for message in bench.messages(stream)] == list(range(1, last + 1))

@@ -12,9 +12,9 @@ from common.errors import FloeError
 from common.jetstream.api import create_consumer
 from common.jetstream.client import FloeClient, frame
 from common.jetstream.headers import restore
-from common.jetstream.protocol import parse_ack
 from common.jetstream.requests import ApiError
 from infra.oracle import Trace, fingerprint
+from tests.support.basics import parse_ack
 
 BATCH = 500
 PULL = json.dumps({"batch": BATCH, "expires": 10**9}).encode()

@@ -7,12 +7,15 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
+
+from common.jetstream.protocol import layout
+from common.sequences import SequenceRange
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
@@ -128,3 +131,30 @@ def problem_of(command: str) -> str:
 def problems_of(hint: str) -> list[str]:
     """What is wrong with the commands of a hint."""
     return [problem for command in commands_of(hint) if (problem := problem_of(command))]
+
+
+class AckReply(NamedTuple):
+    """What the reply subject of a delivered message says of it (`$JS.ACK…`)."""
+
+    stream: str
+    consumer: str
+    stream_sequence: int
+    consumer_sequence: int
+    timestamp_ns: int
+    pending: int
+
+
+def parse_ack(reply: bytes) -> AckReply:
+    """All that one reply says. Raises ValueError."""
+    words = reply.split(b".")[layout(reply)[1] :]
+    return AckReply(words[0].decode(), words[1].decode(), *map(int, words[3:7]))
+
+
+def is_gapless(ranges: Iterable[SequenceRange]) -> bool:
+    """Whether each range, in the order given, begins exactly where the one before ends. For verification."""
+    previous = None
+    for current in ranges:
+        if previous is not None and not current.follows(previous):
+            return False
+        previous = current
+    return True

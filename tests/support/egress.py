@@ -21,7 +21,7 @@ from common.segments.documents import ChainStore
 from common.segments.keys import Layout
 from common.segments.segment import Footer, Ledger, Message, SegmentRef
 from common.segments.store import SegmentStore
-from common.sequences import SequenceRange, cover, is_gapless
+from common.sequences import SequenceRange, cover
 from common.service.monitor import Health
 from common.settings.root import Settings, StoreSettings
 from common.tasks import Stop
@@ -30,7 +30,7 @@ from egress.feed import lease_key
 from egress.incarnations import Closings, HighWaterMarks
 from egress.service import EgressService
 from infra.oracle import Comparison, Trace, archived, compare, read_stream, source_trace
-from tests.support.basics import PATIENCE, SharedS3, soon, unique
+from tests.support.basics import PATIENCE, SharedS3, is_gapless, soon, unique
 from tests.support.invariants import rows_balance, unread_is_named
 
 SITE = "site"

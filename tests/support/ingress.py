@@ -19,7 +19,6 @@ from common.jetstream.api import ask, create_consumer, create_stream, stored_mes
 from common.jetstream.client import FloeClient, connect, frame
 from common.jetstream.headers import Provenance, escape, restore
 from common.jetstream.kv import KeyValue, state_key
-from common.jetstream.protocol import parse_ack
 from common.jetstream.requests import ApiError
 from common.objects.local import LocalObjects
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
@@ -36,7 +35,7 @@ from ingress.checkpoint import Checkpoint, IntentPiece, TargetState, open_intent
 from ingress.checkpoint_store import StateStore
 from ingress.deps import IngressTuning
 from ingress.service import Controller
-from tests.support.basics import PATIENCE, soon, unique
+from tests.support.basics import PATIENCE, parse_ack, soon, unique
 from tests.support.segments import message, write_segment
 
 CHAIN = Chain("us-east", "NODES")

@@ -9,7 +9,8 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from common.segments.segment import Footer, Message
-from common.sequences import SequenceRange, Stretch, is_gapless
+from common.sequences import SequenceRange, Stretch
+from tests.support.basics import is_gapless
 
 
 class Promise(Enum):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.clock import parse_time
-from common.jetstream.protocol import AckReply, parse_ack, parse_acks
+from common.jetstream.protocol import parse_acks
+from tests.support.basics import AckReply, parse_ack
 
 EXPECTED = AckReply("ORDERS", "floe_1", 100, 97, 1_700_000_000_123_456_789, 5)
 TAIL = b"ORDERS.floe_1.1.100.97.1700000000123456789.5"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.segments.columns import Columns
 from common.segments.segment import Reason
-from common.sequences import SequenceRange, is_gapless
+from common.sequences import SequenceRange
 from egress.batch import SAMPLED_OUT, TOO_OLD, MessageBatch
 from egress.builder import (
     GAP_AGE,
@@ -27,6 +27,7 @@ from egress.builder import (
     unread,
 )
 from egress.memory import MemoryAccount, MemoryBudget
+from tests.support.basics import is_gapless
 from tests.support.clock import ManualClock
 
 SECOND = 1_000_000_000

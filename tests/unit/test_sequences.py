@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.sequences import MAX_SEQUENCE, SequenceRange, choose, cover, extends, holes, is_gapless, until_hole
+from common.sequences import MAX_SEQUENCE, SequenceRange, choose, cover, extends, holes, until_hole
+from tests.support.basics import is_gapless
 
 
 @dataclass(frozen=True)
