@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from common.errors import ConfigError
 from common.settings import yaml
-from common.settings.docs import default_of, default_text, fields_of, is_secret, section_at
-from common.settings.root import UNBUILT, Settings
+from common.settings.root import UNBUILT, Settings, default_of, default_text, fields_of, is_secret, section_at
 from common.settings.types import FROM_FILE, Expanded, FileSecret, Section
 
 

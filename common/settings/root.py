@@ -1,10 +1,14 @@
-"""The whole configuration: store, compaction, log, and what is agreed but not built yet."""
+"""The whole configuration: store, compaction, log, what is agreed but not built yet, and what its keys are."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, SecretStr, TypeAdapter, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from common.settings import types as t
 from common.settings.egress import EgressSettings
@@ -15,6 +19,8 @@ from common.settings.types import Section, merged, needed, option, plain, repeat
 # What is encoded nowhere: no engine needs more, and names beginning with _ or . are skipped by most.
 _PREFIX = re.compile(r"[A-Za-z0-9-][A-Za-z0-9._=-]*(/[A-Za-z0-9-][A-Za-z0-9._=-]*)*")
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
+# What a file needs no quotes for: a word, a duration, a size with its unit.
+_BARE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*|[0-9]+[A-Za-z]+")
 _STORAGE_CLASS = re.compile(r"[A-Z0-9_-]{1,64}")
 
 
@@ -243,3 +249,69 @@ UNBUILT = (
     *(f"{section}.{key}" for section in ("nats", "egress.nats", "ingress.nats") for key in _NATS),
     "compaction.retention.delete_after",
 )
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The sections that a value of this type may be or hold."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections_of(inner)]
+
+
+def fields_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """The keys of a section as a file writes them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def section_at(path: Sequence[str | int]) -> type[Section] | None:
+    """The section at `path`, positions in lists included; None if there is none."""
+    section: type[Section] | None = Settings
+    for part in path:
+        if isinstance(part, str) and section is not None:
+            field = fields_of(section).get(part)
+            section = next(iter(sections_of(field.annotation)), None) if field else None
+    return section
+
+
+@cache
+def default_of(section: type[Section], key: str) -> Any:
+    """The default as the program sees it; None for a key without one."""
+    field = fields_of(section)[key]
+    if field.default is PydanticUndefined:
+        return None
+    adapter: TypeAdapter[Any] = TypeAdapter(field.rebuild_annotation())
+    return adapter.validate_python(field.default)
+
+
+def is_secret(section: type[Section] | None, key: str) -> bool:
+    """Whether the value of `key` must never be shown."""
+    field = fields_of(section).get(key) if section else None
+    return field is not None and field.annotation is SecretStr
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default of a key as a file writes it; `required` for one without."""
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default == {} and (inner := sections_of(field.annotation)):
+        return yaml_text({name: _Raw(default_text(below)) for name, below in fields_of(inner[0]).items()})
+    return yaml_text(field.default)
+
+
+class _Raw(str):
+    """Text that is written already."""
+
+    __slots__ = ()
+
+
+def yaml_text(value: Any) -> str:
+    """A default as a file writes it, on one line."""
+    if isinstance(value, _Raw):
+        return value
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {yaml_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(yaml_text, value)) + "]"
+    if isinstance(value, str):
+        return value if _BARE.fullmatch(value) else json.dumps(value)
+    return json.dumps(value)

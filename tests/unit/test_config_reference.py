@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.settings import docs
-from common.settings.docs import default_of, fields_of, sections_of
 from common.settings.ingress import CreateSettings
 from common.settings.loader import parse
-from common.settings.root import Settings
+from common.settings.root import Settings, default_of, fields_of, sections_of
 from common.settings.types import Section
 from common.settings.yaml import Items, Keys, Node, Problems, parse_yaml, refuse
+from tests.support.config_tables import every_key, with_tables
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "floe.reference.yaml").read_text()
@@ -107,8 +106,8 @@ def test_the_comparison_sees_another_default_and_another_key(change: str):
 
 def test_the_page_on_configuration_is_up_to_date():
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert docs.with_tables(page) == page, "python -m common.settings.docs docs/configuration.md"
+    assert with_tables(page) == page, "python -m tests.support.config_tables docs/configuration.md"
 
 
 def test_every_key_has_a_meaning():
-    assert [key.path for key in docs.every_key() if not key.meaning] == []
+    assert [key.path for key in every_key() if not key.meaning] == []
