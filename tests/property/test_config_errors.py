@@ -1,0 +1,278 @@
+"""Whatever is broken in a valid file, and however the file is laid out: each problem is told at its place."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.settings.loader import parse_documents
+from common.settings.root import Settings, fields_of, sections_of
+from common.settings.types import Range, Section, TypeName, parse_size
+from common.settings.yaml import ConfigFileError, Items, Keys, Node, Problems, parse_yaml
+from tests.support.config_tables import type_name
+
+ROOT = Path(__file__).parents[2]
+Where = tuple[str | int, ...]
+Place = tuple[int, int, str]  # line, column, path
+
+NOT_TEXT = [5, 1.5, True, [], {}, None]
+WRONG: dict[str, list[Any]] = {
+    "text": NOT_TEXT,
+    "path": NOT_TEXT,
+    "secret": NOT_TEXT,
+    "URL": [*NOT_TEXT, "somewhere"],
+    "name": [*NOT_TEXT, "a b", "a/b"],
+    "subject": [*NOT_TEXT, "a..b", "a b"],
+    "time": [*NOT_TEXT, "now", "2026-02-30T00:00:00Z"],
+    "address": [*NOT_TEXT, "9464"],
+    "number": ["x", "5", 1.5, True, [], {}, None],
+    "true or false": ["yes", "true", 1, None, []],
+    "duration": [5, 1.5, True, None, [], "5", "5 minutes", "-5s", "1e99h", "NaN"],
+    "size": [-1, 1.5, True, None, [], "10X", "-5K"],
+    "mapping": [5, "x", []],
+    "list": [5, "x", {}],
+}
+
+
+def _plain(node: Node) -> Any:
+    if isinstance(node, Keys):
+        return {name: _plain(value) for name, value in node.entries.items()}
+    if isinstance(node, Items):
+        return [_plain(item) for item in node.items]
+    return node.value()
+
+
+def _reference() -> dict[str, Any]:
+    [root] = parse_yaml((ROOT / "floe.reference.yaml").read_bytes(), Problems(""))
+    document = _plain(root)
+    document["egress"]["feeds"].append({"stream": "OTHER", "segment": {"max_age": "1m"}})
+    document["ingress"]["targets"].append({"stream": "FLEET", "sources": [{"site": ["a", "b"], "feed": "f"}]})
+    document["nats"]["url"] = ["nats://a:4222", "nats://b:4222"]
+    return document
+
+
+VALID = _reference()
+
+
+# Where a document can be broken
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A value, and what would be wrong there."""
+
+    where: Where
+    wrong: tuple[Any, ...]
+
+
+def spots(value: dict[str, Any], section: type[Section], where: Where = ()) -> list[Spot]:
+    """Each value of a section, and of those below."""
+    found = []
+    for name, model in fields_of(section).items():
+        if name not in value:
+            continue
+        here, below = (*where, name), sections_of(model.annotation)
+        if isinstance(value[name], dict) and below:
+            found += [Spot(here, (5, "x")), *spots(value[name], below[0], here)]
+        elif isinstance(value[name], list) and below:
+            for index, item in enumerate(value[name]):
+                found += [Spot((*here, index), (5, "x", [])), *spots(item, below[0], (*here, index))]
+        elif name != "create":
+            found.append(Spot(here, tuple(_wrong(model))))
+    return found
+
+
+def _wrong(model: Any) -> list[Any]:
+    name = type_name(model)
+    if name.endswith("or a list"):
+        return [5, True, None, [], {}]
+    if " | " in name.replace("\\", ""):
+        return ["zzz", 5, True, None, []]
+    kind = "list" if name.startswith("list of") else name
+    wrong = list(WRONG[kind if any(isinstance(m, TypeName) for m in model.metadata) or kind in WRONG else "text"])
+    for limits in (m for m in model.metadata if isinstance(m, Range)):
+        wrong += _outside(kind, limits)
+    return wrong
+
+
+def _outside(kind: str, limits: Range) -> list[Any]:
+    if kind == "duration":
+        return ["1ms", "5000w"][: 1 + (limits.maximum is not None)]
+    bounds = [parse_size(str(b)) if kind == "size" else b for b in (limits.minimum, limits.maximum)]
+    return [bounds[0] - 1, bounds[1] + 1]
+
+
+def mappings(value: Any, where: Where = ()) -> list[Where]:
+    """The sections to which an unknown key can be added; those whose keys are free are left out."""
+    if isinstance(value, list):
+        return [found for index, item in enumerate(value) for found in mappings(item, (*where, index))]
+    if not isinstance(value, dict) or where[-1:] in (("headers",), ("conf",), ("defaults",)):
+        return []
+    below = [found for name, item in value.items() for found in mappings(item, (*where, name))]
+    return [where, *below]
+
+
+def at(document: Any, where: Where) -> Any:
+    for part in where:
+        document = document[part]
+    return document
+
+
+def break_it(rng: random.Random, breaks: int) -> tuple[dict[str, Any], dict[Where, str]]:
+    """A broken document, and where: `value` or `key` is what the problem points at."""
+    document, broken = copy.deepcopy(VALID), {}
+    choices = spots(VALID, Settings)
+    for _ in range(breaks):
+        if rng.random() < 0.3:
+            where = (*rng.choice(mappings(VALID)), f"unknown{rng.randrange(10**6)}")
+            wrong, kind = rng.choice(["x", 5, [1], {"a": 1}]), "key"
+        else:
+            spot = rng.choice(choices)
+            where, wrong, kind = spot.where, rng.choice(spot.wrong), "value"
+        if any(where[: len(b)] == b or b[: len(where)] == where for b in broken):
+            continue
+        _insert(rng, at(document, where[:-1]), where[-1], copy.deepcopy(wrong))
+        broken[where] = kind
+    return document, broken
+
+
+def _insert(rng: random.Random, into: Any, name: str | int, value: Any) -> None:
+    if name in into or isinstance(into, list):
+        into[name] = value
+        return
+    items = list(into.items())
+    items.insert(rng.randint(0, len(items)), (str(name), value))
+    into.clear()
+    into.update(items)
+
+
+# Writing a document in some layout, noting where everything stands
+
+
+@dataclass
+class Writer:
+    """Writes YAML in a layout that `rng` chooses, and notes the place of each key and value."""
+
+    rng: random.Random
+    text: str = ""
+    keys: dict[Where, tuple[int, int]] = field(default_factory=dict)
+    values: dict[Where, tuple[int, int]] = field(default_factory=dict)
+
+    def write(self, document: dict[str, Any]) -> str:
+        self.noise()
+        self.mapping(document, (), 0)
+        return self.text
+
+    def here(self) -> tuple[int, int]:
+        return self.text.count("\n") + 1, len(self.text) - self.text.rfind("\n")
+
+    def noise(self) -> None:
+        """Whole lines that mean nothing."""
+        while self.rng.random() < 0.15:
+            self.text += self.rng.choice(["\n", "# ä: comment\n", "   # {\n"])
+
+    def mapping(self, value: dict[str, Any], where: Where, indent: int, *, in_line: bool = False) -> None:
+        for index, (name, item) in enumerate(value.items()):
+            if index or not in_line:
+                self.noise()
+                self.text += " " * indent
+            if not index:
+                self.values[where] = self.here()
+            self.keys[(*where, name)] = self.here()
+            self.text += self.rng.choice([name, name, json.dumps(name), f"'{name}'"]) + ":"
+            self.below(item, (*where, name), indent)
+
+    def below(self, value: Any, where: Where, indent: int) -> None:
+        """A value behind its key: on the same line, or as a block on the next ones."""
+        if isinstance(value, dict | list) and value and self.rng.random() < 0.7:
+            self.text += self.rng.choice(["\n", "  # why\n"])
+            write = self.mapping if isinstance(value, dict) else self.items
+            write(value, where, indent + self.rng.choice([1, 2, 4]))  # type: ignore[operator]
+        else:
+            self.text += " " * self.rng.randint(1, 3)
+            self.flow(value, where)
+            self.text += self.rng.choice(["\n", "   # more\n"])
+
+    def items(self, value: list[Any], where: Where, indent: int) -> None:
+        for index, item in enumerate(value):
+            self.noise()
+            self.text += " " * indent
+            self.values.setdefault(where, self.here())
+            self.text += "-" + " " * self.rng.randint(1, 3)
+            if isinstance(item, dict) and item and self.rng.random() < 0.7:
+                self.mapping(item, (*where, index), self.here()[1] - 1, in_line=True)
+            else:
+                self.flow(item, (*where, index))
+                self.text += "\n"
+
+    def flow(self, value: Any, where: Where) -> None:
+        self.values[where] = self.here()
+        if isinstance(value, dict):
+            self.text += "{"
+            for index, (name, item) in enumerate(value.items()):
+                self.text += ", " if index else ""
+                self.keys[(*where, name)] = self.here()
+                self.text += f"{name}: "
+                self.flow(item, (*where, name))
+            self.text += "}"
+        elif isinstance(value, list):
+            self.text += "["
+            for index, item in enumerate(value):
+                self.text += ", " if index else ""
+                self.flow(item, (*where, index))
+            self.text += "]"
+        else:
+            self.text += json.dumps(value, ensure_ascii=False)
+
+
+def told(text: str) -> set[Place]:
+    try:
+        parse_documents(text.encode(), "f.yaml", {})
+    except ConfigFileError as error:
+        return {(problem.line, problem.column, problem.path) for problem in error.found}
+    return set()
+
+
+@given(seed=st.integers(0, 2**32), breaks=st.integers(0, 8))
+@settings(max_examples=80)
+def test_each_broken_value_and_each_unknown_key_is_told_exactly_where_it_stands(seed: int, breaks: int):
+    rng = random.Random(seed)
+    document, broken = break_it(rng, breaks)
+    writer = Writer(rng)
+    text = writer.write(document)
+    expected = {
+        (*(writer.keys if kind == "key" else writer.values)[where], ".".join(map(str, where)))
+        for where, kind in broken.items()
+    }
+    assert told(text) == expected, text
+
+
+def _told_and_expected(spots_and_values: list[tuple[Spot, Any]]) -> tuple[set[Place], set[Place]]:
+    document = copy.deepcopy(VALID)
+    for spot, wrong in spots_and_values:
+        at(document, spot.where[:-1])[spot.where[-1]] = copy.deepcopy(wrong)  # type: ignore[index]
+    writer = Writer(random.Random(0))
+    text = writer.write(document)
+    places = ((spot.where, writer.values[spot.where]) for spot, _ in spots_and_values)
+    return told(text), {(*mark, ".".join(map(str, where))) for where, mark in places}
+
+
+def test_every_kind_of_wrong_value_is_told_in_every_key_at_once():
+    leaves = [spot for spot in spots(VALID, Settings) if not isinstance(at(VALID, spot.where), dict)]
+    for turn in range(max(len(spot.wrong) for spot in leaves)):
+        found, expected = _told_and_expected([(spot, spot.wrong[turn % len(spot.wrong)]) for spot in leaves])
+        assert found == expected, turn
+
+
+def test_every_section_that_is_no_mapping_is_told():
+    for spot in spots(VALID, Settings):
+        if isinstance(at(VALID, spot.where), dict):
+            found, expected = _told_and_expected([(spot, spot.wrong[0])])
+            assert found == expected, spot
