@@ -1,5 +1,6 @@
-"""What an S3 server's refusals mean to the operator, and what it means that no answer came: one line each,
-naming the operation and the key, and of an address scheme, host and port only.
+"""What an S3 server's refusals mean to the operator, and what it means that no answer came.
+
+One line each, naming the operation and the key, and of an address scheme, host and port only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What listings and HEADs say, doubted.
+"""The bytes that go to S3 and come back: uploads, bodies, listings; what an answer says is doubted.
 
 A server, a proxy or a wrong address can answer 200 with HTML, with nothing, or for another bucket, and boto3
 reads all of these as an empty listing: "nothing is there yet". So a page must say what it is.

@@ -1,1 +1,1 @@
-"""`floe demo`."""
+"""`floe demo`: two sites, a bucket and a centre on this machine, with kills, a compaction and a comparison."""

@@ -1,6 +1,4 @@
-"""Finds out what there is of a chain: where it begins, which stretches continue from where it stands, and
-what becomes of its holes.
-"""
+"""What there is of a chain: where it begins, which stretches continue where it stands, what becomes of its holes."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
-"""Which segments continue a chain, decided by listings of bounded length: no look takes longer in an archive
-of a million segments.
+"""Which segments continue a chain, by listings of bounded length.
+
+No look takes longer in an archive of a million segments.
 
 Level 0 is listed first, because new segments stand there; the levels above only on a miss, ascending, until
 one leads on. A page holds the segments that end first behind the position, so it holds the one that continues

@@ -1,5 +1,6 @@
-"""Where the copy of a feed begins, where its source entry says so: resolved once for a target and written
-down, so that a restart does not resolve it again.
+"""Where the copy of a feed begins, where its source entry says so.
+
+Resolved once for a target and written down, so that a restart does not resolve it again:
 
     start_sequence            of the first incarnation; later ones are carried whole
     start_time, start_delta   a moment: of every incarnation what is at or after it

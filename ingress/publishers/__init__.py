@@ -1,0 +1,1 @@
+"""Rows to the target: three ways of publishing, and what the answers are worth."""

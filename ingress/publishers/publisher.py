@@ -1,4 +1,4 @@
-"""Answers to published messages, and what they are worth.
+"""What every publisher is, what the answers to published messages are worth, and publisher `single`.
 
 An acknowledgement counts only when stream, sequence and count are exactly what was expected; everything
 else, a refusal included, says nothing about what is stored: that is settled by reading the target.

@@ -1,0 +1,1 @@
+"""What a target holds of an open intent: judged, confirmed, settled."""

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import floe
 from common.service.metrics import REGISTRY
 from common.settings import loader
+from tests.support import tree
 
 ROOT = Path(__file__).parents[2]
 DOCS = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -204,3 +205,35 @@ def test_the_example_of_every_help_is_taken_as_it_stands(command: tuple[str, ...
 
     assert examples
     assert [found for line in examples if (found := problem(line, is_whole=True))] == []
+
+
+# The map of the code
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def test_the_tree_of_the_architecture_is_the_tree() -> None:
+    page = ARCHITECTURE.read_text()
+
+    assert tree.with_tree(page) == page, "python -m tests.support.tree docs/architecture.md"
+
+
+def test_every_file_says_in_one_sentence_what_it_is() -> None:
+    lines = [line.strip() for line in tree.tree().splitlines()]
+
+    assert [line for line in lines if not line.endswith((".", "?"))] == []
+    assert [line for line in lines if len(line) > 160] == []
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_the_files_and_names_of_the_code_that_the_docs_name_exist(path: Path) -> None:
+    tops, text = "|".join((*ROLES, "infra", "bench", "tests")), " ".join(path.read_text().split())
+    missing = []
+    for name, symbol in re.findall(rf"`((?:{tops})/[\w/.]*)`(?: `([\w.]+)`)?", text):
+        if not (ROOT / name).exists() and name != "bench/results.json":  # which `make bench` makes
+            missing.append(name)
+        elif symbol and name.endswith(".py"):
+            code = (ROOT / name).read_text()
+            missing += [f"{name} {part}" for part in symbol.split(".") if not re.search(rf"(class|def) {part}\b", code)]
+
+    assert missing == []

@@ -1,0 +1,52 @@
+"""The tree of the architecture page: `python -m tests.support.tree docs/architecture.md`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOPS = ("floe.py", "common", "egress", "ingress", "compaction", "infra", "bench")
+BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
+
+
+def first_line(path: Path) -> str:
+    """The first sentence of what a file says of itself; empty where it says nothing."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s", text)[0]
+
+
+def tree() -> str:
+    """Every folder and file of the product, with the first sentence of what it says of itself, in Markdown."""
+    lines: list[str] = []
+    for top in TOPS:
+        if top.endswith(".py"):
+            lines.append(f"- `{top}`: {first_line(ROOT / top)}")
+        else:
+            lines += _folder(ROOT / top)
+    return "\n".join(lines)
+
+
+def _folder(folder: Path, depth: int = 0) -> list[str]:
+    indent = "  " * depth
+    found = [f"{indent}- **`{folder.relative_to(ROOT)}/`** {first_line(folder / '__init__.py')}".rstrip()]
+    for path in sorted(folder.glob("*.py")):
+        if path.name != "__init__.py":
+            found.append(f"{indent}  - `{path.name}`: {first_line(path)}")
+    for below in sorted(path for path in folder.iterdir() if (path / "__init__.py").exists()):
+        found += _folder(below, depth + 1)
+    return found
+
+
+def with_tree(page: str) -> str:
+    """`page` with the tree between its two marks brought up to date."""
+    head, _, rest = page.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{tree()}\n\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        Path(name).write_text(with_tree(Path(name).read_text()))
