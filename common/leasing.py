@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from prometheus_client import Counter, Gauge
+
 from common.errors import FloeError, OutcomeUnknown, Refused, Unavailable
 from common.jetstream.client import FloeClient, RawSubscription
 from common.jetstream.kv import BucketGone, state_key
@@ -28,7 +30,7 @@ log = get_logger("leasing")
 
 
 class Members:
-    """This process as a member of a circle, whose keys begin with `prefix`, and how many there are.
+    """This process as a member of a group, whose keys begin with `prefix`, and how many there are.
 
     A member that was killed counts until its key expires, one lease time at most.
     """
@@ -80,17 +82,17 @@ RETRY = 10.0  # seconds until a subscription that failed is tried again
 class LeaseWatcher:
     """Hears of the leases `keys` under `pattern`, and of members whose keys begin with `prefix`.
 
-    `rung` is set when there is a reason to look; `released` holds the keys heard to be free.
+    `woken` is set when there is a reason to look; `released` holds the keys heard to be free.
 
     `taken` collects the keys that somebody has written, for whoever empties it.
     `is_missed`: the reason concerns every lease: members changed, or nothing was heard for a while.
-    `members`: the member keys known to whoever looks, so that their renewals ring nothing.
+    `members`: the member keys known to whoever looks, so that their renewals wake nobody.
     """
 
     def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
         self._leases, self._client, self._keys = leases, client, frozenset(keys)
         self._pattern, self._prefix = pattern, prefix
-        self.rung = asyncio.Event()
+        self.woken = asyncio.Event()
         self.released: set[str] = set()
         self.taken: set[str] = set()
         self.members: set[str] = set()
@@ -131,15 +133,15 @@ class LeaseWatcher:
                 await wait_for(stop, RETRY)
         return None
 
-    def ring(self, *, at_all: bool = False) -> None:
+    def wake(self, *, at_all: bool = False) -> None:
         """Have whoever waits look now: at what is released, or `at_all`."""
         self.is_missed |= at_all
-        self.rung.set()
+        self.woken.set()
 
-    def silence(self) -> bool:
-        """Whoever waited looks now; whether at every lease."""
+    def look(self) -> bool:
+        """Begin a look; whether it has to be at every lease."""
         at_all, self.is_missed = self.is_missed, False
-        self.rung.clear()
+        self.woken.clear()
         return at_all
 
     def _on_lease(self, key: str, value: bytes | None) -> None:
@@ -147,7 +149,7 @@ class LeaseWatcher:
             return
         if value is None:
             self.released.add(key)
-            self.ring()
+            self.wake()
         else:
             self.released.discard(key)
             self.taken.add(key)
@@ -155,15 +157,12 @@ class LeaseWatcher:
     def _on_member(self, key: str, value: bytes | None) -> None:
         if (value is None) == (key in self.members):
             self.members.symmetric_difference_update({key})
-            self.ring(at_all=True)
+            self.wake(at_all=True)
 
     def _on_connection(self, is_up: bool) -> None:
         """What was said meanwhile was missed."""
         if is_up:
-            self.ring(at_all=True)
-
-
-log = get_logger("sharing")
+            self.wake(at_all=True)
 
 
 def fair_share(chains: int, members: int) -> int:
@@ -179,10 +178,10 @@ def surplus(held: Collection[str], share: int) -> list[str]:
     return sorted(held)[share:]
 
 
-def circle_of(keys: Iterable[str]) -> str:
+def group_name(keys: Iterable[str]) -> str:
     """A name for a set of leases, in whatever order: members with the same set share it among themselves.
 
-    A member with another configuration is in another circle. Counted together, a chain that only one of them
+    A member with another configuration is in another group. Counted together, a chain that only one of them
     knows could be above its share, and nobody's.
     """
     text = "\n".join(sorted(set(keys)))
@@ -190,7 +189,7 @@ def circle_of(keys: Iterable[str]) -> str:
 
 
 class Told(Protocol):
-    """Whom a seat tells why it has no lease."""
+    """Whom a slot tells why it has no lease."""
 
     def standby(self, holder: str | None) -> None: ...
 
@@ -200,15 +199,14 @@ class Told(Protocol):
 class LeaseSlot:
     """The place of the lease `key`. `told` hears who holds it instead.
 
-    `lease`: what this member holds, from the moment it is acquired until `vacate`. `is_told`: whether `told`
-    has heard anything since then. `rests_until`: given back, and not taken again before (monotonic seconds).
+    `lease`: what this member holds, from the moment it is acquired until `vacate`. `rests_until`: given back, and
+    not taken again before (monotonic seconds).
     """
 
     def __init__(self, key: str, told: Told, vacated: Callable[[LeaseSlot, bool], None]) -> None:
         self.key, self._told, self._vacated = key, told, vacated
         self.lease: Lease | None = None
         self.rests_until = 0.0
-        self.is_told = False
         self.holder: str | None = None
         self._offered = asyncio.Event()
 
@@ -238,17 +236,16 @@ class LeaseSlot:
     def clear(self) -> Lease | None:
         """Hold nothing any more; the lease that was held."""
         self._offered.clear()
-        lease, self.lease, self.is_told = self.lease, None, False
+        lease, self.lease = self.lease, None
         return lease
 
     def taken(self, holder: str | None) -> None:
         """Another member holds it, or nobody: then this one must not, for now."""
-        self.is_told, self.holder = True, holder
+        self.holder = holder
         self._told.standby(holder)
 
     def fails(self, error: FloeError) -> None:
         """Nobody can say who holds it."""
-        self.is_told = True
         self._told.waits(error)
 
 
@@ -260,7 +257,7 @@ class LeaseScope:
     """A kind of work that is shared out by leases.
 
     `leases`: the pattern that their keys have in the bucket, such as `egress.us-east.*.*`. `members`: what
-    the keys of members begin with; the name of their circle and the owner follow, so that it must not match
+    the keys of members begin with; the name of their group and the owner follow, so that it must not match
     `leases`. `part`: the name of it all in /status.
     """
 
@@ -269,20 +266,17 @@ class LeaseScope:
     part: str
 
 
-class Counts(Protocol):
-    """Whose metrics tell of the sharing."""
+@dataclass(frozen=True, slots=True)
+class LeaseMetrics:
+    """The metrics of one group. `hand_overs`: the counter for a reason, one of HAND_OVERS. `take_overs`: of leases
+    that another member was seen to hold.
+    """
 
-    def shown(self, members: int, share: int, held: int) -> None:
-        """There are so many members; this one holds `held` leases, at most `share`."""
-        ...
-
-    def handed_over(self, reason: str) -> None:
-        """A lease was given up: `drained`, `surplus` to the fair share, or `lost`."""
-        ...
-
-    def taken_over(self) -> None:
-        """A lease was taken that another member was seen to hold."""
-        ...
+    members: Gauge
+    share: Gauge
+    held: Gauge
+    hand_overs: Callable[[str], Counter]
+    take_overs: Counter
 
 
 JITTER = 0.02  # seconds, so that members who hear of one release do not all ask at once
@@ -296,6 +290,7 @@ class LeaseGroup:
     """Shares the leases `keys` of `scope` with all members that have the same.
 
     `siblings`: how many processes were started together; the first leases wait until they are members too.
+    `owner`: what this member's leases are held by.
     """
 
     def __init__(
@@ -306,33 +301,29 @@ class LeaseGroup:
         keys: Iterable[str],
         rng: random.Random,
         health: Health,
-        counts: Counts,
+        counts: LeaseMetrics,
         siblings: int = 1,
     ) -> None:
-        self._leases, self._clock, self._rng, self._health = leases, leases.clock, rng, health
+        self.owner, self._leases, self._clock = leases.owner, leases, leases.clock
+        self._rng, self._health = rng, health
         self._siblings, self._counts, self._part = siblings, counts, scope.part
         self._keys = sorted(set(keys))
-        members = f"{scope.members}{circle_of(self._keys)}."
+        members = f"{scope.members}{group_name(self._keys)}."
         self._members = Members(leases, members)
-        self._bell = LeaseWatcher(leases, client, scope.leases, members, self._keys)
-        self._seats: dict[str, LeaseSlot] = {}
+        self._watcher = LeaseWatcher(leases, client, scope.leases, members, self._keys)
+        self._slots: dict[str, LeaseSlot] = {}
         self._share, self._count, self._asking = 0, 0, 0
         self._failure = ""
 
-    @property
-    def owner(self) -> str:
-        """What this member's leases are held by."""
-        return self._leases.owner
-
-    def seat(self, key: str, told: Told) -> LeaseSlot:
+    def slot(self, key: str, told: Told) -> LeaseSlot:
         """The place of one of the keys; once for each."""
-        self._seats[key] = LeaseSlot(key, told, self._vacated)
-        return self._seats[key]
+        self._slots[key] = LeaseSlot(key, told, self._vacated)
+        return self._slots[key]
 
-    async def retire(self, seat: LeaseSlot) -> None:
+    async def retire(self, slot: LeaseSlot) -> None:
         """Nobody works on this key in this process any more; it still counts for the fair share."""
-        self._seats.pop(seat.key, None)
-        if (lease := seat.clear()) is not None:
+        self._slots.pop(slot.key, None)
+        if (lease := slot.clear()) is not None:
             await lease.release()
 
     async def run(self, stop: Stop) -> None:
@@ -343,8 +334,8 @@ class LeaseGroup:
         await again("sharing", lambda: self._share_out(stop), self._clock)
 
     async def _share_out(self, stop: Stop) -> None:
-        hearing = again("sharing", lambda: self._bell.run(stop), self._clock)
-        listening = watched(hearing, orphaned, name="bell")
+        hearing = again("sharing", lambda: self._watcher.run(stop), self._clock)
+        listening = watched(hearing, orphaned, name="lease watcher")
         try:
             await self._gather_siblings(stop)
             await self._look_on(stop)
@@ -357,15 +348,15 @@ class LeaseGroup:
     async def _look_on(self, stop: Stop) -> None:
         due = self._clock.monotonic()
         while not stop.is_set:
-            at_all = self._bell.silence()
+            at_all = self._watcher.look()
             if self._clock.monotonic() >= due or at_all:
                 due = self._clock.monotonic() + self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
                 await self._look(stop)
             else:
-                await self._take(self._bell.released, stop)
+                await self._take(self._watcher.released, stop)
                 self._show()
-            await first_of(stop.wait(), self._bell.rung.wait(), seconds=due - self._clock.monotonic())
-            if self._bell.rung.is_set():
+            await first_of(stop.wait(), self._watcher.woken.wait(), seconds=due - self._clock.monotonic())
+            if self._watcher.woken.is_set():
                 await self._clock.sleep(self._rng.uniform(0, JITTER))
 
     async def _gather_siblings(self, stop: Stop) -> None:
@@ -374,8 +365,8 @@ class LeaseGroup:
         while self._siblings > 1 and not stop.is_set and self._clock.monotonic() < until:
             if await self._recount() and self._count >= self._siblings:
                 return
-            await first_of(stop.wait(), self._bell.rung.wait(), seconds=0.2)
-            self._bell.silence()
+            await first_of(stop.wait(), self._watcher.woken.wait(), seconds=0.2)
+            self._watcher.look()
 
     # One look
 
@@ -395,7 +386,7 @@ class LeaseGroup:
             self._fails(error)
             return False
         self._failure = ""
-        self._bell.members = found
+        self._watcher.members = found
         count, self._count = self._count, len(found)
         self._share = fair_share(len(self._keys), len(found))
         if count != self._count:
@@ -406,48 +397,49 @@ class LeaseGroup:
         if error.message != self._failure:
             self._failure = error.message
             log.warning("members not counted", action="members_unknown", code=error.code, error=str(error))
-        for seat in self._free():
-            seat.fails(error)
+        for slot in self._slots.values():
+            if slot.lease is None:
+                slot.fails(error)
 
     def _give_back(self) -> None:
         for key in surplus(self._held(), self._share):
-            lease = self._seats[key].lease
+            lease = self._slots[key].lease
             if lease is not None and not lease.give_back.is_set:
                 log.info("lease to be given back", action="give_back", key=key, members=self._count)
                 lease.give_back.set(StopReason.GIVE_BACK)
 
     async def _take(self, keys: Collection[str], stop: Stop) -> None:
         """Ask for free leases in random order while the share allows it; learn who holds the others."""
-        waiting = [seat for key, seat in self._seats.items() if key in keys and seat.lease is None]
+        waiting = [slot for key, slot in self._slots.items() if key in keys and slot.lease is None]
         self._rng.shuffle(waiting)
         while waiting and not stop.is_set:
             # No more at a time than there is room for: what finds none is not asked for again in this look,
             # and the one lease that was asked for may be another's.
             pace = AT_ONCE if self._count == 1 or self._room() <= 0 else min(BESIDE_OTHERS, self._room())
             batch, waiting = waiting[:pace], waiting[pace:]
-            await asyncio.gather(*(self._try(seat) for seat in batch))
+            await asyncio.gather(*(self._try(slot) for slot in batch))
             if waiting and self._count > 1:
                 await self._clock.sleep(self._rng.uniform(0, JITTER))
 
-    async def _try(self, seat: LeaseSlot) -> None:
+    async def _try(self, slot: LeaseSlot) -> None:
         try:
-            lease = await self._ask(seat)
+            lease = await self._ask(slot)
             if lease is None:
-                seat.taken(await self._leases.holder(seat.key))
+                slot.taken(await self._leases.holder(slot.key))
             else:
-                self._acquired(seat, lease)
+                self._acquired(slot, lease)
         except NO_ANSWER as error:
-            seat.fails(error)
+            slot.fails(error)
 
-    async def _ask(self, seat: LeaseSlot) -> Lease | None:
+    async def _ask(self, slot: LeaseSlot) -> Lease | None:
         """The lease; None where it is not free, or not for this member now."""
         # Given back just now, and nobody has had it since.
-        rests = self._clock.monotonic() < seat.rests_until and seat.key not in self._bell.taken
+        rests = self._clock.monotonic() < slot.rests_until and slot.key not in self._watcher.taken
         if self._room() <= 0 or rests:
             return None
         self._asking += 1
         try:
-            return await self._leases.acquire(seat.key)
+            return await self._leases.acquire(slot.key)
         finally:
             self._asking -= 1
 
@@ -455,48 +447,46 @@ class LeaseGroup:
         """How many leases more this member may ask for: those it asks for now count as held."""
         return self._share - len(self._held()) - self._asking
 
-    def _acquired(self, seat: LeaseSlot, lease: Lease) -> None:
-        if seat.holder is not None and seat.holder != self._leases.owner:
-            self._counts.taken_over()
-            log.info("lease taken over", action="take_over", key=seat.key, held_before=seat.holder)
-        self._bell.released.discard(seat.key)
-        seat.offer(lease)
+    def _acquired(self, slot: LeaseSlot, lease: Lease) -> None:
+        if slot.holder is not None and slot.holder != self.owner:
+            self._counts.take_overs.inc()
+            log.info("lease taken over", action="take_over", key=slot.key, held_before=slot.holder)
+        self._watcher.released.discard(slot.key)
+        slot.offer(lease)
 
     # What is held
 
     def _held(self) -> list[str]:
-        return [key for key, seat in self._seats.items() if seat.lease is not None]
+        return [key for key, slot in self._slots.items() if slot.lease is not None]
 
-    def _free(self) -> list[LeaseSlot]:
-        return [seat for seat in self._seats.values() if seat.lease is None]
-
-    def _vacated(self, seat: LeaseSlot, lost: bool) -> None:
+    def _vacated(self, slot: LeaseSlot, lost: bool) -> None:
         """What was given back is left to others for a while, what was lost is looked for at once."""
-        lease = seat.clear()
+        lease = slot.clear()
         given_back = lease is not None and lease.give_back.is_set
-        reason = "lost" if lost else "surplus" if given_back else "drained"
-        self._counts.handed_over(reason)
+        self._counts.hand_overs("lost" if lost else "surplus" if given_back else "drained").inc()
         if given_back:
-            seat.rests_until = self._clock.monotonic() + self._leases.ttl
-            self._bell.taken.discard(seat.key)
+            slot.rests_until = self._clock.monotonic() + self._leases.ttl
+            self._watcher.taken.discard(slot.key)
         else:
-            self._bell.released.add(seat.key)
-            self._bell.ring()
+            self._watcher.released.add(slot.key)
+            self._watcher.wake()
 
     async def _release_unclaimed(self) -> None:
         """What was acquired while its chain had ended already."""
-        for seat in self._seats.values():
-            lease = seat.clear() if seat.is_unclaimed else None
+        for slot in self._slots.values():
+            lease = slot.clear() if slot.is_unclaimed else None
             if lease is not None:
                 await lease.release()
 
     def _show(self) -> None:
         held = self._held()
-        self._counts.shown(self._count, self._share, len(held))
+        self._counts.members.set(self._count)
+        self._counts.share.set(self._share)
+        self._counts.held.set(len(held))
         self._health.set_status(
             self._part,
             {
-                "owner": self._leases.owner,
+                "owner": self.owner,
                 "members": self._count,
                 "share": self._share,
                 "held": held,

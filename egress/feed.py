@@ -48,7 +48,7 @@ class Feed:
         self._pools = Pools(Threads(f"egress-{name}", 4), Threads(f"encode-{name}", 1))
         self.report = self._report = FeedReport(self._chain, partition.stream, health, deps.clock)
         self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
-        self._seat = sharing.seat(lease_key(self._chain), self._report)
+        self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.of(partition, self._report, self._pools)
         self._worker = Worker(self._deps)
         self._backoff = Backoff(deps.rng)
@@ -56,7 +56,7 @@ class Feed:
     async def run(self, stop: Stop) -> None:
         """Until `stop` is set and everything is put."""
         try:
-            while (lease := await self._seat.occupy(stop)) is not None:
+            while (lease := await self._slot.occupy(stop)) is not None:
                 await self._hold(lease, stop)
         finally:
             self._pools.close()
@@ -80,7 +80,7 @@ class Feed:
             await end(*sides)
         was_lost = lease.lost.is_set
         await lease.release()
-        self._seat.vacate(lost=was_lost)
+        self._slot.vacate(lost=was_lost)
 
     async def _halt(self, leave: Stop) -> None:
         """A lease to be given back waits for its segment's end, but not too long."""

@@ -5,6 +5,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from common.clock import Backoff, Clock, SystemClock
@@ -13,7 +14,7 @@ from common.jetstream.buckets import open_leases, open_state
 from common.jetstream.client import FloeClient
 from common.jetstream.kv import KeyValue, state_key
 from common.jetstream.lease import Leases, new_owner
-from common.leasing import LeaseGroup, LeaseScope
+from common.leasing import LeaseGroup, LeaseMetrics, LeaseScope
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
 from common.objects.s3_errors import AnsweringStore
@@ -37,25 +38,6 @@ from egress.workers.process import WorkerPlace
 log = get_logger("egress.service")
 
 
-class SiteCounts:
-    """The metrics of one site's sharing (`common.leasing.Counts`)."""
-
-    def __init__(self, site: str) -> None:
-        self._site = site
-        begin("egress_", site=site)
-
-    def shown(self, members: int, share: int, held: int) -> None:
-        metrics.members.labels(self._site).set(members)
-        metrics.share.labels(self._site).set(share)
-        metrics.leases_held.labels(self._site).set(held)
-
-    def handed_over(self, reason: str) -> None:
-        metrics.hand_overs.labels(self._site, reason).inc()
-
-    def taken_over(self) -> None:
-        metrics.take_overs.labels(self._site).inc()
-
-
 def share_site(
     leases: Leases,
     client: FloeClient,
@@ -68,7 +50,15 @@ def share_site(
     """This process as one of all that have the same `keys` of `site`; `siblings` were started together."""
     members = state_key("egress", "member", site) + "."
     scope = LeaseScope(state_key("egress", site) + ".*.*", members, "egress sharing")
-    return LeaseGroup(leases, client, scope, keys, rng, health, SiteCounts(site), siblings)
+    begin("egress_", site=site)
+    counts = LeaseMetrics(
+        metrics.members.labels(site),
+        metrics.share.labels(site),
+        metrics.leases_held.labels(site),
+        partial(metrics.hand_overs.labels, site),
+        metrics.take_overs.labels(site),
+    )
+    return LeaseGroup(leases, client, scope, keys, rng, health, counts, siblings)
 
 
 T = TypeVar("T")

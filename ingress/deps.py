@@ -9,11 +9,9 @@ from common.jetstream.kv import state_key
 from common.leasing import LeaseGroup, LeaseScope
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
-from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.ingress import IngressSettings
-from ingress import metrics
 from ingress.checkpoint_store import ROLE
 from ingress.discovery.discovery import Discovery
 from ingress.errors import LOOK_AT_STOPPED
@@ -59,24 +57,6 @@ class IngressDeps:
 
 # A target's lease is `ingress.{target}`, of two tokens; a member's key has four.
 SCOPE = LeaseScope(state_key(ROLE) + ".*", state_key(ROLE, "member") + ".", "ingress sharing")
-
-
-class TargetCounts:
-    """The metrics of the sharing (`common.leasing.Counts`)."""
-
-    def __init__(self) -> None:
-        begin("ingress_")
-
-    def shown(self, members: int, share: int, held: int) -> None:
-        metrics.members.set(members)
-        metrics.share.set(share)
-        metrics.leases_held.set(held)
-
-    def handed_over(self, reason: str) -> None:
-        metrics.hand_overs.labels(reason).inc()
-
-    def taken_over(self) -> None:
-        metrics.take_overs.inc()
 
 
 def lease_key(target: str) -> str:

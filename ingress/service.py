@@ -9,16 +9,17 @@ from common.errors import FloeError
 from common.jetstream.buckets import open_leases
 from common.jetstream.client import FloeClient, connect
 from common.jetstream.lease import Leases, new_owner
-from common.leasing import LeaseGroup
+from common.leasing import LeaseGroup, LeaseMetrics
 from common.segments.documents import ChainStore
 from common.segments.store import SegmentStore
 from common.service.logs import get_logger
+from common.service.metrics import begin
 from common.service.monitor import Health
 from common.service.process import Threads
 from common.settings.root import Settings
 from common.tasks import Stop, again, end, first_of
 from ingress import metrics
-from ingress.deps import SCOPE, IngressDeps, IngressTuning, TargetCounts, lease_key
+from ingress.deps import SCOPE, IngressDeps, IngressTuning, lease_key
 from ingress.discovery.discovery import Discovery
 from ingress.discovery.notifications import follow
 from ingress.discovery.sites import Sites
@@ -108,6 +109,10 @@ class Controller:
         keys = [lease_key(target.stream) for target in settings.targets]
         documents, lookers = self._documents, self._lookers
         sites = Sites(documents, lookers, clock, settings.silent_after)
+        begin("ingress_")
+        counts = LeaseMetrics(
+            metrics.members, metrics.share, metrics.leases_held, metrics.hand_overs.labels, metrics.take_overs
+        )
         return IngressDeps(
             settings,
             client,
@@ -116,7 +121,7 @@ class Controller:
             self._documents,
             self._threads,
             Discovery(documents, lookers, clock, health, settings.poll_seconds, sites),
-            LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, TargetCounts()),
+            LeaseGroup(leases, client, SCOPE, keys, random.SystemRandom(), health, counts),
             health,
             clock,
             self._pace,

@@ -161,7 +161,7 @@ class TargetSupervisor:
             settings.stream, parts.health, parts.clock, parts.discovery.sites, parts.sharing.owner
         )
         self._carriage = Target(parts, settings, self._report)
-        self._seat = parts.sharing.seat(lease_key(settings.stream), self._report)
+        self._slot = parts.sharing.slot(lease_key(settings.stream), self._report)
         self._was_checked, self._pause = False, FIRST_PAUSE
 
     async def run(self, stop: Stop) -> None:
@@ -174,13 +174,13 @@ class TargetSupervisor:
             await self._serve(stop)
         except FloeError as error:
             self._report.ended(error)
-            await self._parts.sharing.retire(self._seat)
+            await self._parts.sharing.retire(self._slot)
             raise
 
     async def _serve(self, stop: Stop) -> None:
         while not self._was_checked and not stop.is_set:
             await self._attempt(self._check(), stop)
-        while (lease := await self._seat.occupy(stop)) is not None:
+        while (lease := await self._slot.occupy(stop)) is not None:
             await self._hold(lease, stop)
 
     async def _check(self) -> None:
@@ -203,7 +203,7 @@ class TargetSupervisor:
             was_lost = lease.lost.is_set
             await lease.release()
             self._report.gives_back()
-            self._seat.vacate(lost=was_lost)
+            self._slot.vacate(lost=was_lost)
 
     async def _carry(self, lease: Lease, leaving: Stop) -> None:
         try:

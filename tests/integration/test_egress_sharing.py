@@ -35,7 +35,7 @@ SHARED = Tuning(QUICK.pulling, EgressTuning(tick=0.05, check=0.3, hand_over=0.5)
 
 
 class Told:
-    """What a seat told of its chain."""
+    """What a slot told of its chain."""
 
     def __init__(self) -> None:
         self.state = ""
@@ -62,18 +62,18 @@ class Member:
     def __post_init__(self) -> None:
         self.stop = Stop()
         self.told = {key: Told() for key in self.keys}
-        self._seats = [self.sharing.seat(key, self.told[key]) for key in self.keys]
+        self._slots = [self.sharing.slot(key, self.told[key]) for key in self.keys]
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.sharing.run(self.stop))
-            for seat in self._seats:
-                tasks.create_task(self._work(seat))
+            for slot in self._slots:
+                tasks.create_task(self._work(slot))
 
-    async def _work(self, seat: Any) -> None:
-        while (lease := await seat.occupy(self.stop)) is not None:
-            self.held[seat.key] = lease
+    async def _work(self, slot: Any) -> None:
+        while (lease := await slot.occupy(self.stop)) is not None:
+            self.held[slot.key] = lease
             self.most = max(self.most, len(self.held))
             keeping = asyncio.create_task(lease.keep())
             try:
@@ -82,9 +82,9 @@ class Member:
             finally:
                 await end(keeping)
             lost = lease.lost.is_set
-            del self.held[seat.key]
+            del self.held[slot.key]
             await lease.release()
-            seat.vacate(lost=lost)
+            slot.vacate(lost=lost)
 
     async def leave(self) -> None:
         """As SIGTERM does."""

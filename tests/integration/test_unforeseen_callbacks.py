@@ -119,8 +119,8 @@ async def test_what_takes_the_messages_of_a_drill_may_fail(client: FloeClient, o
 async def rung(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     Throw(monkeypatch, LeaseWatcher, "_on_connection")
     bucket = await KeyValue.open(client, unique("L"), ttl=5.0)
-    bell = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
-    await bell.run(Stop())
+    watcher = LeaseWatcher(Leases(bucket, "one", 5.0, SystemClock()), client, "a.*", "members.", [])
+    await watcher.run(Stop())
 
 
 async def answered(client: FloeClient, monkeypatch: pytest.MonkeyPatch) -> None:

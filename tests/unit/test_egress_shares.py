@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.leasing import circle_of, fair_share, surplus
+from common.leasing import fair_share, group_name, surplus
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,6 @@ def test_the_surplus_is_what_is_above_the_share_and_always_the_same(held: set[st
 
 
 def test_members_with_the_same_leases_in_any_order_are_one_circle() -> None:
-    assert circle_of(["a", "b"]) == circle_of(["b", "a", "a"])
-    assert circle_of(["a", "b"]) != circle_of(["a", "c"])
-    assert circle_of(["a.b"]) != circle_of(["a", "b"])
+    assert group_name(["a", "b"]) == group_name(["b", "a", "a"])
+    assert group_name(["a", "b"]) != group_name(["a", "c"])
+    assert group_name(["a.b"]) != group_name(["a", "b"])

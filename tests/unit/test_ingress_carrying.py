@@ -195,12 +195,12 @@ class Sharing:
         self.retired: list[object] = []
         self.owner = "me"
 
-    def seat(self, key: str, told: Any) -> object:
+    def slot(self, key: str, told: Any) -> object:
         self.told = told
         return object()
 
-    async def retire(self, seat: object) -> None:
-        self.retired.append(seat)
+    async def retire(self, slot: object) -> None:
+        self.retired.append(slot)
         self.told.standby("somebody")  # an answer that was on its way
 
 
@@ -222,8 +222,8 @@ async def test_a_defect_is_shown_and_its_target_begins_again_after_pauses_that_g
         return None
 
     carriage: Any = SimpleNamespace(check=check)
-    seat: Any = SimpleNamespace(occupy=occupy)
-    runner._carriage, runner._seat = carriage, seat
+    slot: Any = SimpleNamespace(occupy=occupy)
+    runner._carriage, runner._slot = carriage, slot
     await runner.run(stop)
 
     pauses = [b - a for a, b in pairwise(began)]
