@@ -63,8 +63,7 @@ class LazyGroup(click.Group):
         except click.UsageError as error:
             import difflib
 
-            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            if not close:
+            if not (close := difflib.get_close_matches(args[0], COMMANDS, n=1)):
                 raise
             message = f"No such command {args[0]!r}. Did you mean {close[0]}?"
             raise click.UsageError(message, ctx) from error
@@ -100,10 +99,12 @@ def main() -> None:
     """The entry point of the command."""
     _refuse_foreign_common()
     from common.service.exits import end_with
-    from common.service.lean import without_pandas
+    from common.service.lean import without
 
     if not _uses_spark(sys.argv[1:]):
-        without_pandas()
+        without("pandas")
+    if sys.argv[1:3] in (["egress", "run"], ["ingress", "run"]):
+        without("rich")
     code = 0
     try:
         with end_with():
@@ -135,8 +136,7 @@ def _refuse_foreign_common() -> None:
 
 def _leave(code: int) -> None:
     """Exit, also where a call to a server that never answers still holds a thread."""
-    threads = sys.modules.get("common.service.process")
-    if threads is not None and threads.busy_threads():
+    if (threads := sys.modules.get("common.service.process")) is not None and threads.busy_threads():
         from common.service import logs
 
         logs.flush()

@@ -21,8 +21,7 @@ def parse_time(text: str) -> int:
 
     Raises ValueError.
     """
-    match = _TIME.fullmatch(text)
-    if not match:
+    if not (match := _TIME.fullmatch(text)):
         raise ValueError(f"expected {TIME_FORM}, found {text!r:.60}")
     try:
         at = datetime.fromisoformat(f"{match[1].upper()}{match[3].upper().replace('Z', '+00:00')}")
@@ -46,19 +45,15 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since 1970 UTC, by this host's wall clock: for logs and ages shown to people."""
-        ...
 
     def monotonic(self) -> float:
         """Seconds on a clock that never jumps: for leases, deadlines and the age of an open segment."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Wait `seconds` (at least one turn of the event loop)."""
-        ...
 
     def pause(self, seconds: float) -> None:
         """Block this thread for `seconds`; never called on an event loop."""
-        ...
 
 
 class SystemClock:
@@ -95,8 +90,7 @@ class Backoff:
     """
 
     def __init__(self, rng: random.Random | None, delays: Sequence[float] = DELAYS) -> None:
-        self._rng, self._delays = rng, delays
-        self._failures = 0
+        self._rng, self._delays, self._failures = rng, delays, 0
 
     def next(self) -> float:
         """Seconds to wait now."""

@@ -17,8 +17,7 @@ class JsonForm(Generic[T]):
     def __init__(self, kind: type[T], version: int = 1, field: str = "format_version") -> None:
         self._version, self._field = version, field
         self._versions = msgspec.json.Decoder(msgspec.defstruct("Version", [(field, int)]))
-        self._decoder = msgspec.json.Decoder(kind)
-        self._encoder = msgspec.json.Encoder(order="sorted")
+        self._decoder, self._encoder = msgspec.json.Decoder(kind), msgspec.json.Encoder(order="sorted")
 
     def encode(self, value: T) -> bytes:
         """With the keys in order: the same value gives the same bytes."""
@@ -28,8 +27,7 @@ class JsonForm(Generic[T]):
         """What `encode` wrote. Raises ValueError."""
         try:
             # First alone: another version may have other fields.
-            found = getattr(self._versions.decode(raw), self._field)
-            if found != self._version:
+            if (found := getattr(self._versions.decode(raw), self._field)) != self._version:
                 raise ValueError(f"{self._field}: expected {self._version}, found {found}")
             return self._decoder.decode(raw)
         except RecursionError:

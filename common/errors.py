@@ -30,8 +30,7 @@ class FloeError(Exception):
 
     def __init__(self, message: str, *, hint: str = "", code: str = "") -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = message, hint
         self.code = code or self.default_code
 
     def __str__(self) -> str:

@@ -36,8 +36,7 @@ class Members:
     """
 
     def __init__(self, leases: Leases, prefix: str) -> None:
-        self._leases, self._prefix = leases, prefix
-        self.key = prefix + state_key(leases.owner)
+        self._leases, self._prefix, self.key = leases, prefix, prefix + state_key(leases.owner)
         self._lease: Lease | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -91,8 +90,7 @@ class LeaseWatcher:
 
     def __init__(self, leases: Leases, client: FloeClient, pattern: str, prefix: str, keys: Collection[str]) -> None:
         self._leases, self._client, self._keys = leases, client, frozenset(keys)
-        self._pattern, self._prefix = pattern, prefix
-        self.woken = asyncio.Event()
+        self._pattern, self._prefix, self.woken = pattern, prefix, asyncio.Event()
         self.released: set[str] = set()
         self.taken: set[str] = set()
         self.members: set[str] = set()
@@ -312,8 +310,7 @@ class LeaseGroup:
         self._members = Members(leases, members)
         self._watcher = LeaseWatcher(leases, client, scope.leases, members, self._keys)
         self._slots: dict[str, LeaseSlot] = {}
-        self._share, self._count, self._asking = 0, 0, 0
-        self._failure = ""
+        self._share, self._count, self._asking, self._failure = 0, 0, 0, ""
 
     def slot(self, key: str, told: Told) -> LeaseSlot:
         """The place of one of the keys; once for each."""
@@ -403,8 +400,7 @@ class LeaseGroup:
 
     def _give_back(self) -> None:
         for key in surplus(self._held(), self._share):
-            lease = self._slots[key].lease
-            if lease is not None and not lease.give_back.is_set:
+            if (lease := self._slots[key].lease) is not None and not lease.give_back.is_set:
                 log.info("lease to be given back", action="give_back", key=key, members=self._count)
                 lease.give_back.set(StopReason.GIVE_BACK)
 
@@ -423,8 +419,7 @@ class LeaseGroup:
 
     async def _try(self, slot: LeaseSlot) -> None:
         try:
-            lease = await self._ask(slot)
-            if lease is None:
+            if (lease := await self._ask(slot)) is None:
                 slot.taken(await self._leases.holder(slot.key))
             else:
                 self._acquired(slot, lease)

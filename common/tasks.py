@@ -246,8 +246,7 @@ async def to_its_end(main: Coroutine[Any, Any, T]) -> T:
             orphan.set_result(error)
 
     def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if error is None or _is_of_transport(error, context):
+        if (error := context.get("exception")) is None or _is_of_transport(error, context):
             log.warning("event loop", action="loop", reason=context.get("message"), error=str(error or ""))
         else:
             # A task that nobody awaited is found by the garbage collection, in whatever thread that runs.

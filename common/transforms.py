@@ -204,8 +204,7 @@ def _split_at(token: bytes, at: bytes) -> bytes:
     pieces, made = token.split(at), b""
     for index, piece in enumerate(pieces):
         made += piece
-        following = pieces[index + 1 : index + 2]
-        if following and following[0] and (index or piece):
+        if (following := pieces[index + 1 : index + 2]) and following[0] and (index or piece):
             made += b"."
     return made
 

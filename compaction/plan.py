@@ -64,8 +64,7 @@ class Planner:
     """
 
     def __init__(self, policy: LevelSettings, now: float) -> None:
-        self._policy, self._now = policy, now
-        self._group = _Group()
+        self._policy, self._now, self._group = policy, now, _Group()
         self._reach = 0  # where the run ends so far
 
     @property

@@ -56,8 +56,7 @@ class SparkProver:
     """Proves with Spark. `store`: to tell which segments are damaged when a proof cannot be made."""
 
     def __init__(self, spark: Spark, settings: Settings, store: SegmentStore) -> None:
-        self._spark, self._settings, self._store = spark, settings, store
-        self._is_registered = False
+        self._spark, self._settings, self._store, self._is_registered = spark, settings, store, False
 
     def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
         """As `Prover.prove`."""
@@ -119,8 +118,7 @@ class SparkProver:
 
     def _missing(self, supersession: Supersession) -> Failure | None:
         below, above = self._contents(supersession)
-        rows = _collected(below.join(above, ["sequence", "hash"], "left_anti").limit(1))
-        if not rows:
+        if not (rows := _collected(below.join(above, ["sequence", "hash"], "left_anti").limit(1))):
             return None
         error = DataError(
             f"sequence {rows[0]['sequence']} of {supersession.superseded[0].chain}: no such row in "

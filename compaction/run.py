@@ -56,7 +56,6 @@ class Runner(Protocol):
 
     def map(self, work: Callable[[SegmentStore, T], R], items: Sequence[T]) -> list[R]:
         """What `work` answers for each item, in their order; the first items are begun first."""
-        ...
 
 
 class Prover(Protocol):
@@ -64,7 +63,6 @@ class Prover(Protocol):
 
     def prove(self, supersessions: Sequence[Supersession]) -> list[Failure | None]:
         """For each of them None where every superseded row was found, else why it was not."""
-        ...
 
 
 class LocalRunner:
@@ -192,8 +190,7 @@ class Compaction:
         batch: int = BATCH,
     ) -> None:
         self._store, self._policies, self._grace = store, policies, grace
-        self._runner, self._prover = runner, prover
-        self._window, self._batch = window, batch
+        self._runner, self._prover, self._window, self._batch = runner, prover, window, batch
         self._chains = ChainStore(store.objects, store.layout)
         self._tombstones = Tombstones(store.objects, store.layout)
         self._reported = Reported(store.objects, store.layout)

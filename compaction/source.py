@@ -90,8 +90,7 @@ class _Reading:
     """One stretch being read. `_avoided`: keys of segments that failed."""
 
     def __init__(self, store: SegmentStore, stretch: Stretch[SegmentRef]) -> None:
-        self._store = store
-        self._pending = [stretch]
+        self._store, self._pending = store, [stretch]
         self._avoided: set[str] = set()
 
     def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -179,11 +178,9 @@ class _Reader(DataSourceReader):
         objects, store = _open_store(self._options)
         stretches = []
         for key, rows in self._options.segments or ():
-            name = store.layout.parse_segment(key)
-            if name is None:
+            if (name := store.layout.parse_segment(key)) is None:
                 raise SegmentCorrupt(f"option segments: expected the key of a segment, found {key!r}")
-            info = objects.head(key)
-            if info is None:
+            if (info := objects.head(key)) is None:
                 raise SegmentGone(f"segment {key}: not in the store any more")
             stretches.append(Stretch(SegmentRef(name, key, info.size, info.modified), rows or name.coverage))
         return stretches

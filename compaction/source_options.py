@@ -199,7 +199,6 @@ def _number(given: Mapping[str, str], name: str, low: int, high: int) -> int:
 
 
 def _flag(given: Mapping[str, str], name: str) -> bool:
-    text = given.get(name, "false").lower()
-    if text not in ("true", "false"):
+    if (text := given.get(name, "false").lower()) not in ("true", "false"):
         raise UsageError(f"option {name}: expected true or false, found {text!r:.60}")
     return text == "true"

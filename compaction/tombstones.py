@@ -138,8 +138,7 @@ class TombstoneIndex:
         """Take a tombstone; what it names and is not listed is forgotten."""
         superseded, changed = array("q"), set()
         for segment in stone.tombstone.superseded:
-            place = self._listed.place(segment)
-            if place is not None:
+            if (place := self._listed.place(segment)) is not None:
                 superseded.append(place)
                 self._condemned[place] = 1
                 if self._listed.size_of(place) != segment.size:
@@ -237,13 +236,11 @@ class Tombstones:
 
     def _parsed(self, chain: Chain, info: ObjectInfo) -> Tombstone | None:
         """None if it was deleted meanwhile; raises ValueError for one that is not sound."""
-        match = _NAME.fullmatch(info.key.rpartition("/")[2])
-        if not match:
+        if not (match := _NAME.fullmatch(info.key.rpartition("/")[2])):
             raise ValueError("foreign name")
         if info.size > MAX_BYTES:
             raise ValueError(f"expected at most {MAX_BYTES} bytes, found {info.size}")
-        raw = self._objects.get(info.key, length=MAX_BYTES + 1)
-        if raw is None:
+        if (raw := self._objects.get(info.key, length=MAX_BYTES + 1)) is None:
             return None
         if hashlib.sha256(raw).hexdigest()[:16] != match["digest"]:
             raise ValueError(f"expected content with SHA-256 {match['digest']}…")
@@ -271,8 +268,7 @@ def _ref(entry: Any, layout: Layout, chain: Chain) -> SegmentRef:
     if type(level) is not int or type(name) is not str or type(size) is not int:
         raise ValueError(f"expected level, name and size of a segment, found {entry!r:.60}")
     key = layout.segments_prefix(chain, level) + name
-    segment = layout.parse_segment(key)
-    if segment is None:
+    if (segment := layout.parse_segment(key)) is None:
         raise ValueError(f"expected the name of a segment, found {name!r:.80}")
     return SegmentRef(segment, key, size, 0.0)
 

@@ -56,9 +56,7 @@ class _Run:
     """One open segment and the rows of it that are next."""
 
     def __init__(self, segment: SegmentRef, reader: SegmentReader) -> None:
-        self.segment = segment
-        self._reader = reader
-        self._batches = reader.batches()
+        self.segment, self._reader, self._batches = segment, reader, reader.batches()
         self.head: pa.RecordBatch | None = None
 
     @property

@@ -76,9 +76,7 @@ class Acknowledging:
         self._number = 1  # of the first one kept, by the consumer's count
         self._left = 0
         self._head = self._tail = b""
-        self._generation = client.generation
-        self._is_permitted = False
-        self._lock = asyncio.Lock()
+        self._generation, self._is_permitted, self._lock = client.generation, False, asyncio.Lock()
 
     @property
     def left(self) -> int:

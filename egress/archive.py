@@ -79,8 +79,7 @@ class Archive:
     def __init__(
         self, chain: Chain, first: int, store: SegmentStore, chains: ChainStore, marks: HighWaterMarks, threads: Threads
     ) -> None:
-        self.chain, self.first = chain, first
-        self.end = 0
+        self.chain, self.first, self.end = chain, first, 0
         self.holes: tuple[SequenceRange, ...] = ()
         self.newest: Sequence[SegmentRef] = ()
         self.damaged: dict[str, str] = {}

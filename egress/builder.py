@@ -97,16 +97,10 @@ class Builder:
         sampled: bool = False,
         hurry: float | None = None,
     ) -> None:
-        self._closing = closing
-        self._clock = clock
-        self._account = account
-        self._emit = emit
+        self._closing, self._clock, self._account, self._emit = closing, clock, account, emit
         self._until = until
         self._max_age = closing.max_age if hurry is None else min(hurry, closing.max_age)
-        self._sampled = sampled
-        self._end = first - 1
-        self._is_torn = False
-        self.closed = 0
+        self._sampled, self._end, self._is_torn, self.closed = sampled, first - 1, False, 0
         self.last: Message | None = None
         self._begin_segment()
         self._begin_piece()
@@ -321,8 +315,7 @@ def unread(piece: Piece, source_first: int, from_hole: Sequence[SequenceRange] =
 
 def gone_before_read(piece: Piece, source_first: int) -> int:
     """How many covered sequences below `source_first` were not received."""
-    last = min(source_first - 1, piece.coverage.last)
-    if last < piece.coverage.first:
+    if (last := min(source_first - 1, piece.coverage.last)) < piece.coverage.first:
         return 0
     return last - piece.coverage.first + 1 - bisect_left(piece.examined, source_first)
 
@@ -334,8 +327,7 @@ def before_first_gap(piece: Piece) -> Piece | None:
     """
     first = piece.coverage.first
     count = next((i for i, s in enumerate(piece.examined) if s != first + i), len(piece.examined))
-    rows = piece.rows.part(0, bisect_left(piece.rows.sequences, first + count))
-    if not rows:
+    if not (rows := piece.rows.part(0, bisect_left(piece.rows.sequences, first + count))):
         return None
     coverage = SequenceRange(first, rows.sequences[-1])
     examined, codes = piece.examined[: len(coverage)], piece.codes[: len(coverage)]

@@ -75,8 +75,7 @@ class SegmentFile:
         self._ledger = Ledger()
         self._unread: SequenceRange | None = None
         self._last: Message | None = None
-        self._few = Columns.empty(sampled=sampling is not None)
-        self._few_bytes = 0
+        self._few, self._few_bytes = Columns.empty(sampled=sampling is not None), 0
 
     @property
     def held(self) -> int:
@@ -229,12 +228,9 @@ class Encoder:
         self._outbox: deque[Emitted] = deque()
         self._queued = 0
         self._open_file: SegmentFile | None = None
-        self._charged = 0
-        self._is_cut = False
-        self._is_torn = False
+        self._charged, self._is_cut, self._is_torn = 0, False, False
         self.sealed: deque[SpooledSegment] = deque()
-        self.wake = asyncio.Event()
-        self.on_sealed = asyncio.Event()
+        self.wake, self.on_sealed = asyncio.Event(), asyncio.Event()
 
     def emit(self, item: Emitted) -> None:
         """Take the builder's next item."""
@@ -303,8 +299,7 @@ class Encoder:
 
     async def _cut(self, piece: Piece) -> None:
         """End the segment before the first gap, and drop whatever comes behind it."""
-        leading = before_first_gap(piece)
-        if leading is not None:
+        if (leading := before_first_gap(piece)) is not None:
             await self._add(leading, 1)
         if self._open_file is not None:
             await self._finish(Close.HOLE)

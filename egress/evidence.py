@@ -66,8 +66,7 @@ class IdentityProbe:
         created, continued = current.stream.created, current.continued
         # What this history covers, whether or not this incarnation has covered anything yet.
         end = archive.end or (archive.first - 1 if continued else 0)
-        info = await stream_info(client, self._stream)
-        if info is None:
+        if (info := await stream_info(client, self._stream)) is None:
             return Evidence(None, created, end)
         whole = source_of(info)
         source = await self._own(client, whole)
@@ -92,8 +91,7 @@ class IdentityProbe:
         """
         if not self._filter or source.retention == "limits":
             return source
-        found = await self.next(client, source.first)
-        if found is None:
+        if (found := await self.next(client, source.first)) is None:
             return replace(source, first=source.last + 1, first_timestamp_ns=None)
         return replace(source, first=found.sequence, first_timestamp_ns=found.timestamp_ns)
 
@@ -106,8 +104,7 @@ class IdentityProbe:
         silent = None if newest is None else await self._silent_end(newest)
         if silent is None:
             return []
-        found = await self.next(client, silent.first)
-        if found is None or found.sequence > silent.last:
+        if (found := await self.next(client, silent.first)) is None or found.sequence > silent.last:
             return []
         return [Witness(Tip.of(found), HeldMessage.DIFFERENT)]
 
@@ -192,8 +189,7 @@ class IdentityProbe:
         for ref in refs:
             if found and ref.coverage.last < source.first:
                 continue  # no tip of these can be held
-            tip = await self._tip(ref)
-            if tip is None:
+            if (tip := await self._tip(ref)) is None:
                 continue
             found.append(await self.compare(client, tip, source))
             if found[-1].held is not HeldMessage.ABSENT or len(found) >= ABSENT_TIPS:
@@ -210,8 +206,7 @@ class IdentityProbe:
         near = () if message is None else await archive.at(message.sequence)
         if message is None or (ref := choose(near, message.sequence)) is None:
             return []
-        tip = await self._row(ref, message.sequence)
-        if tip is not None:
+        if (tip := await self._row(ref, message.sequence)) is not None:
             return [Witness(tip, _held(message, tip))]
         return await self._first_held(client, ref, await self._sequences(ref, ref.coverage, newest=True), source)
 
@@ -220,8 +215,7 @@ class IdentityProbe:
         low, high, found = source.first - 1, end, None  # behind `high` none is held
         while low < high:
             middle = (low + high + 1) // 2
-            message = await self.next(client, middle)
-            if message is None or message.sequence > high:
+            if (message := await self.next(client, middle)) is None or message.sequence > high:
                 high = middle - 1
             else:
                 low, found = message.sequence, message
@@ -310,8 +304,7 @@ class IdentityProbe:
         """The archived message `tip`, and what the stream holds in its place."""
         if not source.first <= tip.sequence <= source.last:
             return Witness(tip, HeldMessage.ABSENT)
-        message = await get_message(client, self._stream, tip.sequence)
-        if message is None:
+        if (message := await get_message(client, self._stream, tip.sequence)) is None:
             return Witness(tip, HeldMessage.ABSENT)
         return Witness(tip, _held(message, tip))
 
@@ -324,8 +317,7 @@ class IdentityProbe:
         end = min(source.last, end)
         for stretch in reversed(cover(refs, source.first, end)) if end >= source.first else []:
             sequences = await self._threads.run(self._sequences_of, stretch)
-            equal = await self._last_equal(client, stretch.segment, sequences, source)
-            if equal is not None:
+            if (equal := await self._last_equal(client, stretch.segment, sequences, source)) is not None:
                 return equal + 1
         return source.first
 
@@ -343,8 +335,7 @@ class IdentityProbe:
         equal = None
         while high - low > 1:
             middle = (low + high) // 2
-            place = await self._next_held(client, sequences, middle, high)
-            if place is None:
+            if (place := await self._next_held(client, sequences, middle, high)) is None:
                 high = middle
                 continue
             tip = await self._threads.run(self.row, ref, sequences[place])
@@ -569,8 +560,7 @@ class Inquiry:
     async def _is_hole(self, archive: Archive, place: Position) -> bool:
         """Whether the hole is there still; where not, the archive knows it no more."""
         hole = next(hole for hole in archive.holes if place.first in hole)
-        left = await archive.uncovered(hole)
-        if left == [hole]:
+        if (left := await archive.uncovered(hole)) == [hole]:
             return True
         archive.holes = tuple(sorted([*left, *(each for each in archive.holes if each != hole)]))
         return False
@@ -592,7 +582,6 @@ class Inquiry:
         return await self._first(self._deps.client)
 
     async def _first(self, client: FloeClient) -> int:
-        info = await stream_info(client, self._stream)
-        if info is None:
+        if (info := await stream_info(client, self._stream)) is None:
             raise Unavailable(f"stream {self._stream} does not exist any more")
         return source_of(info).first

@@ -50,8 +50,7 @@ class Feed:
         self._report.state("starting", ready=False, why="nobody knows yet who holds its lease")
         self._slot = sharing.slot(lease_key(self._chain), self._report)
         self._deps = deps.of(partition, self._report, self._pools)
-        self._worker = Worker(self._deps)
-        self._backoff = Backoff(deps.rng)
+        self._worker, self._backoff = Worker(self._deps), Backoff(deps.rng)
 
     async def run(self, stop: Stop) -> None:
         """Until `stop` is set and everything is put."""

@@ -21,8 +21,7 @@ class Handover:
 
     def __init__(self, deps: PartitionDeps, history: History) -> None:
         self._deps, self._number, self._history = deps, deps.partition.number, history
-        self._count = len(deps.partition.settings.filters())
-        self._closings = Closings(deps.state)
+        self._count, self._closings = len(deps.partition.settings.filters()), Closings(deps.state)
 
     async def closing(self, current: Incarnation) -> Closing:
         """How far the current incarnation is with closing."""

@@ -56,8 +56,7 @@ class Heartbeats:
     ) -> None:
         self._settings, self._leases, self._client = settings, leases, client
         self._site, self._host, self._key = site, host, heartbeat_key(site)
-        self._clock, self._rng, self._health = clock, rng, health
-        self._released = asyncio.Event()
+        self._clock, self._rng, self._health, self._released = clock, rng, health, asyncio.Event()
         self._failures: dict[str, str] = {}
         self._is_leader = False
 
@@ -76,8 +75,7 @@ class Heartbeats:
                 trouble.check()
                 self._show()
                 self._released.clear()
-                lease = await self._elect()
-                if lease is None:
+                if (lease := await self._elect()) is None:
                     pause = self._leases.ttl / 3 * self._rng.uniform(0.8, 1.0)
                     await first_of(stop.wait(), self._released.wait(), trouble.told.wait(), seconds=pause)
                 else:

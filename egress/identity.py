@@ -114,11 +114,9 @@ class SourceVerdict:
 
 def judge(evidence: Evidence) -> SourceVerdict:
     """The verdict of the table above; its rows are tried in the order in which they stand here."""
-    source = evidence.source
-    if source is None:
+    if (source := evidence.source) is None:
         return SourceVerdict(VerdictKind.GONE, "the stream does not exist")
-    equal = _tips(evidence, HeldMessage.EQUAL)
-    if equal:
+    if equal := _tips(evidence, HeldMessage.EQUAL):
         return _judge_matching(evidence, source, equal[0])
     if evidence.received is not None and evidence.received.held is HeldMessage.EQUAL:
         return _judge_received(evidence, source, evidence.received.tip)

@@ -307,8 +307,7 @@ class History:
 
         Raises DataError for a mark that is none.
         """
-        end = await self._marks.get(chain)
-        if not end or await self._threads.run(self._exists, chain):
+        if not (end := await self._marks.get(chain)) or await self._threads.run(self._exists, chain):
             return None
         return self._lost(chain, end)
 
@@ -371,8 +370,7 @@ class History:
             )
 
     def _loaded(self, chain: Chain) -> Incarnation:
-        found = self._read(chain)
-        if found is None:
+        if (found := self._read(chain)) is None:
             raise self._missing(chain)
         return found
 

@@ -106,11 +106,9 @@ class Loops:
 
     async def without(self, piece: Piece) -> Piece:
         """`piece` without the rows that came round. Raises what the stream and the store raise."""
-        places = self._claims.places(piece.rows)
-        if not places:
+        if not (places := self._claims.places(piece.rows)):
             return piece
-        looped = await self._looped(piece.rows, places)
-        if not looped:
+        if not (looped := await self._looped(piece.rows, places)):
             return piece
         self._report.looped(len(looped))
         return _without(piece, looped)
@@ -178,8 +176,7 @@ class Loops:
             return None
         for level in (0, None):
             refs = self._store.list(chain, position=claim.sequence, level=level, limit=LISTED)
-            ref = choose(refs, claim.sequence)
-            if ref is not None:
+            if (ref := choose(refs, claim.sequence)) is not None:
                 return ref
         return None
 

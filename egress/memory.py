@@ -14,8 +14,7 @@ class MemoryBudget:
     """At most about `limit` bytes over `chains` accounts. Nothing waits here: readers ask first."""
 
     def __init__(self, limit: int, chains: int = 1) -> None:
-        self.limit = limit
-        self._chains = max(1, chains)
+        self.limit, self._chains = limit, max(1, chains)
         self._accounts: list[MemoryAccount] = []
 
     @property
@@ -58,9 +57,7 @@ class MemoryAccount:
     """What one chain holds in memory."""
 
     def __init__(self, budget: MemoryBudget, on_release: Callable[[], None]) -> None:
-        self.on_release = on_release
-        self.used = 0
-        self._budget = budget
+        self.on_release, self.used, self._budget = on_release, 0, budget
 
     def charge(self, size: int) -> None:
         """Count `size` more bytes."""

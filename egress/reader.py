@@ -45,11 +45,9 @@ class ReaderTarget(Protocol):
 
     def messages(self, columns: Columns) -> None:
         """The next messages of the consumer, in order and without a gap in its numbers."""
-        ...
 
     def passed(self, sequence: int) -> None:
         """Everything up to `sequence` that the consumer delivers has been handed over."""
-        ...
 
 
 class Reader:
@@ -84,17 +82,10 @@ class Reader:
         self._taken: Taken | None = None
         self._acks: Acknowledging | None = None
         self._catching_up: asyncio.Task[None] | None = None
-        self._behind_first = asyncio.Event()
-        self._last = 0
+        self._behind_first, self._last = asyncio.Event(), 0
         self._subscription: RawSubscription | None = None
-        self._generation = client.generation
-        self._owed = 0
-        self._next = 1
-        self._received_bytes = 0
-        self._misses = 0
-        self._behind = 0
-        self._heard = deps.clock.monotonic()
-        self._is_open = False
+        self._generation, self._owed, self._next, self._received_bytes = client.generation, 0, 1, 0
+        self._misses, self._behind, self._heard, self._is_open = 0, 0, deps.clock.monotonic(), False
         self._scheduled = False
         self._subjects: list[bytes] = []
         self._replies: list[bytes] = []
@@ -150,8 +141,7 @@ class Reader:
         return self._source
 
     async def _check_stream(self) -> StreamInfo:
-        info = await stream_info(self._client, self._stream)
-        if info is None or info.created != self._created:
+        if (info := await stream_info(self._client, self._stream)) is None or info.created != self._created:
             found = "no such stream" if info is None else f"one created at {info.created}"
             raise ReaderResetError("stream_changed", f"expected the stream created at {self._created}, found {found}")
         return info
@@ -354,8 +344,7 @@ class Reader:
             self._doubt("consumer_gone", f"the server says: {status.text}")
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        sent = heartbeat.consumer_sequence
-        if sent == self._next - 1:
+        if (sent := heartbeat.consumer_sequence) == self._next - 1:
             self._target.passed(heartbeat.sequence)
         elif sent > self._next - 1:
             # It may have overtaken messages on their way; a second one has not.

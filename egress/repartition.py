@@ -105,15 +105,13 @@ class Repartition:
     """Cuts one feed anew."""
 
     def __init__(self, opened: CommandContext, settings: FeedSettings) -> None:
-        self._opened, self._settings = opened, settings
-        self._site = opened.settings.site
+        self._opened, self._settings, self._site = opened, settings, opened.settings.site
         self._new = partitions_of(self._site, settings)
 
     async def plan(self) -> RepartitionPlan:
         """What there is to do. Raises UsageError for a feed that has not begun, Stopped for a broken one."""
         deps, io = self._opened.deps, self._opened.pools.io
-        number = await io.run(newest_incarnation, deps.chains, self._new[0].chain)
-        if number is None:
+        if (number := await io.run(newest_incarnation, deps.chains, self._new[0].chain)) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         chain = replace(self._new[0].chain, incarnation=number)
         cut = await io.run(self._cut, chain)
@@ -140,8 +138,7 @@ class Repartition:
         return PartitionReach(archive.first, archive.end)
 
     async def _load(self, partition: Partition) -> Incarnation:
-        found = await History(self._opened.of(partition)).load()
-        if found is None:
+        if (found := await History(self._opened.of(partition)).load()) is None:
             raise UsageError(f"feed {self._settings.name} has not begun: it will begin as it is configured")
         return found
 
@@ -188,8 +185,7 @@ class Repartition:
 
     async def _lease(self, stack: AsyncExitStack, chain: Chain) -> Lease:
         key = lease_key(chain)
-        lease = await self._opened.leases.acquire(key)
-        if lease is None:
+        if (lease := await self._opened.leases.acquire(key)) is None:
             holder = owner_text(await self._opened.leases.holder(key) or "another instance")
             raise Unavailable(
                 f"partition {chain.partition} of feed {chain.feed} is frozen by {holder}",

@@ -124,14 +124,12 @@ class FeedReport:
     def __init__(self, feed: Chain, stream: str, health: Health, clock: Clock | None = None) -> None:
         self._labels = feed.site, feed.feed, str(feed.partition)
         self._part = f"egress {feed.feed}" + (f"/{feed.partition}" if feed.partition else "")
-        self._health = health
-        self._chain, self.stream = feed, stream
+        self._health, self._chain, self.stream = health, feed, stream
         self._clock = clock or SystemClock()
         self._since = self._clock.now()
         self._source_asked: float | None = None
         self._status: dict[str, Any] = {"stream": stream}
-        self._failure, self._had_durable = "", False
-        self._is_stalled, self._has_looped = False, False
+        self._failure, self._had_durable, self._is_stalled, self._has_looped = "", False, False, False
         self._left: Callable[[], float] = lambda: math.inf
         begin("egress_", site=feed.site, feed=feed.feed, partition=str(feed.partition))
         for prefix in ("egress_", "segment_"):
@@ -405,8 +403,7 @@ async def look(
     """
     found, offset = Unmatched(), 0
     while offset < most:
-        page = await _page(client, stream, offset, within)
-        if not page:
+        if not (page := await _page(client, stream, offset, within)):
             return found
         more = await threads.run(unmatched, page, filters)
         count, subjects = found.messages + more.messages, found.subjects + more.subjects

@@ -139,8 +139,7 @@ async def look(opened: CommandContext, partition: Partition) -> Case:
         following = 0 if newest is None else min(newest + 1, MAX_INCARNATION)
         if (lost := await _lost(history, replace(partition.chain, incarnation=following))) is not None:
             return Case(partition, error=lost, incarnation=following)
-        current = await history.load()
-        if current is None:
+        if (current := await history.load()) is None:
             await _check_beginning(opened, partition)
     except FloeError as error:
         return Case(partition, error=error, incarnation=number)
@@ -167,8 +166,7 @@ async def _lost(history: History, chain: Chain) -> FloeError | None:
 
 async def _check_beginning(opened: CommandContext, partition: Partition) -> None:
     """Raises Stopped where a feed cannot begin."""
-    info = await stream_info(opened.deps.client, partition.stream)
-    if info is None:
+    if (info := await stream_info(opened.deps.client, partition.stream)) is None:
         raise never_begun(partition)
     check_start(info, partition.settings)
 

@@ -134,8 +134,7 @@ class EgressService:
     ) -> None:
         self._settings, self._tuning, self._reexamine = settings, tuning, reexamine
         self._clock, self._health, self._stop = clock, health, stop
-        self._objects, self._place = objects, place
-        self._reach = Reachability(clock)
+        self._objects, self._place, self._reach = objects, place, Reachability(clock)
         self._rng = random.SystemRandom()
 
     async def run(self) -> bool:

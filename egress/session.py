@@ -71,8 +71,7 @@ class Session:
     ) -> None:
         self._deps, self._inquiry, self._stand, self._lease = deps, inquiry, stand, lease
         self._partition, self._report, self._archive = deps.partition, deps.report, stand.archive
-        self._position = position
-        self._ended = Stop()
+        self._position, self._ended = position, Stop()
         self._end: BaseException | None = None
         self._is_all_sealed = False
         self._surplus_at: int | None = None  # puts, when others began to wait
@@ -261,8 +260,7 @@ class Session:
         """Whether it is still the stream, the incarnation is open, and the chain moves."""
         while not self._ended.is_set:
             await self._deps.clock.sleep(self._deps.tuning.pace.check)
-            source = await self._tried(self._look_at_stream())
-            if source is not None:
+            if (source := await self._tried(self._look_at_stream())) is not None:
                 await self._tried(self._look_for_next())
                 await self._tried(self._look(source))
 

@@ -82,8 +82,7 @@ class ProgressCheck:
 
     def judge(self, standing: SessionStanding, now: float) -> Stall | None:
         """What holds the chain up at `now` (monotonic seconds); None while it moves or has nothing to do."""
-        seen = self._seen
-        if seen is None or _reading(standing) != _reading(seen) or not standing.waits:
+        if (seen := self._seen) is None or _reading(standing) != _reading(seen) or not standing.waits:
             self._received_at = now
         if seen is None or standing.archived != seen.archived or not seen.is_open or not standing.is_open:
             self._archived_at = now
@@ -205,8 +204,7 @@ class Expiry:
 
     def __init__(self, deps: PartitionDeps) -> None:
         self._partition, self._client = deps.partition, deps.client
-        self._report, self._clock = deps.report, deps.clock
-        self._rise = Rise()
+        self._report, self._clock, self._rise = deps.report, deps.clock, Rise()
         self.position: Callable[[], int] | None = None
 
     async def run(self, every: float) -> None:
@@ -227,12 +225,10 @@ class Expiry:
         self._report.expires(lambda: max(0.0, at - self._clock.monotonic()))
 
     async def _left(self, position: int) -> float:
-        info = await stream_info(self._client, self._partition.stream)
-        if info is None:
+        if (info := await stream_info(self._client, self._partition.stream)) is None:
             return math.inf
         pace = self._rise.look(self._clock.monotonic(), info.first_sequence)
-        limits = StreamLimits.of(info.config)
-        if limits == StreamLimits() or position > info.last_sequence:
+        if (limits := StreamLimits.of(info.config)) == StreamLimits() or position > info.last_sequence:
             return math.inf
         partition = self._partition
         waiting = await next_message(self._client, partition.stream, max(1, position), partition.filter_subject)

@@ -65,10 +65,8 @@ class Worker:
     def __init__(self, deps: PartitionDeps) -> None:
         self._deps, self._partition, self._report = deps, deps.partition, deps.report
         self._history = History(deps)
-        self.handover = Handover(deps, self._history)
-        self.inquiry = Inquiry(deps)
-        self._walk = ArchiveWalks(deps.pools.io, deps.clock, deps.tuning.pace)
-        self._expiry = Expiry(deps)
+        self.handover, self.inquiry = Handover(deps, self._history), Inquiry(deps)
+        self._walk, self._expiry = ArchiveWalks(deps.pools.io, deps.clock, deps.tuning.pace), Expiry(deps)
         self._backoff = Backoff(deps.rng)
         self._hurry: float | None = None
         self._unflushed: Unflushed | None = None
@@ -113,8 +111,7 @@ class Worker:
             await self.handover.begin(current, closing)
             return
         await hold(self._deps.client, self._partition)
-        found = await self._judge(current, archive, closing, stop)
-        if found is None:
+        if (found := await self._judge(current, archive, closing, stop)) is None:
             return
         if found.verdict.is_same:
             await self._go_on(found, lease, stop)
@@ -172,8 +169,7 @@ class Worker:
 
         Raises LeaseLost and what the servers raise.
         """
-        position = await unless(stop, self.inquiry.place(stand.archive, stand.source))
-        if position is None:
+        if (position := await unless(stop, self.inquiry.place(stand.archive, stand.source))) is None:
             return
         await stand.archive.mend()
         self._report.lost(sum(map(len, position.lost)))
@@ -269,10 +265,8 @@ class Worker:
 
     async def _current(self) -> Incarnation:
         """The newest incarnation; the first one is made if there is none."""
-        found = await self._history.load()
-        if found is None:
-            info = await self.inquiry.info()
-            if info is None:
+        if (found := await self._history.load()) is None:
+            if (info := await self.inquiry.info()) is None:
                 raise never_begun(self._partition)
             check_start(info, self._partition.settings)
             refuse_loop(self._partition, self._partition.chain, info)
@@ -307,12 +301,10 @@ class Worker:
     async def _close(self, found: Findings, lease: Lease, stop: Stop) -> None:
         """Note where the partition ends; wait for the others a while, if there are any."""
         source, decision = found.evidence.source, found.decision
-        info = await self.inquiry.info()
-        if info is None or source is None or info.created != source.created:
+        if (info := await self.inquiry.info()) is None or source is None or info.created != source.created:
             return
         archive = await self._open_archive(found.current)
-        first = self._next_first(archive, found.verdict, decision)
-        if first is None:
+        if (first := self._next_first(archive, found.verdict, decision)) is None:
             raise await self.stopped(found.current, found.archive, found.evidence, found.verdict)
         require(lease, archive)
         closing = await self.handover.close(found.current, archive, info, first, decision)

@@ -197,8 +197,7 @@ class StateStore:
 
     async def load(self) -> Stored:
         """What is stored now. Raises Stopped where it cannot be read, Unavailable, OutcomeUnknown."""
-        entry = await self._bucket.get(self._key)
-        if entry is None:
+        if (entry := await self._bucket.get(self._key)) is None:
             return Stored(None, 0)
         state = from_json(self._target, entry.value)
         self._seen(state)
@@ -235,11 +234,9 @@ class StateStore:
         return await self._bucket.update(self._key, value, revision)
 
     async def _settle(self, state: TargetState, value: bytes, revision: int) -> Stored | None:
-        entry = await self._bucket.get(self._key)
-        if entry is None or entry.revision == revision:
+        if (entry := await self._bucket.get(self._key)) is None or entry.revision == revision:
             # Not there yet, and perhaps still on its way: writing again can only store the same bytes once.
-            written = await self._write(value, revision)
-            if written is not None:
+            if (written := await self._write(value, revision)) is not None:
                 return Stored(state, written)
             entry = await self._bucket.get(self._key)
         if entry is not None and entry.value == value and entry.revision > revision:

@@ -315,8 +315,7 @@ class Delivery:
 
     async def _save(self, state: TargetState) -> Intent | None:
         """Store the next state; its open intent. Raises StateMoved where somebody else stored one."""
-        stored = await self._keeper.save(state, self._known.revision)
-        if stored is None:
+        if (stored := await self._keeper.save(state, self._known.revision)) is None:
             await self._settler.check_moved(self._known)
             raise Unavailable(f"state of target {self.target}: neither stored nor changed by anybody")
         self._known = stored

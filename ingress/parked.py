@@ -205,8 +205,7 @@ class ParkedStore:
     def __init__(self, objects: ObjectStore, layout: Layout, target: str, kept_as: ParkedAs | str) -> None:
         self.target = target
         self.kept_as = ParkedAs(kept_as) if isinstance(kept_as, str) else kept_as
-        self.keys = ParkedKeys(layout, target)
-        self._objects = objects
+        self.keys, self._objects = ParkedKeys(layout, target), objects
 
     def adopt(self, state: TargetState) -> None:
         """Keep messages as this state says: so no mark is put under a former name."""

@@ -25,8 +25,7 @@ FLAGS = {"allow_msg_ttl": "--allow-msg-ttl", "allow_rollup_hdrs": "--allow-rollu
 
 async def ensure_target(client: FloeClient, settings: TargetSettings) -> StreamInfo:
     """The target, created if it is missing and may be. Raises ConfigError with every reason against it."""
-    info = await stream_info(client, settings.stream)
-    if info is None:
+    if (info := await stream_info(client, settings.stream)) is None:
         info = await _create(client, settings)
     if found := list(problems(info.config, settings)):
         raise ConfigError(*(f"target {settings.stream}: {problem}" for problem in found), code="E-TARGET")
@@ -170,8 +169,7 @@ def _subject_problems(config: Mapping[str, Any], settings: TargetSettings) -> It
     """Sources of which no message could be stored, as far as the configuration alone says."""
     accepting = Accepting(config.get("subjects") or [settings.stream])
     for index, source in enumerate(settings.sources):
-        made = rule_of(source).pattern
-        if made is not None and not accepting.meets(made):
+        if (made := rule_of(source).pattern) is not None and not accepting.meets(made):
             yield f"sources.{index}: expected subjects that the target takes ({accepting}), found {made}"
 
 

@@ -140,8 +140,7 @@ class Lags:
 
     def _since(self, state: ChainState, at: int, oldest: float | None, now: float) -> float:
         """When the oldest message not carried was published; the same as long as nothing is carried."""
-        known = self._oldest.get(state.chain)
-        if known is None or known[0] != at:
+        if (known := self._oldest.get(state.chain)) is None or known[0] != at:
             segment = state.stretches[0].segment.modified if state.stretches else state.plan.waiting_since
             found = next((time for time in (oldest, segment) if time is not None), now)
             known = self._oldest[state.chain] = (at, min(now, found))
@@ -192,8 +191,7 @@ class TargetReport:
 
     def __init__(self, target: str, health: Health, clock: Clock, sites: Sites | None = None, owner: str = "") -> None:
         self.target, self._health, self._clock, self._sites = target, health, clock, sites
-        self._part, self._owner = f"target {target}", owner
-        self._lags = Lags(target)
+        self._part, self._owner, self._lags = f"target {target}", owner, Lags(target)
         self.is_stopped = self._is_over = False
         self._publisher, self._reason, self._logged = "", "", float("-inf")
         begin("ingress_", target=target)

@@ -80,8 +80,7 @@ class Controller:
         return await connect(self._settings.nats_for("ingress"), name=name, clock=self._clock)
 
     async def _serve(self, client: FloeClient, stop: Stop) -> None:
-        leases = await self._leases(client, stop)
-        if leases is None:
+        if (leases := await self._leases(client, stop)) is None:
             return
         parts = self._parts(client, leases)
         layout = self._documents.layout

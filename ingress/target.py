@@ -36,8 +36,7 @@ class Target:
     """Makes the components that carry into one target, and runs them; `run` may be called again."""
 
     def __init__(self, deps: IngressDeps, settings: TargetSettings, report: TargetReport) -> None:
-        self._deps, self._settings, self._report = deps, settings, report
-        self._target = settings.stream
+        self._deps, self._settings, self._report, self._target = deps, settings, report, settings.stream
         self._sending: tuple[Lease | None, Sending] = (None, Sending())
 
     async def check(self) -> None:
@@ -119,8 +118,7 @@ class Target:
         Raises Stopped for that, else as `ensure_target`.
         """
         client, settings = self._deps.client, self._settings
-        create = settings.create
-        if create is not None and await stream_info(client, self._target) is None:
+        if (create := settings.create) is not None and await stream_info(client, self._target) is None:
             bucket = await self._bucket(create.replicas)
             if (await StateStore(bucket, state_key(ROLE, self._target), self._target).load()).state:
                 raise TargetErrors(self._target).no_checkpoint(None)
@@ -128,8 +126,7 @@ class Target:
 
     async def _limits(self) -> TargetLimits:
         """What the target takes now. Raises Unavailable where it is gone, and what asking raises."""
-        info = await stream_info(self._deps.client, self._target)
-        if info is None:
+        if (info := await stream_info(self._deps.client, self._target)) is None:
             raise Unavailable(f"target {self._target}: no such stream any more")
         return shape_of(self._deps.client, info, self._settings)
 
@@ -155,8 +152,7 @@ class TargetSupervisor:
     """Carries into one target for as long as the service runs."""
 
     def __init__(self, parts: IngressDeps, settings: TargetSettings) -> None:
-        self.target = settings.stream
-        self._parts = parts
+        self.target, self._parts = settings.stream, parts
         self._report = TargetReport(
             settings.stream, parts.health, parts.clock, parts.discovery.sites, parts.sharing.owner
         )

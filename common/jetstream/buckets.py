@@ -30,8 +30,7 @@ async def kv_replicas(client: FloeClient, settings: ServiceSettings, target: str
 
 
 async def _replicas(client: FloeClient, target: TargetSettings) -> int:
-    info = await stream_info(client, target.stream)
-    if info is not None:
+    if (info := await stream_info(client, target.stream)) is not None:
         return int(info.config.get("num_replicas", 1))
     return 1 if target.create is None else target.create.replicas
 

@@ -136,21 +136,16 @@ class FloeClient(Asking, Client):
         self, settings: NatsSettings, auth: Credential, *, clock: Clock, rng: random.Random, ping_interval: float
     ) -> None:
         super().__init__()
-        self.generation = 0
-        self.clock = clock
-        self._settings, self._auth = settings, auth
+        self.generation, self.clock, self._settings, self._auth = 0, clock, settings, auth
         self._backoff = Backoff(rng, doubling(FIRST_PAUSE * 2, LONGEST_PAUSE))
         self._interval, self._domain = ping_interval, settings.jetstream_domain
         self._sinks: dict[bytes, Sink] = {}
         self._owners: dict[bytes, Tell] = {}
         parser = FrameParser(self._sinks, self._on_message, self._on_line, self._on_broken)
-        self._ps = cast(Any, parser)
-        self._requests, self._inbox = Requests(), b""
+        self._ps, self._requests, self._inbox = cast(Any, parser), Requests(), b""
         self._listeners: list[Callable[[bool], None]] = []
         self._refusals: dict[bytes, str] = {}
-        self._up = asyncio.Event()
-        self._received, self._up_since = 0, 0.0
-        self._last_error = ""
+        self._up, self._received, self._up_since, self._last_error = asyncio.Event(), 0, 0.0, ""
 
     # What the roles use, with request_raw and api of Asking
 
@@ -235,8 +230,7 @@ class FloeClient(Asking, Client):
         self._subs[sid] = Subscription(self, sid, subject)  # from here reconnects send it again
         self.send(b"SUB %b  %d\r\n" % (subject.encode(), sid))
         settled = await self._round_trip(SUBSCRIBE_TIMEOUT)
-        refused = self.refusal(subject.encode())
-        if refused is not None or not settled:
+        if (refused := self.refusal(subject.encode())) is not None or not settled:
             self.drop(sid)
             raise refused or Unavailable(f"the server did not confirm the subscription to {subject}")
         return RawSubscription(self, sid, subject)
@@ -250,8 +244,7 @@ class FloeClient(Asking, Client):
 
     def refusal(self, subject: bytes) -> Refused | None:
         """What the server said of this connection's right to `subject`; None if it has not complained."""
-        text = self._refusals.get(subject)
-        if text is None:
+        if (text := self._refusals.get(subject)) is None:
             return None
         # The subject stands in quotes, as it is: upper and lower case make other subjects.
         text = re.sub(r'^[^"]*', lambda words: words[0].lower(), text)
@@ -362,8 +355,7 @@ class FloeClient(Asking, Client):
         generation, wire = self.generation, self._wire
         try:
             while generation == self.generation and not self.is_closed and not self.is_reconnecting:
-                data = await wire.read(READ_SIZE)
-                if not data:
+                if not (data := await wire.read(READ_SIZE)):
                     raise errors.UnexpectedEOF
                 self._received += len(data)
                 await self._ps.parse(data)
@@ -424,8 +416,7 @@ class FloeClient(Asking, Client):
 
     def _went_down(self, why: str) -> None:
         """Forget what was buffered for the lost connection, and tell all who wait."""
-        was_up = self._up.is_set()
-        if was_up and self.clock.monotonic() - self._up_since >= GOOD_WHILE:
+        if (was_up := self._up.is_set()) and self.clock.monotonic() - self._up_since >= GOOD_WHILE:
             self._backoff.reset()
         self._up.clear()
         self._pending, self._pending_data_size = [], 0
@@ -447,8 +438,7 @@ class FloeClient(Asking, Client):
 
         Nor does anybody wait for its end; nats-py would for ever, after a TLS handshake that failed.
         """
-        writer = getattr(self._transport, "_io_writer", None)
-        if writer is not None:
+        if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
         self._transport = None
 
@@ -498,18 +488,15 @@ class FloeClient(Asking, Client):
         self._pings_outstanding = 0
 
     async def _on_server_error(self, text: str) -> None:
-        violation = _VIOLATION.match(text)
-        if violation is None:
+        if (violation := _VIOLATION.match(text)) is None:
             await self._process_op_err(errors.Error(text))
             return
-        subject = violation[1].encode()
-        if subject not in self._refusals:
+        if (subject := violation[1].encode()) not in self._refusals:
             log.error("nats permission missing", action="nats_permission", reason=text)
         if len(self._refusals) >= MOST_REFUSALS:
             self._refusals.clear()
         self._refusals[subject] = text
-        refused = self.refusal(subject)
-        if refused is not None:
+        if (refused := self.refusal(subject)) is not None:
             self._requests.fail(refused, None if subject == self._inbox + b"*" else subject)
 
     async def _on_error(self, error: Exception) -> None:

@@ -151,8 +151,7 @@ def escaped_lines(block: bytes | None, control_headers: frozenset[bytes], *, rel
     """The part of `escape` that depends on `block` alone: lines, each with its CR LF; empty for None."""
     if block is None:
         return b""
-    inner = _inner(block)
-    if inner is None:
+    if (inner := _inner(block)) is None:
         return _BLOCK_PREFIX + base64.b64encode(block) + CRLF
     if not inner:
         return _EMPTY + CRLF

@@ -63,8 +63,7 @@ class KeyValue:
 
     def __init__(self, client: FloeClient, bucket: str, *, ttl: float | None = None, replicas: Replicas = 1) -> None:
         self._client, self.bucket, self.ttl, self._replicas = client, bucket, ttl, replicas
-        self._stream, self._prefix = f"KV_{bucket}", f"$KV.{bucket}."
-        self._is_optional = False
+        self._stream, self._prefix, self._is_optional = f"KV_{bucket}", f"$KV.{bucket}.", False
         # An answer about something that lives `ttl` must not be waited for as long as that.
         self._timeout = min(REQUEST_TIMEOUT, (ttl or REQUEST_TIMEOUT * 5) / 5)
 
@@ -118,11 +117,9 @@ class KeyValue:
 
     async def create(self, key: str, value: bytes) -> int | None:
         """Set `key` unless it has a value; its revision, or None where it has one."""
-        revision = await self._write(key, value, 0)
-        if revision is not None:
+        if (revision := await self._write(key, value, 0)) is not None:
             return revision
-        last = await self._last(key)
-        if last is not None and not _is_marker(last):
+        if (last := await self._last(key)) is not None and not _is_marker(last):
             return None
         return await self._write(key, value, 0 if last is None else last.sequence)
 
@@ -132,8 +129,7 @@ class KeyValue:
 
     async def put(self, key: str, value: bytes) -> int:
         """Set `key` whatever it holds; its revision."""
-        revision = await self._write(key, value, None)
-        if revision is None:
+        if (revision := await self._write(key, value, None)) is None:
             raise OutcomeUnknown(f"key {key}: a write without a condition was refused as conditional")
         return revision
 
@@ -300,8 +296,7 @@ class KvDocument(Generic[T]):
         """The value and its revision; None and 0 where there is none. `anew`: an unreadable value is as none,
         with its revision, so that it can be replaced.
         """
-        entry = await self._bucket.get(self.key)
-        if entry is None:
+        if (entry := await self._bucket.get(self.key)) is None:
             return None, 0
         try:
             return self._form.decode(entry.value), entry.revision
@@ -331,8 +326,7 @@ class KvDocument(Generic[T]):
         """
         while True:
             found, revision = await self.get(anew=anew)
-            value = step(found)
-            if value is None or value == found:
+            if (value := step(found)) is None or value == found:
                 return found
             if await self.update(value, revision) is not None:
                 return value

@@ -68,8 +68,7 @@ class Leases:
 
     async def _renew_own(self, key: str) -> int | None:
         """Write a lease that this owner holds already anew: nobody knows how much of its time is left."""
-        entry = await self._kv.get(key)
-        if entry is None or entry.value != self.owner.encode():
+        if (entry := await self._kv.get(key)) is None or entry.value != self.owner.encode():
             return None
         return await self._kv.update(key, entry.value, entry.revision)
 
@@ -149,8 +148,7 @@ class Lease:
         try:
             for _ in range(SETTLING_READS):
                 started = self._clock.monotonic()
-                revision = await self._kv.update(self.key, self._value, self._revision)
-                if revision is not None:
+                if (revision := await self._kv.update(self.key, self._value, self._revision)) is not None:
                     self._revision, self._deadline = revision, started + self._ttl
                     return True
                 if not await self._adopt():
@@ -167,8 +165,7 @@ class Lease:
 
         The deadline stays: which of several attempts wrote it is unknown, so the next renewal sets it.
         """
-        entry = await self._kv.get(self.key)
-        if entry is None or entry.value != self._value:
+        if (entry := await self._kv.get(self.key)) is None or entry.value != self._value:
             return False
         self._revision = entry.revision
         return True
@@ -183,6 +180,5 @@ def _end_if_cancelled() -> None:
 
     `asyncio.wait_for` of Python 3.11 does that where the cancellation comes together with its result.
     """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError

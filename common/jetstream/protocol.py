@@ -107,8 +107,7 @@ class FrameParser:
         """How many bytes were used, and how many from there on make the next whole message (0: unknown)."""
         sinks, epoch, position, size = self._sinks, self._epoch, 0, len(data)
         while (end := data.find(b"\r\n", position)) >= 0:
-            kind = data[position : position + 4]
-            if kind == b"HMSG" or kind == b"MSG ":
+            if (kind := data[position : position + 4]) == b"HMSG" or kind == b"MSG ":
                 words = data[position:end].split(b" ")
                 start = end + 2
                 try:
@@ -124,8 +123,7 @@ class FrameParser:
                 reply = words[3] if len(words) == (6 if kind == b"HMSG" else 5) else b""
                 headers = data[start:body] if kind == b"HMSG" else None
                 position = stop + 2
-                sink = sinks.get(words[2])
-                if sink is not None:
+                if (sink := sinks.get(words[2])) is not None:
                     try:
                         sink(words[1], reply, data[body:stop], headers)
                     except Exception as error:

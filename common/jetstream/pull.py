@@ -122,8 +122,7 @@ class _Reading:
         self._generation = client.generation
         self._frames: list[tuple[bytes, bytes, bytes, bytes | None]] = []
         self._arrived = asyncio.Event()
-        self._trouble = Trouble(self._arrived)
-        self._next, self._owed = 1, 0
+        self._trouble, self._next, self._owed = Trouble(self._arrived), 1, 0
         self._window = max(asked.window, client.max_payload + MESSAGE_ROOM)
         #: Everything up to this sequence was handed over, or is not on the subject.
         self.passed = 0

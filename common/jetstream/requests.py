@@ -51,8 +51,7 @@ class Requests:
 
     def sink(self, subject: bytes, _reply: bytes, payload: bytes, headers: bytes | None) -> None:
         """Hand an answer to whoever waits for it."""
-        found = self._waiting.get(subject.rpartition(b".")[2])
-        if found is not None and not found[1].done():
+        if (found := self._waiting.get(subject.rpartition(b".")[2])) is not None and not found[1].done():
             found[1].set_result((payload, headers))
 
     def fail(self, error: FloeError, subject: bytes | None = None) -> None:

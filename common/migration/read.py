@@ -204,8 +204,7 @@ def convert(text: str) -> str:
     text = text.strip()
     if not text or text == "0":
         return "0s"
-    seconds = _seconds(text)
-    if seconds > MAX_DURATION:
+    if (seconds := _seconds(text)) > MAX_DURATION:
         raise ValueError(f"expected at most {format_duration(MAX_DURATION)}, found more")
     if 0 < seconds < Decimal("0.001"):
         raise ValueError("expected at least 1ms, which is the smallest duration of Floe, found less")
@@ -382,8 +381,7 @@ def _flags(options: Mapping[str, str]) -> dict[str, bool]:
     """The TLS keys that parameters switch on."""
     found = {}
     for name in ("tls_handshake_first", "insecure"):
-        text = options.get(name, "")
-        if text not in (*_TRUE, *_FALSE):
+        if (text := options.get(name, "")) not in (*_TRUE, *_FALSE):
             raise ValueError(f"expected true or false for the parameter {name}, found something else")
         if text in _TRUE:
             found[name.removeprefix("tls_")] = True

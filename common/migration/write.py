@@ -78,8 +78,7 @@ def _store() -> YamlEntry:
 
 
 def _log(top: Given, notes: list[Note]) -> list[YamlEntry]:
-    level = top.text("loglevel")
-    if not level:
+    if not (level := top.text("loglevel")):
         return []
     if level not in _LEVELS:
         found = f"stream-replicator takes {level!r:.40} for info, and so does this"
@@ -200,8 +199,7 @@ def _subjects(target: plan.PlannedTarget) -> list[str]:
 def _mapped(feed: plan.PlannedFeed, path: plan.Path) -> list[str]:
     """The subjects of one source at the target; an empty one where it cannot be told."""
     prefix = path.given.text("target_subject_prefix").rstrip(".")
-    removed = path.given.text("target_subject_remove")
-    if not removed:
+    if not (removed := path.given.text("target_subject_remove")):
         return [f"{prefix}.{each or '>'}" if prefix else each for each in feed.filters]
     begin = f"{prefix}."
     reaches_in = removed in begin or any(removed.startswith(begin[n:]) for n in range(len(begin)))

@@ -167,8 +167,7 @@ class LocalObjects:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
-        self._hidden = HiddenFolder(root / HIDDEN)
+        self._root, self._hidden = root, HiddenFolder(root / HIDDEN)
         with self._calling("open", ""):
             make_folder(root)
             self._check_root()

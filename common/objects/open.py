@@ -77,8 +77,7 @@ _answers: WeakKeyDictionary[ObjectStore, bool] = WeakKeyDictionary()
 def is_verifying(objects: ObjectStore, prefix: str = PROBE_PREFIX) -> bool:
     """`verifies_checksums`, asked once for each `objects`; False where the credential may not try it."""
     with _guard:
-        answer = _answers.get(objects)
-        if answer is None:
+        if (answer := _answers.get(objects)) is None:
             try:
                 answer = verifies_checksums(objects, prefix)
                 if not answer:

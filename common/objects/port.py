@@ -52,42 +52,34 @@ class ObjectStore(Protocol):
         At most `limit`, if given. A failed or invalid page discards the whole listing (Unavailable, code
         E-LIST-INVALID): never a part that looks like the whole.
         """
-        ...
 
     def get(self, key: str, *, first: int = 0, length: int | None = None) -> bytes | None:
         """The bytes from offset `first`, `length` of them or to the end; None if there is no such object.
 
         Fewer bytes than the server announced are retried, then Unavailable; never returned.
         """
-        ...
 
     def download(self, key: str, path: Path) -> bool:
         """Write the whole object to the new file `path` in bounded memory; False if there is no object."""
-        ...
 
     def put(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> None:
         """Write the object, replacing any; the server checks `sha256` (64 hex digits) where it can."""
-        ...
 
     def put_if_absent(
         self, key: str, body: Body, *, sha256: str | None = None, metadata: Mapping[str, str] | None = None
     ) -> bool:
         """Write the object unless one is there; False if one is. A second line: some servers ignore it."""
-        ...
 
     def put_if_match(self, key: str, body: Body, etag: str) -> bool:
         """Replace the object if its etag is still `etag`; False if it is not, or the object is gone."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove the object; no error if it is not there."""
-        ...
 
     def head(self, key: str) -> ObjectInfo | None:
         """What the store keeps of the object, the server's own checksum included; None if there is none."""
-        ...
 
 
 def store_now(objects: ObjectStore, key: str) -> float:
@@ -119,7 +111,6 @@ class Paged(Protocol):
 
     def pages(self, prefix: str) -> Iterator[builtins.list[ObjectInfo]]:
         """What `list(prefix)` gives, as it comes: in no order, and not all of it at once in memory."""
-        ...
 
 
 @runtime_checkable
@@ -131,7 +122,6 @@ class Versioned(Protocol):
 
         Empty where the bucket keeps no versions, the store knows none, or the credential may not see them.
         """
-        ...
 
 
 MAX_KEY_BYTES = 1024

@@ -97,8 +97,7 @@ class Doubts(threading.local):
     """
 
     def __init__(self, not_sent: tuple[type[Exception], ...]) -> None:
-        self._not_sent = not_sent
-        self._found = False
+        self._not_sent, self._found = not_sent, False
 
     def any(self) -> bool:
         """Whether a try since `forget` is in doubt."""
@@ -215,8 +214,7 @@ class S3Objects:
         if self._secret_file is None:
             return False
         with self._renewing:
-            secret = self._secret_file.get_secret_value()
-            if secret == self._account.secret_access_key:
+            if (secret := self._secret_file.get_secret_value()) == self._account.secret_access_key:
                 return False
             self._account = replace(self._account, secret_access_key=secret)
             self._client = self._make_client()
@@ -237,8 +235,7 @@ class S3Objects:
                 answer = self._client.list_objects_v2(
                     Bucket=self._bucket, Prefix=prefix, MaxKeys=min(limit or PAGE_KEYS, PAGE_KEYS), **page
                 )
-            token = listing.add(answer)
-            if token is None:
+            if (token := listing.add(answer)) is None:
                 break
             page = {**first, "ContinuationToken": token}
         return listing.objects()
@@ -316,8 +313,7 @@ class S3Objects:
                 if status_of(error.response) < 500 and not self._is_there(key):
                     return None
                 raise
-        info = head_info(key, answer)
-        if info is None:
+        if (info := head_info(key, answer)) is None:
             raise Unavailable(f"head {self._place(key)}: no size or time in the answer", code="E-S3-INVALID")
         return info
 
@@ -357,8 +353,7 @@ class S3Objects:
         return info.size if info else None
 
     def _is_there(self, key: str) -> bool:
-        body = self._open(key, ByteRange(0, 1))
-        if body:
+        if body := self._open(key, ByteRange(0, 1)):
             body.close()
         return body is not None
 

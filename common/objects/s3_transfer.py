@@ -38,9 +38,7 @@ class Listing:
     """The objects of one listing, gathered page by page."""
 
     def __init__(self, bucket: str, prefix: str, start_after: str, limit: int | None) -> None:
-        self._bucket = bucket
-        self._prefix = prefix
-        self._start_after = in_key_order(start_after)
+        self._bucket, self._prefix, self._start_after = bucket, prefix, in_key_order(start_after)
         self._limit = limit
         self._found: dict[str, ObjectInfo] = {}
         self._passed: set[str] = set()  # keys not asked for, of a server that begins in the wrong place
@@ -152,13 +150,9 @@ class Upload:
         checksum: str,
         common: Mapping[str, Any],
     ) -> None:
-        self._client = client
-        self._target = dict(target)
+        self._client, self._target = client, dict(target)
         self.place = f"s3://{target['Bucket']}/{target['Key']}"
-        self.body = body
-        self._sha256 = sha256
-        self._checksum = checksum
-        self._common = common
+        self.body, self._sha256, self._checksum, self._common = body, sha256, checksum, common
         self._upload_id: str | None = None
 
     def whole(self, condition: Mapping[str, Any]) -> None:
@@ -251,8 +245,7 @@ class ByteRange:
 
     def size_in(self, content_range: str) -> int:
         """The bytes in an answer with this `Content-Range`. Raises CutShortError for another range."""
-        match = _CONTENT_RANGE.fullmatch(content_range)
-        if not match:
+        if not (match := _CONTENT_RANGE.fullmatch(content_range)):
             raise CutShortError(f"expected {self.header()}, found Content-Range {content_range!r:.80}")
         first, last, total = (int(number) for number in match.groups())
         end = total if self.length is None else min(total, self.first + self.length)
@@ -265,9 +258,7 @@ class AnswerBody:
     """A body and the length it must have; None where the server says nothing about its length."""
 
     def __init__(self, stream: _Stream, expected: int | None) -> None:
-        self._stream = stream
-        self._expected = expected
-        self._found = 0
+        self._stream, self._expected, self._found = stream, expected, 0
 
     @classmethod
     def empty(cls) -> AnswerBody:

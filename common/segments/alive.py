@@ -184,8 +184,7 @@ def newest(sightings: Iterable[Sighting]) -> dict[Chain, Sighting]:
     for each in sightings:
         chain = each.sign.chain
         partition = Chain(chain.site, chain.feed, 0, chain.partition)
-        known = found.get(partition)
-        if known is None or _rank(each) > _rank(known):
+        if (known := found.get(partition)) is None or _rank(each) > _rank(known):
             found[partition] = each
     return found
 

@@ -192,8 +192,7 @@ class Timeline:
     def _first_at(self, stretches: list[Stretch[SegmentRef]], moment_ns: int) -> int | None:
         begin = self._stepped_back(stretches, self._bisected(stretches, moment_ns), moment_ns)
         for stretch in stretches[begin:]:
-            times = self._of(stretch.segment)
-            if times is None or not times.has_rows or times.last < moment_ns:
+            if (times := self._of(stretch.segment)) is None or not times.has_rows or times.last < moment_ns:
                 continue
             if (sequence := self._row(stretch, moment_ns)) is not None:
                 return sequence
@@ -249,8 +248,7 @@ class Timeline:
 
     def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
         """The first row of the stretch at or after the moment; only row groups that may hold it are read."""
-        times = self._of(stretch.segment)
-        if times is not None and times.is_mixed:
+        if (times := self._of(stretch.segment)) is not None and times.is_mixed:
             return self._mixed_row(stretch, moment_ns)
         try:
             with self._store.open_part(stretch.segment) as reader:

@@ -38,13 +38,11 @@ class RowGroup:
 
 def check_trailer(trailer: bytes, size: int, limits: ParquetLimits) -> int:
     """The stored size of the Parquet metadata, from the last eight bytes of a file of `size` bytes."""
-    magic = trailer[4:]
-    if magic == ENCRYPTED_MAGIC:
+    if (magic := trailer[4:]) == ENCRYPTED_MAGIC:
         raise SegmentCorrupt("expected plain Parquet metadata, found an encrypted footer", code="E-SEG-CODEC")
     if size < 2 * TRAILER_BYTES or magic != MAGIC:
         raise SegmentCorrupt(f"not a Parquet file ({size} bytes, ends in {magic!r})")
-    stored = int.from_bytes(trailer[:4], "little")
-    if stored > size - TRAILER_BYTES - len(MAGIC):
+    if (stored := int.from_bytes(trailer[:4], "little")) > size - TRAILER_BYTES - len(MAGIC):
         raise SegmentCorrupt(f"not a Parquet file (metadata of {stored} bytes in a file of {size} bytes)")
     if stored > limits.footer_bytes:
         raise bomb(f"expected metadata of at most {limits.footer_bytes} bytes, found {stored}")
@@ -78,8 +76,7 @@ def _describe(field: pa.Field[Any]) -> str:
 
 def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
     """Floe's footer, which agrees with the key `expected`, the rows and itself (I7)."""
-    raw = metadata.values.get(FOOTER_KEY)
-    if raw is None:
+    if (raw := metadata.values.get(FOOTER_KEY)) is None:
         raise _meta("footer floe.segment: expected one, found none")
     try:
         footer = Footer.from_json(raw)
@@ -167,8 +164,7 @@ def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> 
     if first <= after:
         raise _rows(f"sequence {first} after {after}")
     rising = pc.less(sequences[:-1], sequences[1:])
-    row = pc.index(rising, False).as_py()
-    if row >= 0:
+    if (row := pc.index(rising, False).as_py()) >= 0:
         raise _rows(f"row {row + 1} of a batch: sequence {sequences[row + 1]} after {sequences[row]}")
     if first not in within or last not in within:
         raise _rows(f"expected sequences in {within}, found {first}..{last}")
@@ -189,8 +185,7 @@ def check_text(batch: pa.RecordBatch) -> None:
 def check_values(batch: pa.RecordBatch) -> None:
     """Nulls only where allowed, timestamps that agree, raw subjects where needed; of what `batch` has."""
     for name in batch.schema.names:
-        nulls = batch.column(name).null_count
-        if nulls and not SCHEMA.field(name).nullable:
+        if (nulls := batch.column(name).null_count) and not SCHEMA.field(name).nullable:
             raise _rows(f"column {name}: expected no nulls, found {nulls}")
     if {"timestamp", "timestamp_ns"} <= set(batch.schema.names):
         _check_timestamps(batch)
@@ -200,8 +195,7 @@ def check_values(batch: pa.RecordBatch) -> None:
 
 def _check_timestamps(batch: pa.RecordBatch) -> None:
     wanted = microseconds(batch.column("timestamp_ns"))
-    row = pc.index(pc.equal(batch.column("timestamp").cast(pa.int64()), wanted), False).as_py()
-    if row >= 0:
+    if (row := pc.index(pc.equal(batch.column("timestamp").cast(pa.int64()), wanted), False).as_py()) >= 0:
         found = batch.column("timestamp")[row].value
         raise _rows(f"row {row} of a batch: expected timestamp {wanted[row]} us, found {found} us")
 

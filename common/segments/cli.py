@@ -179,11 +179,9 @@ def _within(first: int, last: int) -> SequenceRange:
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
     """The segment whose key, path or URL is `what`; None where it is not one."""
     key = _key(settings, what)
-    name = store.layout.parse_segment(key)
-    if name is None:
+    if (name := store.layout.parse_segment(key)) is None:
         return None
-    info = store.objects.head(key)
-    if info is None:
+    if (info := store.objects.head(key)) is None:
         raise SegmentGone(f"segment {key}: not in the store")
     return SegmentRef(name, key, info.size, info.modified)
 

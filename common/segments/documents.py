@@ -287,8 +287,7 @@ def list_snapshots(objects: ObjectStore, layout: Layout, chain: Chain) -> list[S
     """The snapshots of a chain, newest first. Foreign keys are passed over; raises what the store raises."""
     found = []
     for info in objects.list(layout.states_prefix(chain)):
-        name = layout.parse_state(info.key)
-        if name is None:
+        if (name := layout.parse_state(info.key)) is None:
             log.debug("foreign key", action="foreign_key", key=info.key)
         else:
             found.append(SnapshotRef(name, info.key, info.size, info.modified))
@@ -364,8 +363,7 @@ class ChainStore:
     """
 
     def __init__(self, objects: ObjectStore, layout: Layout) -> None:
-        self.objects = objects
-        self.layout = layout
+        self.objects, self.layout = objects, layout
         self._ignored: dict[str, str] = {}  # spoiled gaps and signs of life by key, and why
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
@@ -540,8 +538,7 @@ class ChainStore:
         # Looked for first, because some servers ignore the condition of the put.
         if self.objects.head(key) is None:
             self._replace(key, body, None)
-        document = self._read(key, parse)
-        if document is None:
+        if (document := self._read(key, parse)) is None:
             raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
         return document
 
@@ -556,8 +553,7 @@ class ChainStore:
             log.warning("document in doubt", action="document_in_doubt", key=key, error=str(error))
 
     def _read(self, key: str, parse: Callable[[bytes], D], most: int = MAX_DOCUMENT_BYTES) -> D | None:
-        raw = self.objects.get(key, length=most + 1)
-        if raw is None:
+        if (raw := self.objects.get(key, length=most + 1)) is None:
             return None
         if len(raw) > most:
             raise _spoiled(key, f"expected at most {most} bytes, found more")

@@ -320,8 +320,7 @@ class Layout:
 
         Raises ValueError for a key that is not under the prefix.
         """
-        relative = self._relative(key)
-        if not relative:
+        if not (relative := self._relative(key)):
             raise ValueError(f"expected a key under {self._under('')}, found {key}")
         return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
 
@@ -434,8 +433,7 @@ def one(
 
     Raises UsageError as `chosen`, and where several partitions may be meant.
     """
-    there = chosen(known, feeds, site, feed, incarnation)
-    if not there:
+    if not (there := chosen(known, feeds, site, feed, incarnation)):
         return Chain(site, feed, incarnation or 0, partition or 0)
     newest = max(chain.incarnation for chain in there)
     found = chosen(known, feeds, site, feed, newest, partition)

@@ -211,10 +211,7 @@ class _Totals:
     """What a pass has seen so far, against what the footer claims of the whole."""
 
     def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
-        self.last_sequence = 0
-        self._footer = footer
-        self._names = names
-        self._most = most_in_a_batch
+        self.last_sequence, self._footer, self._names, self._most = 0, footer, names, most_in_a_batch
         self._raw_bytes = 0
         self._times: tuple[int | None, int | None] = (None, None)
 
@@ -259,8 +256,7 @@ class SegmentReader:
     def __init__(self, opened: OpenedSegment, rows: SequenceRange | None = None) -> None:
         self.footer = opened.footer
         self.row_groups = checks.row_groups(opened.metadata, opened.leaves["sequence"], opened.footer)
-        self._opened = opened
-        self._rows = rows
+        self._opened, self._rows = opened, rows
 
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None

@@ -215,16 +215,14 @@ class _FooterReader:
         self._document = document
 
     def _get(self, name: str, kind: type, *, optional: bool = False) -> Any:
-        value = self._document.get(name)
-        if value is None and optional:
+        if (value := self._document.get(name)) is None and optional:
             return None
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise SegmentCorrupt(f"footer {name}: expected {kind.__name__}, found {value!r:.60}")
         return value
 
     def footer(self) -> Footer:
-        version = self._get("format_version", int)
-        if version != FORMAT_VERSION:
+        if (version := self._get("format_version", int)) != FORMAT_VERSION:
             raise SegmentCorrupt(
                 f"footer format_version: expected {FORMAT_VERSION}, found {version}",
                 hint="read it with a newer Floe",
@@ -257,8 +255,7 @@ class _FooterReader:
         )
 
     def _unread(self, coverage: SequenceRange, ledger: Ledger) -> SequenceRange | None:
-        bounds = self._get("unread", list, optional=True)
-        if bounds is None:
+        if (bounds := self._get("unread", list, optional=True)) is None:
             # Written before footers said where: anywhere.
             return coverage if ledger.unread() else None
         if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):

@@ -54,13 +54,9 @@ class SparseCopy:
     """
 
     def __init__(self, objects: ObjectStore, key: str, size: int, path: Path) -> None:
-        self._objects = objects
-        self._key = key
-        self._size = size
-        self._shift = -size % BLOCK_BYTES
+        self._objects, self._key, self._size, self._shift = objects, key, size, -size % BLOCK_BYTES
         self._present: set[int] = set()
-        self._folder = path.parent
-        self._file = path.open("r+b", buffering=0)
+        self._folder, self._file = path.parent, path.open("r+b", buffering=0)
         self._file.truncate(size)
 
     def fetch(self, first: int, length: int) -> None:
@@ -78,8 +74,7 @@ class SparseCopy:
     def _copy(self, run: range) -> None:
         begin = max(0, run.start * BLOCK_BYTES - self._shift)
         length = run.stop * BLOCK_BYTES - self._shift - begin
-        data = self._objects.get(self._key, first=begin, length=length)
-        if data is None:
+        if (data := self._objects.get(self._key, first=begin, length=length)) is None:
             raise SegmentGone(f"segment {self._key}: not in the store any more")
         if len(data) != length:
             raise SegmentCorrupt(f"expected {length} bytes at {begin}, found {len(data)}")
@@ -125,9 +120,7 @@ class Fetcher:
     """
 
     def __init__(self, objects: ObjectStore, spool: Spool, clock: Clock) -> None:
-        self._objects = objects
-        self._spool = spool
-        self._clock = clock
+        self._objects, self._spool, self._clock = objects, spool, clock
 
     def open(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
         """As `SegmentStore.open` says."""
@@ -208,13 +201,10 @@ class SegmentStore:
         clock: Clock | None = None,
         subject_statistics: bool = True,
     ) -> None:
-        self.layout = layout
-        self.subject_statistics = subject_statistics
-        self.objects = objects
+        self.layout, self.subject_statistics, self.objects = layout, subject_statistics, objects
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
-        self._fetcher = Fetcher(objects, self._spool, self._clock)
-        self._in_parts = False
+        self._fetcher, self._in_parts = Fetcher(objects, self._spool, self._clock), False
 
     def in_parts(self) -> SegmentStore:
         """The same store, where `open` fetches of a segment only what is read if a part of it is wanted.
@@ -293,8 +283,7 @@ class SegmentStore:
             after = page[-1].key
 
     def _ref(self, info: ObjectInfo) -> SegmentRef | None:
-        name = self.layout.parse_segment(info.key)
-        if name is None:
+        if (name := self.layout.parse_segment(info.key)) is None:
             log.debug("foreign key", action="foreign_key", key=info.key)
             return None
         return SegmentRef(name, info.key, info.size, info.modified)
@@ -358,8 +347,7 @@ class SegmentStore:
 
     def _read_back(self, ref: SegmentRef | SnapshotRef, digest: str) -> ObjectInfo | None:
         """What the store says of the object, if its size is right and its SHA-256 begins with `digest`."""
-        info = self.objects.head(ref.key)
-        if info is None or info.size != ref.size:
+        if (info := self.objects.head(ref.key)) is None or info.size != ref.size:
             return None
         probe = f"{self.layout.documents_prefix(ref.chain.site, ref.chain.feed)}probe/"
         proven = info.sha256 is not None and is_verifying(self.objects, probe)
@@ -396,8 +384,7 @@ class SegmentStore:
         From the object's metadata; from the footer where a copy of the bucket lost them. Raises SegmentGone,
         SegmentCorrupt.
         """
-        info = self.objects.head(ref.key)
-        if info is None:
+        if (info := self.objects.head(ref.key)) is None:
             raise SegmentGone(f"segment {ref.key}: not in the store any more")
         try:
             return _tip(info.metadata)
@@ -457,8 +444,7 @@ def quarantine(store: SegmentStore, key: str, *, accept_hole: bool = False) -> Q
     with sequences that no other undamaged segment covers; SegmentGone where there is no such object;
     OutcomeUnknown where the copy does not read back. The object stays until then; repeating it does no harm.
     """
-    info = store.objects.head(key)
-    if info is None:
+    if (info := store.objects.head(key)) is None:
         raise SegmentGone(f"object {key}: not in the store")
     if not store.layout.may_be_put_away(key):
         raise UsageError(

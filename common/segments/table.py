@@ -84,8 +84,7 @@ class SegmentTable(Sequence[SegmentRef]):
         """Take more segments."""
         for ref in refs:
             prefix = ref.key[: -len(ref.name)]
-            folder = self._folders.get(prefix)
-            if folder is None:
+            if (folder := self._folders.get(prefix)) is None:
                 folder = self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
             folder.add(ref)
 

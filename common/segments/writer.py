@@ -139,10 +139,7 @@ class SegmentWriter:
     """
 
     def __init__(self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True) -> None:
-        self.rows = 0
-        self.raw_bytes = 0
-        self._path = path
-        self._limit = row_group_bytes(level)
+        self.rows, self.raw_bytes, self._path, self._limit = 0, 0, path, row_group_bytes(level)
         self._compression_level = compression_level
         self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []

@@ -82,19 +82,29 @@ def _plain(value: object) -> Any:
 def table(rows: Iterable[OutputRow], columns: Sequence[str]) -> None:
     """Print the header `columns`, then each row: values in their order, or a mapping by column name.
 
-    None shows as `-`. Columns of numbers are aligned to the right.
+    None shows as `-`. Columns of numbers are aligned to the right. On a terminal the header is bold and long values
+    are folded to its width; elsewhere each row is one line.
     """
+    from rich.cells import cell_len  # here: a service prints no table
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     values = [[row.get(c) for c in columns] if isinstance(row, Mapping) else list(row) for row in rows]
-    cells = [list(columns), *([_cell(value) for value in row] for row in values)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-    right = [_is_numeric([row[i] for row in values]) for i in range(len(columns))]
+    cells = [["-" if value is None else escaped(str(value)) for value in row] for row in values]
+    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    for index, name in enumerate(columns):
+        is_number = _is_numeric([row[index] for row in values])
+        shown.add_column(Text(name), justify="right" if is_number else "left", overflow="fold")
     for row in cells:
-        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
-        click.echo("  ".join(padded).rstrip())
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else escaped(str(value))
+        shown.add_row(*map(Text, row))
+    console = Console()
+    if not console.is_terminal:
+        console.width = sum(max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True))
+    with console.capture() as printed:
+        console.print(shown)
+    for line in printed.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def _is_numeric(values: list[object]) -> bool:

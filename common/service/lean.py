@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from types import ModuleType
 
 
-class _NoPandas:
-    """Answers for pandas, before any other finder, that there is none."""
+class _Without:
+    """Answers for one package, before any other finder, that there is none."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
 
     def find_spec(self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("a service of Floe does without pandas", name=name)
+        if name == self._package:
+            raise ModuleNotFoundError(f"Floe does without {name} here", name=name)
 
 
 def slim() -> None:
@@ -20,15 +23,15 @@ def slim() -> None:
     Arrow's default pool keeps what it was given: at its peak ingress had 298 to 322 MB, with jemalloc 237 to
     254.
     """
-    without_pandas()
+    without("pandas")
     if sys.platform == "linux":
         os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "jemalloc")
 
 
-def without_pandas() -> None:
-    """Have pyarrow find no pandas, unless it is loaded already: it imports it for nothing, 40 to 50 MB.
+def without(package: str) -> None:
+    """Have nobody find `package`, unless it is loaded already: those who could use it do without.
 
-    For every command but those that start Spark. Sites do not have pandas; where the extra `spark` is
-    installed, they would pay for it: half a second and 40 MB.
+    `pandas`: for every command but those that start Spark; pyarrow would import it for nothing, half a second and 40
+    to 50 MB. `rich`: for services, where structlog would import it; commands show tables with it.
     """
-    sys.meta_path.insert(0, _NoPandas())
+    sys.meta_path.insert(0, _Without(package))

@@ -36,8 +36,7 @@ class LineHandler(QueueHandler):
     def __init__(self, stream: TextIO, capacity: int = CAPACITY) -> None:
         self._lines: queue.Queue[Any] = queue.Queue(capacity)
         super().__init__(self._lines)
-        self.dropped = 0
-        self._writer = _Writer(stream, self)
+        self.dropped, self._writer = 0, _Writer(stream, self)
         self._writer.start()
 
     def prepare(self, record: logging.LogRecord) -> str:
@@ -198,8 +197,7 @@ def _arrange(event: Event, instance: str) -> dict[str, Any]:
 
 def _explain(event: Event) -> None:
     """Replace `exc_info` by error and error_type; an error nobody foresaw keeps its traceback."""
-    info = event.pop("exc_info", None)
-    if info is True:
+    if (info := event.pop("exc_info", None)) is True:
         info = sys.exc_info()
     error = info[1] if isinstance(info, tuple) else info
     if not isinstance(error, BaseException):

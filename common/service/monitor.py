@@ -44,8 +44,7 @@ class HttpServer(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], answer: Callable[[str, str], Answer]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self.answer = answer
-        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.answer, self._free = answer, threading.BoundedSemaphore(MAX_REQUESTS)
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
@@ -122,9 +121,7 @@ class Health:
     """What the process knows of itself. The event loop writes, the monitor's threads read."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._beat = clock.monotonic()
+        self._clock, self._lock, self._beat = clock, threading.Lock(), clock.monotonic()
         self._not_ready: dict[str, str] = {}  # by part, why; empty where it is ready
         self._status: dict[str, Mapping[str, Any]] = {}
 
@@ -198,8 +195,7 @@ class Monitor:
 
     def start(self) -> None:
         """Bind and serve. Raises Unavailable where the address is taken, ConfigError where it cannot be."""
-        address = parse_listen(self._listen)
-        if address is None:
+        if (address := parse_listen(self._listen)) is None:
             return
         try:
             self._server = HttpServer(address, self._pages.answer)
@@ -239,8 +235,7 @@ class Pages:
     """The pages, by path; each is made from memory."""
 
     def __init__(self, health: Health, registry: CollectorRegistry) -> None:
-        self._health = health
-        self._registry = registry
+        self._health, self._registry = health, registry
         self._pages: dict[str, Callable[[str], Answer]] = {
             "/": self._page,
             "/metrics": self._metrics,

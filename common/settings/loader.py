@@ -90,8 +90,7 @@ class _Values:
     """
 
     def __init__(self, problems: yaml.Problems, environment: Mapping[str, str]) -> None:
-        self._problems = problems
-        self._environment = environment
+        self._problems, self._environment = problems, environment
         self.inline: list[str] = []
         self.files: list[str] = []
 
@@ -184,8 +183,7 @@ def add_combinations(
 
 
 def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
-    kind = detail["type"]
-    if kind == "extra_forbidden":
+    if (kind := detail["type"]) == "extra_forbidden":
         return _unknown(detail["loc"])
     if kind == "missing":
         return "expected a value (required), found nothing"
@@ -206,8 +204,7 @@ def _unknown(location: Sequence[str | int]) -> str:
     section = section_at([part for part in location[:-1] if not str(part).startswith("(")])
     known = list(fields_of(section)) if section else []
     known += [f"{name}_file" for name in known if is_secret(section, name)]
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    if close:
+    if close := difflib.get_close_matches(str(location[-1]), known, n=1):
         return f"unknown key; did you mean {close[0]}?"
     return f"unknown key; expected one of {' '.join(known)}"
 

@@ -91,8 +91,7 @@ def parse_listen(text: str) -> tuple[str, int] | None:
     """Host and port (0: any free one) to listen on; `:9464`: everywhere; None for an empty text: nowhere."""
     if not text:
         return None
-    match = _LISTEN.fullmatch(text)
-    if not match or int(match[3]) > 65535:
+    if not (match := _LISTEN.fullmatch(text)) or int(match[3]) > 65535:
         raise ValueError(f"expected {LISTEN_FORM}, found {text!r:.60}")
     return match[1] or match[2] or "0.0.0.0", int(match[3])  # noqa: S104  (asked for by leaving the host out)
 

@@ -131,8 +131,7 @@ def refuse(problems: Problems) -> None:
 
 def parse_yaml(data: bytes, problems: Problems) -> list[Keys]:
     """The documents of a file; what is wrong is noted, and a document that is no mapping left out."""
-    text = _text(data, problems)
-    if text is None:
+    if (text := _text(data, problems)) is None:
         return []
     try:
         events = list(yaml.parse(text, Loader=yaml.SafeLoader))
@@ -171,8 +170,7 @@ class _Builder:
     """Makes trees of the parser's events."""
 
     def __init__(self, events: list[Any], problems: Problems) -> None:
-        self._events = iter(events)
-        self._problems = problems
+        self._events, self._problems = iter(events), problems
 
     def documents(self) -> list[Keys]:
         found = [

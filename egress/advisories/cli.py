@@ -66,8 +66,7 @@ class AdvisorySearch:
 
     async def documents(self) -> AsyncGenerator[AdvisoryDocument]:
         """What is found, in the stream's order; without an end where it follows, through lost connections."""
-        info = await stream_info(self._client, self._stream)
-        if info is None:
+        if (info := await stream_info(self._client, self._stream)) is None:
             raise FloeError(
                 f"stream {self._stream}: expected one on this server, found none",
                 hint="nats stream ls names those there are; --nats takes the connection of the other role",

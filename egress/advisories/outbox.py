@@ -86,8 +86,7 @@ class Outbox:
 
     def _to_the_end(self, value: str) -> None:
         """A value that had its turn comes last, so that no other is held up."""
-        queue = self._queues.pop(value)
-        if queue:
+        if queue := self._queues.pop(value):
             self._queues[value] = queue
 
     def trust(self, advisories: Iterable[Advisory]) -> None:
@@ -118,14 +117,12 @@ class Lateness:
     """
 
     def __init__(self, client: FloeClient, stream: str, duration_ns: int, clock: Clock) -> None:
-        self._client, self._stream, self._clock = client, stream, clock
-        self._duration_ns = duration_ns
+        self._client, self._stream, self._clock, self._duration_ns = client, stream, clock, duration_ns
         self._ahead_ns, self._asked = 0, float("-inf")
 
     async def late(self, advisories: list[Advisory]) -> set[Advisory]:
         """Those that come too late. Raises Unavailable where the server must be asked and does not answer."""
-        late = self._judge(advisories)
-        if late and self._clock.monotonic() - self._asked > ASK_EVERY:
+        if (late := self._judge(advisories)) and self._clock.monotonic() - self._asked > ASK_EVERY:
             await self._ask()
             late = self._judge(advisories)
         return late
@@ -164,8 +161,7 @@ async def ids_stored(
     wanted = {each.encode() for each in ids}
     start, found = From(time_ns=since_ns - MARGIN), set[str]()
     for name in names:
-        info = await stream_info(client, name)
-        if info is None:
+        if (info := await stream_info(client, name)) is None:
             raise Unavailable(f"stream {name} was there a moment ago and is not now")
         # The consumer may sit on a replica that is behind: it must pass what the leader has stored.
         last = info.last_sequence

@@ -59,8 +59,7 @@ class Values:
     def __init__(self, state: SamplerState, selection: KeySelection) -> None:
         self._values: list[str] = []
         self._times = array("q")  # seen, copied, due of each
-        self._sizes = array("Q")
-        self._notices = bytearray()
+        self._sizes, self._notices = array("Q"), bytearray()
         self.known = self.expired = 0
         for known in state.known():
             # What only waits to be forgotten.
@@ -220,8 +219,7 @@ def _sampled(settings: Settings, feed: str | None) -> list[FeedSettings]:
 def _read(store: SegmentStore, chain: Chain, failures: list[FloeError]) -> tuple[SnapshotRef, Snapshot] | None:
     """The newest readable snapshot; None without one, a failure where there are some and none is readable."""
     snapshots = Snapshots(store, chain)
-    refs = snapshots.list()
-    if not refs:
+    if not (refs := snapshots.list()):
         click.echo(f"{chain}: no snapshot yet", err=True)
     problems: list[FloeError] = []
     for ref in refs:

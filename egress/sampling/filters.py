@@ -44,8 +44,7 @@ class PreFilter:
         claims: Claims | None = None,
     ) -> None:
         self._site, self._relay, self._keep_ns, self._sampler = site, relay, keep_ns, sampler
-        self._claims = claims
-        self.newest_ns = newest_ns
+        self._claims, self.newest_ns = claims, newest_ns
         self.choices: SampledBatch | None = None
 
     def saw(self, timestamp_ns: int) -> bool:
@@ -142,8 +141,7 @@ class Tracking:
         self, sampler: Sampler, advisories: AdvisorySender | None, again_last: int, again_until_ns: int = 0
     ) -> None:
         self._sampler, self._advisories = sampler, advisories
-        self._again_last, self._again_until_ns = again_last, again_until_ns
-        self._advanced_ns = 0
+        self._again_last, self._again_until_ns, self._advanced_ns = again_last, again_until_ns, 0
         self.is_again = True
 
     def found(self, advisories: list[Advisory], *, again: bool = False) -> None:
@@ -252,8 +250,7 @@ class SamplingStage:
     def _write(self, columns: Columns) -> None:
         self._begin_writing()
         last = self._inside(columns.sequences[-1])
-        inside = columns.part(0, bisect_right(columns.sequences, last))
-        if inside:
+        if inside := columns.part(0, bisect_right(columns.sequences, last)):
             self._on_batch()
             sifted = self._sift(inside)
             if self._sieve.choices is not None:

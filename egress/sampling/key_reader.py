@@ -71,8 +71,7 @@ def _step(name: str) -> Callable[[bytes], bytes | None]:
     index = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
     def step(value: bytes) -> bytes | None:
-        start = value.lstrip(_SPACE)[:1]
-        if start == _OBJECT:
+        if (start := value.lstrip(_SPACE)[:1]) == _OBJECT:
             return member(value)
         if start == _ARRAY and index is not None:
             items = _items(value)
@@ -150,8 +149,7 @@ class JsonReader:
     """
 
     def __init__(self, key: Path | None, force: Path | None) -> None:
-        self._ways = _ways(key, force)
-        self._first = 0
+        self._ways, self._first = _ways(key, force), 0
 
     def keys(self, payloads: Sequence[bytes]) -> list[str | None]:
         """The key of each; None for a document without one, and for what is no document."""

@@ -127,10 +127,8 @@ class Table:
     """
 
     def __init__(self, state: SamplerState) -> None:
-        self.seen = array("q", state.seen)
-        self.due = array("q", state.due)
-        self.sizes = array("I", state.sizes)
-        self.notices = bytearray(state.notices)
+        self.seen, self.due = array("q", state.seen), array("q", state.due)
+        self.sizes, self.notices = array("I", state.sizes), bytearray(state.notices)
         self.places: dict[str, int] = {}
         self._chunks = list(state.values)
         self._shared = bytearray(b"\1" * len(self._chunks))

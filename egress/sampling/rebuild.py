@@ -82,8 +82,7 @@ class Past:
 
     def _newest_ns(self, stretches: list[Stretch[SegmentRef]]) -> int:
         for stretch in reversed(stretches):
-            times = _times(self._footer(stretch.segment))
-            if times:
+            if times := _times(self._footer(stretch.segment)):
                 return max(times)
         return 0
 
@@ -120,8 +119,7 @@ class Past:
         first = None
         with _named(stretch.segment), self._store.open(stretch.segment) as reader:
             for group in reversed(reader.row_groups):
-                rows = stretch.rows.intersection(group.range)
-                if rows is None:
+                if (rows := stretch.rows.intersection(group.range)) is None:
                     continue
                 found, is_all = _young(reader.batches(rows, ["sequence", "timestamp_ns"]), horizon_ns)
                 first = first if found is None else found
@@ -166,8 +164,7 @@ def _young(batches: Iterable[pa.RecordBatch], horizon_ns: int) -> tuple[int | No
     is_all = True
     for batch in batches:
         young = pc.greater_equal(batch.column("timestamp_ns"), pa.scalar(horizon_ns, pa.int64()))
-        index = pc.index(young, pa.scalar(True)).as_py()
-        if index >= 0:
+        if (index := pc.index(young, pa.scalar(True)).as_py()) >= 0:
             return batch.column("sequence")[index].as_py(), is_all and index == 0
         is_all = False
     return None, is_all
@@ -212,8 +209,7 @@ class Rebuilding:
         abandoned: threading.Event | None = None,
     ) -> None:
         self._store, self._sampling, self._filter = store, sampling, filter_subject
-        self._current = Past(store, chain, refs, last)
-        self._keys = KeyReader(sampling)
+        self._current, self._keys = Past(store, chain, refs, last), KeyReader(sampling)
         self._abandoned = abandoned or threading.Event()
         self._rows = 0
 

@@ -91,8 +91,7 @@ class _Resuming:
         snapshots: Snapshots,
         store: SegmentStore,
     ) -> None:
-        sampling = Sampling.of(partition.settings)
-        if sampling is None:
+        if (sampling := Sampling.of(partition.settings)) is None:
             raise ValueError(f"feed {partition.settings.name}: expected one that is sampled")
         self._partition, self._chain, self._archive = partition, archive.chain, archive
         self._first, self._source = position.first, source

@@ -72,12 +72,9 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, state: SamplerState | None = None, *, tracks: bool = True) -> None:
         state = state or SamplerState(sampling.duration_ns)
-        self._duration = sampling.duration_ns
-        self._warn = sampling.warn_ns
+        self._duration, self._warn = sampling.duration_ns, sampling.warn_ns
         self._size_trigger = sampling.size_trigger or NEVER
-        self._tracks = tracks
-        self._keys = KeyReader(sampling)
-        self._table = Table(state)
+        self._tracks, self._keys, self._table = tracks, KeyReader(sampling), Table(state)
         #: The newest message time folded in; 0 before the first.
         self.watermark_ns = state.watermark_ns
         self._look_again()
@@ -170,8 +167,7 @@ class Sampler:
             strict=False,
         )
         for number, key, now, size, passes in messages:
-            place = place_of(key)
-            if place is None:
+            if (place := place_of(key)) is None:
                 kept[number] = 1
                 if key is not None:
                     self._meet(key, now, size, found)

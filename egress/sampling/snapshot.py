@@ -178,8 +178,7 @@ def decode(raw: bytes) -> Snapshot:
         raise ValueError(f"snapshot: expected no more than {len(raw)} bytes hold, found {head.keys} keys")
     state, outbox = _state(head, blocks), list[Advisory]()
     while len(outbox) < head.advisories:
-        some = _advisories(next(blocks, b""))
-        if not some:
+        if not (some := _advisories(next(blocks, b""))):
             raise ValueError(f"snapshot: expected {head.advisories} advisories, found {len(outbox)}")
         outbox += [Advisory(a.event, a.value, a.seen_ns, a.moment_ns) for a in some]
     if next(blocks, None) is not None:

@@ -44,8 +44,7 @@ class Snapshots:
     """
 
     def __init__(self, store: SegmentStore, chain: Chain, *, clock: Clock | None = None) -> None:
-        self.chain = chain
-        self._store, self._objects = store, store.objects
+        self.chain, self._store, self._objects = chain, store, store.objects
         self._clock = clock or SystemClock()
 
     def list(self) -> builtins.list[SnapshotRef]:
@@ -82,8 +81,7 @@ class Snapshots:
                 # The line may have damaged what the store keeps well.
                 log.warning("snapshot read damaged", action="read_damaged", **ref.log_context())
                 self._clock.pause(pause)
-            raw = self._objects.get(ref.key, length=ref.size + 1)
-            if raw is None:
+            if (raw := self._objects.get(ref.key, length=ref.size + 1)) is None:
                 raise _spoiled(ref, "not in the store any more")
             digest = hashlib.sha256(raw).hexdigest()
             if len(raw) == ref.size and digest.startswith(ref.state.digest):
@@ -229,8 +227,7 @@ class Saving:
         self._snapshots, self._threads = snapshots, threads
         self._clock, self._interval, self._report = clock, interval, report
         self._frozen: Snapshot | None = None
-        self._frozen_at = clock.monotonic()
-        self._segments = 0
+        self._frozen_at, self._segments = clock.monotonic(), 0
         self._reached, self._free = asyncio.Event(), asyncio.Event()
         self._free.set()
 

@@ -80,8 +80,7 @@ class Sampled:
         self._clock, self._pace = deps.clock, deps.tuning.pace
         self._chain, self._digest = chain, sampling.digest
         self._sampler, self._builder, self._source = resumed.sampler, builder, source
-        self._report = SamplingReport(chain)
-        self._advisories = None
+        self._report, self._advisories = SamplingReport(chain), None
         if feed.advisory.subject:
             self._advisories = sender_kind(deps.partition)(
                 deps.partition, chain, deps.client, deps.clock, deps.rng, resumed.outbox, lease.is_usable
@@ -118,8 +117,7 @@ class Sampled:
         )
         # Servers before 2.10 do not say what time it is: what a former session has told cannot be told by it.
         self._doubts_silence = feed.advisory.reliable and not source.asked_ns
-        self._advanced = deps.clock.monotonic()
-        self._is_opening = False
+        self._advanced, self._is_opening = deps.clock.monotonic(), False
         self.target.begin()
 
     @property
@@ -197,8 +195,7 @@ class Sampled:
         quiet = Quiet()
         while True:
             await self._clock.sleep(self._pace.idle)
-            until_ns = quiet.until(self.target.end)
-            if until_ns is not None:
+            if (until_ns := quiet.until(self.target.end)) is not None:
                 self._tracking.advance(until_ns, again=self._doubts_silence)
             if quiet.waits(self.target.end):
                 continue

@@ -118,8 +118,7 @@ class WorkerProcess:
         line.setblocking(False)
         loop, text = asyncio.get_running_loop(), b""
         while not text.endswith(b"\n"):
-            part = await loop.sock_recv(line, 1024)
-            if not part:
+            if not (part := await loop.sock_recv(line, 1024)):
                 return
             text += part
         self.port = int(json.loads(text)["port"])

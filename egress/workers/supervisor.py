@@ -65,8 +65,7 @@ class Crew:
         backoff = Backoff(self._rng)
         while True:
             started = self._clock.monotonic()
-            code = await self._run_once(worker)
-            if code in FINAL and not self._ending.is_set:
+            if (code := await self._run_once(worker)) in FINAL and not self._ending.is_set:
                 log.error("all workers end", action="workers_end", worker=worker.index, exit_code=code)
                 self._ending.set()
             if self._ending.is_set:
@@ -101,8 +100,7 @@ class Crew:
 def command(config: str) -> list[str]:
     """What runs one worker: this Python, this Floe, the same file."""
     # As a script its own folder comes first, whatever the folder is that the parent was started in.
-    found = importlib.util.find_spec("floe")
-    if found is None or found.origin is None:
+    if (found := importlib.util.find_spec("floe")) is None or found.origin is None:
         raise FloeError("floe: expected the command among the modules, found none", code="E-UNEXPECTED")
     return [sys.executable, found.origin, "egress", "run", "-c", config]
 

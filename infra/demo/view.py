@@ -19,19 +19,15 @@ class DemoView(Protocol):
 
     def step(self, title: str, why: str) -> None:
         """The next numbered step: what happens, and why it is worth seeing."""
-        ...
 
     def say(self, text: str) -> None:
         """Something that happened in this step."""
-        ...
 
     def progress(self, text: str) -> None:
         """How far the step is; replaces what was said before where that is possible."""
-        ...
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """The figures, the first column being names."""
-        ...
 
 
 class ConsoleView:

@@ -315,8 +315,7 @@ class ChainRegistry:
 
     def preparer(self, chain: Chain) -> Preparer:
         """What makes the rows of `chain` ready. Raises ConfigError for a chain that may not flow in."""
-        source = self._sources.get((chain.site, chain.feed))
-        if source is None:
+        if (source := self._sources.get((chain.site, chain.feed))) is None:
             raise ConfigError(
                 f"target {self.target}: sources: expected {chain.site}/{chain.feed}, found none",
                 hint=ways(
@@ -398,8 +397,7 @@ class ChainRegistry:
 
     def _end(self, chain: Chain, positions: Mapping[Chain, int]) -> int | None:
         """Where the chain's incarnation ended; None while it has not, as far as known."""
-        previous = self._previous.get(_whole(chain.next_incarnation()))
-        if previous is not None:
+        if (previous := self._previous.get(_whole(chain.next_incarnation()))) is not None:
             return previous.get(chain.partition, 0)
         later = any(
             (other.site, other.feed) == (chain.site, chain.feed) and other.incarnation > chain.incarnation

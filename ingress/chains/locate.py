@@ -165,8 +165,7 @@ class SegmentLocator:
         chain.waits_for = self._chains.obstacle(chain.chain)
         if chain.waits_for:
             return
-        document = await self._threads.run(self._documents.read_chain, chain.chain)
-        if document is None:
+        if (document := await self._threads.run(self._documents.read_chain, chain.chain)) is None:
             chain.waits_for = "chain.json is not there yet"
             return
         self._relays.note(chain.chain, document)

@@ -84,8 +84,7 @@ def plan_chain(
     if position > last:
         return ChainPlan(Phase.DONE, beyond=beyond)
     usable = [ref for ref in found if ref.key not in damaged]
-    stretches = tuple(leading(usable, position, last))
-    if stretches:
+    if stretches := tuple(leading(usable, position, last)):
         return ChainPlan(Phase.READY, stretches, beyond=beyond)
     broken = [ref for ref in found if ref.key in damaged and extends(ref.coverage, position)]
     behind = [ref for ref in usable if ref.coverage.first > position]
@@ -120,8 +119,7 @@ def unfinished(
     found = {}
     for partition, end in previous.items():
         before = Chain(chain.site, chain.feed, chain.incarnation - 1, partition)
-        at = positions.get(before, 1)
-        if at <= end:
+        if (at := positions.get(before, 1)) <= end:
             found[before] = (at, end)
     return found
 

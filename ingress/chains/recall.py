@@ -42,8 +42,7 @@ class Recall:
         parked: ParkedStore | None = None,
     ) -> None:
         self._store, self._threads, self._budget, self._chains = store, threads, budget, chains
-        self._relays, self._parked = relays, parked
-        self._decoder = Decoder(store, threads, budget)
+        self._relays, self._parked, self._decoder = relays, parked, Decoder(store, threads, budget)
 
     async def rows(self, intent: Intent, stored: int) -> Rows:
         """All messages of the intent by their index; of pieces that are stored completely only the number.
@@ -99,8 +98,7 @@ class Recall:
         in, DataError where it is not there or is spoiled, and what the store raises.
         """
         assert self._parked is not None, "only who parks tries again"
-        message = await self._threads.run(self._parked.read, name)
-        if message is None:
+        if (message := await self._threads.run(self._parked.read, name)) is None:
             raise DataError(f"parked message {name.sequence} of {name.chain} is not there", code="E-PARKED")
         rows = SequenceRange(message.sequence, message.sequence)
         digest = hashlib.sha256(to_bytes(name.chain, message)).hexdigest()[:DIGEST_LENGTH]
@@ -143,8 +141,7 @@ class Recall:
                 stretches = await self._threads.run(covering, self._store, piece.chain, piece.rows, frozenset(damaged))
             if not stretches:
                 raise self._lost(piece, f"no undamaged segments cover {piece.rows}")
-            found = await self._read(piece, stretches, damaged, alone=is_named)
-            if found is not None:
+            if (found := await self._read(piece, stretches, damaged, alone=is_named)) is not None:
                 return found
 
     async def _named(self, piece: IntentPiece) -> list[SegmentRef]:

@@ -85,8 +85,7 @@ class Starts:
 
         Raises DataError for a document that is not what it must be, and what the store raises.
         """
-        start = self._start(chain, settings, positions)
-        if start is None:
+        if (start := self._start(chain, settings, positions)) is None:
             return Beginning(first)
         behind = MAX_SEQUENCE if end is None else end + 1
         if start.moment_ns is not None:
@@ -111,8 +110,7 @@ class Starts:
         if not settings.is_set:
             return None
         key = self._documents.layout.start_document(self._target, chain.site, chain.feed)
-        start = self._read(key)
-        if start is None and any(_feed(other) == _feed(chain) for other in positions):
+        if (start := self._read(key)) is None and any(_feed(other) == _feed(chain) for other in positions):
             return None
         return start or self._write(key, self._resolved(chain, settings))
 
@@ -149,8 +147,7 @@ class Starts:
             self._documents.objects.put_if_absent(key, body, sha256=hashlib.sha256(body).hexdigest())
         except OutcomeUnknown as error:
             log.warning("start in doubt", action="document_in_doubt", key=key, error=str(error))
-        found = self._read(key)
-        if found is None:
+        if (found := self._read(key)) is None:
             raise Unavailable(f"{key}: put and not there", code="E-READ-BACK")
         log.info("copy begins", action="start_resolved", key=key, start=body.decode())
         return found

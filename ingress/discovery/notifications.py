@@ -61,8 +61,7 @@ def chains_in(notice: list[Written], bucket: str, layout: Layout) -> set[Chain]:
 
 def chain_of(key: str, layout: Layout) -> Chain | None:
     """The chain that has to be looked at when `key` was written: a segment, a tail, `chain.json`, a gap."""
-    name = layout.parse_segment(key)
-    if name is not None:
+    if (name := layout.parse_segment(key)) is not None:
         return name.chain
     folder, is_gap, _ = key.rpartition("/gaps/")
     return layout.parse_tail(key) or layout.parse_chain_document(f"{folder}/chain.json" if is_gap else key)
@@ -254,8 +253,7 @@ class Notified:
 
     def take(self, raw: bytes) -> None:
         """One document, of whatever content. Never raises."""
-        notice = written(raw)
-        if notice is None:
+        if (notice := written(raw)) is None:
             self._count("spoiled")
         else:
             chains = chains_in(notice, self._bucket, self._layout)

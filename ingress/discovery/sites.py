@@ -90,8 +90,7 @@ class Sites:
     def _note(self, listed: Iterable[ObjectInfo], now: float) -> None:
         former, self._known = self._known, {}
         for info in listed:
-            known = former.get(info.key)
-            if known is None:
+            if (known := former.get(info.key)) is None:
                 known = _Known(info, now - max(0.0, self._clock.now() - info.modified))
             elif known.info.etag != info.etag:
                 known.info, known.moved = info, now

@@ -69,16 +69,14 @@ class CheckpointEditor:
         parked: Callable[[ParkedAs], ParkedStore],
     ) -> None:
         self._client, self._bucket, self._settings, self._clock = client, bucket, settings, clock
-        self._parked = parked
-        self.target = settings.stream
+        self._parked, self.target = parked, settings.stream
         self._key = state_key(ROLE, self.target)
 
     # Looking
 
     async def known(self) -> StoredState:
         """What is stored now, readable or not."""
-        entry = await self._bucket.get(self._key)
-        if entry is None:
+        if (entry := await self._bucket.get(self._key)) is None:
             return StoredState(None, 0)
         try:
             return StoredState(from_json(self.target, entry.value), entry.revision)
@@ -89,8 +87,7 @@ class CheckpointEditor:
         return await read(self._client, self.target, control_headers(self._settings))
 
     async def _there(self) -> TargetReading:
-        reading = await self._reading()
-        if reading is None:
+        if (reading := await self._reading()) is None:
             raise CorrectionRefused("expected the target stream, found none", hint="restore it, or --forget")
         return reading
 
@@ -165,8 +162,7 @@ class CheckpointEditor:
         """
         if plan.last is not None and self._settings.exclusive:
             await self._clock.sleep(STILL)
-            reading = await self._reading()
-            if reading is None or reading.last_sequence != plan.last:
+            if (reading := await self._reading()) is None or reading.last_sequence != plan.last:
                 found = "none" if reading is None else reading.last_sequence
                 raise AnotherWriter(
                     f"target {self.target}: expected last sequence {plan.last} as before, found {found}",

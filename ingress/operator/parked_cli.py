@@ -65,8 +65,7 @@ async def parked_cat(
     """
     store = await _current(config, target)
     entry = _entry(store, _meant(config, store, named, sequence), sequence)
-    message = store.read(entry.name)
-    if message is None:
+    if (message := store.read(entry.name)) is None:
         raise _refused(
             f"message {sequence} of {entry.name.chain} is not in the store any more",
             "put it back from a copy of the bucket; what there is",

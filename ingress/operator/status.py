@@ -84,8 +84,7 @@ async def _sight(client: FloeClient, bucket: KeyValue, target: TargetSettings) -
         return Sight(stopped=f"{error.code}: {error.message}")
     publisher = ""
     why = "" if finding is Finding.STORED else f"target: {finding.value}"
-    info = await stream_info(client, target.stream)
-    if info is None:
+    if (info := await stream_info(client, target.stream)) is None:
         why = why or ("" if target.create else "target: no such stream")
     else:
         headers = control_headers(target)
@@ -215,8 +214,7 @@ def by_newest_incarnation(chains: Iterable[Chain], sightings: Mapping[Chain, Sig
     """
     incarnations = {partition: each.sign.chain.incarnation for partition, each in sightings.items()}
     for chain in chains:
-        partition = replace(chain, incarnation=0)
-        if partition in incarnations:
+        if (partition := replace(chain, incarnation=0)) in incarnations:
             incarnations[partition] = max(incarnations[partition], chain.incarnation)
     return {replace(p, incarnation=k): sightings[p] for p, k in incarnations.items()}
 
@@ -258,8 +256,7 @@ class ArchiveSurvey:
 
     def __init__(self, store: SegmentStore, documents: ChainStore, clock: Clock, silent_after: float) -> None:
         self._store, self._documents, self._clock = store, documents, clock
-        self._silent_after = silent_after
-        self._threads = Threads("status", PARALLEL)
+        self._silent_after, self._threads = silent_after, Threads("status", PARALLEL)
 
     async def standings(self, targets: Iterable[TargetSettings], sights: Mapping[str, Sight]) -> list[ChainStatus]:
         """One for each chain that has a tail or a position, or of which only egress says anything, by target
@@ -342,8 +339,7 @@ class ArchiveSurvey:
         """What was put behind the end of the incarnation, and how it is carried; empty where given up."""
         coverages = [ref.coverage for ref in self._store.list(chain, position=end + 1)]
         accepted = [gap.range for gap in self._documents.gaps(chain, position=end + 1)]
-        found = behind(coverages, end, accepted)
-        if not found:
+        if not (found := behind(coverages, end, accepted)):
             return ""
         ranges = ", ".join(map(str, found))
         return f"{ranges} behind the end {end} of the incarnation: {carry(chain, found[0])}"

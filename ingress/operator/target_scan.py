@@ -57,8 +57,7 @@ class TargetScan:
 
     def gone_behind(self, chain: Chain) -> int:
         """How many of them stood behind the chain's newest: some may have been newer ones of the chain."""
-        scanned = self.chains.get(chain)
-        if scanned is None:
+        if (scanned := self.chains.get(chain)) is None:
             return self.gone
         return self.last - scanned.at - (self.held - scanned.before)
 
@@ -102,8 +101,7 @@ async def take_census(client: FloeClient, stream: str, retention: str, census: T
         return census
     at = census.after + 1
     while at <= census.last:
-        message = await next_message(client, stream, at)
-        if message is None or message.sequence > census.last:
+        if (message := await next_message(client, stream, at)) is None or message.sequence > census.last:
             break
         census.add(message.sequence, message.headers)
         at = message.sequence + 1

@@ -54,8 +54,7 @@ class AtomicPublisher(RepliedPublisher):
         shared: bool = False,
     ) -> None:
         super().__init__(client, stream, replies, ack_timeout=ack_timeout)
-        self._limit, self._most, self._shared = MAX_BATCH, MAX_BATCH, shared
-        self._ask_all = False
+        self._limit, self._most, self._shared, self._ask_all = MAX_BATCH, MAX_BATCH, shared, False
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         batch = self._compose(rows, base, stored)

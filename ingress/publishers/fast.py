@@ -93,8 +93,7 @@ class Answers(Reply):
 
     def __init__(self, subject: bytes, batch_id: str) -> None:
         super().__init__(subject)
-        self.batch = self.prefix + batch_id.encode() + b"."
-        self.acked, self.every = 0, 0
+        self.batch, self.acked, self.every = self.prefix + batch_id.encode() + b".", 0, 0
         self.news = asyncio.Event()
 
     @property
@@ -135,8 +134,7 @@ class FastPublisher(RepliedPublisher):
 
     def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
         super().__init__(client, stream, replies, ack_timeout=ack_timeout)
-        self._single = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout)
-        self._alone = 0
+        self._single, self._alone = SinglePublisher(client, stream, replies, ack_timeout=ack_timeout), 0
 
     async def publish(self, rows: Rows, base: int, stored: int) -> Outcome:
         outcome = await self._single.publish_to(rows, base, stored, min(rows.count, stored + self._alone))
@@ -207,8 +205,7 @@ class FastPublisher(RepliedPublisher):
             timeout = LAST_WORD if answers.refusal else self._ack_timeout
             if unclear := await self._news(answers, timeout):
                 return answers.refusal or unclear
-        answer = answers.decisive.result()
-        if answer is None:
+        if (answer := answers.decisive.result()) is None:
             return UnknownOutcome("the connection was lost before the acknowledgement")
         return answers.refusal or judge_ack(*answer, batch.expected)
 

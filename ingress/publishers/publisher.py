@@ -77,8 +77,7 @@ class Reply:
 
     def __init__(self, subject: bytes) -> None:
         self.prefix = subject + b"."
-        self.early = self.prefix + b"e"
-        self.last = self.prefix + b"c"
+        self.early, self.last = self.prefix + b"e", self.prefix + b"c"
         self.decisive: Future[Answer | None] = asyncio.get_running_loop().create_future()
         self.refusal: UnknownOutcome | None = None
 
@@ -108,8 +107,7 @@ class Replies:
     """One inbox for everything that a publisher sends; one batch waits at a time. Made by `open`."""
 
     def __init__(self, client: FloeClient, inbox: str) -> None:
-        self._client = client
-        self.inbox = inbox
+        self._client, self.inbox = client, inbox
         self._waiting: Reply | None = None
         self._count = 0
         self._subscription: RawSubscription | None = None
@@ -195,11 +193,9 @@ class Publisher(Protocol):
         Returns when all are stored, or at the first answer that is not exactly the expected one. Raises
         nothing for what the server or the connection does.
         """
-        ...
 
     async def aclose(self) -> None:
         """Let go of the inbox."""
-        ...
 
 
 class RepliedPublisher:
@@ -209,8 +205,7 @@ class RepliedPublisher:
 
     def __init__(self, client: FloeClient, stream: str, replies: Replies, *, ack_timeout: float = ACK_TIMEOUT) -> None:
         self._client, self._stream, self._replies = client, stream, replies
-        self._ack_timeout = ack_timeout
-        self._writer, self._count = secrets.token_hex(8), 0
+        self._ack_timeout, self._writer, self._count = ack_timeout, secrets.token_hex(8), 0
 
     def _new_batch_id(self) -> str:
         self._count += 1
@@ -233,8 +228,7 @@ class SinglePublisher(RepliedPublisher):
     async def publish_to(self, rows: Rows, base: int, stored: int, stop: int) -> Outcome:
         """`publish`, for rows up to index `stop` (exclusive)."""
         for subject, tail, payload in rows.messages(stored, stop):
-            unclear = await self._send(subject, tail, payload, base + stored)
-            if unclear is not None:
+            if (unclear := await self._send(subject, tail, payload, base + stored)) is not None:
                 return Outcome(stored, unclear, stored + 1)
             stored += 1
         return Outcome(stored)

@@ -163,8 +163,7 @@ class Scratch:
     @asynccontextmanager
     async def claimed(self, stream: str) -> AsyncIterator[Lease]:
         """The lease that says that the stream is in use; the stream and its state are removed at the end."""
-        lease = await (await self._leases()).acquire(_key(stream))
-        if lease is None:
+        if (lease := await (await self._leases()).acquire(_key(stream))) is None:
             raise Unavailable(f"drill {stream}: another one has this name")
         try:
             yield lease
@@ -346,8 +345,7 @@ class Drill:
     # What came back, and what should have
 
     async def _found(self, client: FloeClient) -> dict[Chain, Trail]:
-        info = await stream_info(client, self.stream)
-        if info is None:
+        if (info := await stream_info(client, self.stream)) is None:
             raise Unavailable(f"scratch stream {self.stream} is gone")
         trails: dict[Chain, Trail] = {}
         strip = len(self.prefix) + 1

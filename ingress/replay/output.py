@@ -1,11 +1,13 @@
 """A plan and its end, for people and for programs."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from common.chain import Chain
 from common.errors import FloeError
@@ -74,9 +76,8 @@ class Teller:
     """Writes to stderr: on a terminal one line that is rewritten, elsewhere a line now and then."""
 
     def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._told = float("-inf")
-        self._open = False
+        self._console, self._told = Console(stderr=True, highlight=False), float("-inf")
+        self._line: Status | None = None
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -85,20 +86,22 @@ class Teller:
 
     def progress(self, text: str, at: float) -> None:
         """A line that is out of date soon; `at`: monotonic seconds."""
-        if at < self._told + (0.5 if self._terminal else EVERY):
+        if at < self._told + (0.5 if self._console.is_terminal else EVERY):
             return
         self._told = at
-        if self._terminal:
-            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
-            self._open = True
-        else:
+        if not self._console.is_terminal:
             click.echo(text, err=True)
+        elif self._line is None:
+            self._line = self._console.status(Text(text))
+            self._line.start()
+        else:
+            self._line.update(Text(text))
 
     def end_line(self) -> None:
         """Leave the line that is rewritten, if there is one."""
-        if self._open:
-            click.echo("", err=True)
-            self._open = False
+        if self._line is not None:
+            self._line.stop()
+            self._line = None
 
 
 SHOWN = 10  # chains and holes

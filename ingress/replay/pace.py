@@ -27,7 +27,6 @@ class Pace(Protocol):
 
         What is allowed counts as sent. `times_ns` and `sizes` are of equal length, not empty.
         """
-        ...
 
 
 @dataclass
@@ -108,8 +107,7 @@ def paced_words(rate: str, speed: str) -> tuple[str, ...]:
 def _speed(text: str) -> Pace | None:
     if text == "max":
         return None
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)x", text)
-    if not match or float(match[1]) <= 0:
+    if not (match := re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)x", text)) or float(match[1]) <= 0:
         raise UsageError(f"--speed: expected max or a factor such as 1x or 10x, found {text!r:.40}")
     return Speed(float(match[1]))
 
@@ -180,8 +178,7 @@ def upcoming(rows: Rows, start: int) -> tuple[list[int], list[int]]:
     before = 0
     for block in rows.blocks:
         skip, before = max(0, start - before), before + block.piece.count
-        material = block.material
-        if material is None or skip >= len(material.sequences):
+        if (material := block.material) is None or skip >= len(material.sequences):
             continue
         times += material.timestamps_ns[skip:]
         ends = [0, *material.ends]

@@ -95,8 +95,7 @@ class Unreadable:
 
 async def remembered(bucket: KeyValue, target: str) -> Remembered | Unreadable | None:
     """The last replay into `target`; None if there was none. Raises Unavailable."""
-    entry = await bucket.get(receipt_key(target))
-    if entry is None:
+    if (entry := await bucket.get(receipt_key(target))) is None:
         return None
     try:
         receipt, inner = _parsed(entry.value)
@@ -133,8 +132,7 @@ class ReceiptBucket:
 
     async def get(self, key: str) -> KvEntry | None:
         """The state alone. Raises Stopped where another replay's receipt is around it."""
-        entry = await self._bucket.get(key)
-        if entry is None:
+        if (entry := await self._bucket.get(key)) is None:
             return None
         advice = Advice(self.receipt.request)
         try:

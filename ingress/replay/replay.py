@@ -97,10 +97,8 @@ class Replay:
     ) -> None:
         self._settings, self.request, self.options = settings, request, options
         self.store, self.documents, self.clock, self.teller = store, documents, clock, teller
-        self.threads = Threads("replay", THREADS)
-        self._owner = new_owner(settings.instance)
-        self._again, self._former_rows = options.again, 0
-        self._begun, self._bytes = False, 0
+        self.threads, self._owner = Threads("replay", THREADS), new_owner(settings.instance)
+        self._again, self._former_rows, self._begun, self._bytes = options.again, 0, False, 0
 
     @property
     def service(self) -> ServiceSettings:
@@ -190,8 +188,7 @@ class Replay:
             except FloeError as error:
                 if not passes_by_itself(error) or isinstance(error, HeldError):
                     raise
-                revision = await self._revision(client)
-                if revision != seen:
+                if (revision := await self._revision(client)) != seen:
                     seen, moved = revision, self.clock.monotonic()
                     backoff.reset()
                 if self.clock.monotonic() > moved + PATIENCE:
@@ -398,8 +395,7 @@ class Carrying:
     # The components
 
     async def _look(self) -> StreamInfo:
-        info = await target.look(self._client, self._receipt.request)
-        if info is None:
+        if (info := await target.look(self._client, self._receipt.request)) is None:
             raise ReplayChoices(self._advice).no_checkpoint(None)
         return info
 

@@ -127,8 +127,7 @@ class ReplaySource:
         advice: Advice,
     ) -> None:
         self._ranges, self._may_skip, self._chains, self._advice = ranges, may_skip, chains, advice
-        self._store, self._threads = store.in_parts(), threads
-        self._relays = Relays(documents, threads)
+        self._store, self._threads, self._relays = store.in_parts(), threads, Relays(documents, threads)
         self._ahead = DecodedAhead(memory_limit, MOST_ROWS)
         self._decoder = Decoder(self._store, threads, self._ahead.budget)
         self.recall = ReplayRecall(self._store, threads, self._ahead.budget, chains, self._relays, advice)
@@ -196,8 +195,7 @@ class ReplaySource:
 
     async def _advance(self, turn: _Turn) -> None:
         """Read the next stretch of a chain, or go on behind a hole."""
-        stretch = await self._next(turn)
-        if stretch is None or stretch.rows.first > turn.position:
+        if (stretch := await self._next(turn)) is None or stretch.rows.first > turn.position:
             last = turn.last if stretch is None else stretch.rows.first - 1
             self._pass(turn, SequenceRange(turn.position, last))
             return

@@ -73,8 +73,7 @@ class Timing:
 
     def _from(self, moment_ns: int) -> int:
         """Where what may be at or after the moment begins; behind the end where nothing may."""
-        found = self._timeline.first_at(moment_ns)
-        if found is None:
+        if (found := self._timeline.first_at(moment_ns)) is None:
             return self._behind_telling(self._covered)
         stretch = self._holding(found)
         if self._times(stretch)[0] < moment_ns:

@@ -40,7 +40,6 @@ class Parking(Protocol):
 
     def park(self, chain: Chain, oversize: Oversize) -> None:
         """Return once the message is durable and read back. Blocking; the same one may be put again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +245,7 @@ class _Source:
                     for part in self._opening.parts(self._reader, self.stands)
                     for batch in _halved(part.batch)
                 )
-            part = next(self._parts, None)
-            if part is None:
+            if (part := next(self._parts, None)) is None:
                 return None
             prepared = self._preparer.prepare(part.batch)
             for oversize in prepared.oversize:
@@ -291,8 +289,7 @@ class Relays:
         there is no `chain.json`, DataError where it is spoiled, and what the store raises.
         """
         if chain not in self._known:
-            document = await self._threads.run(self._documents.read_chain, chain)
-            if document is None:
+            if (document := await self._threads.run(self._documents.read_chain, chain)) is None:
                 raise Unavailable(f"chain {chain}: expected its chain.json, found none")
             self.note(chain, document)
         return self._known[chain]

@@ -311,8 +311,7 @@ class Preparer:
     """
 
     def __init__(self, chain: Chain, rule: Rule, shape: TargetLimits, extra: bytes = b"") -> None:
-        self._chain, self._rule, self._shape = chain, rule, shape
-        self._origin = _origin(chain)
+        self._chain, self._rule, self._shape, self._origin = chain, rule, shape, _origin(chain)
         self._extra = extra + b"\r\n" if extra else b""
         self.relay = False
         self.leaves_out: frozenset[int] | None = None
@@ -380,8 +379,7 @@ class Preparer:
         refused = {}
         for subject in set(subjects).difference(known):
             target = self._rule.apply(subject)
-            why = problem(target)
-            if not why and target not in self._shape.accepting:
+            if not (why := problem(target)) and target not in self._shape.accepting:
                 why = f"the target takes {self._shape.accepting}"
             if why:
                 refused[subject] = f"subject {decode_subject(subject)!r} becomes {decode_subject(target)!r}: {why}"
@@ -411,8 +409,7 @@ class Preparer:
 
     def _lines(self, block: bytes) -> bytes:
         """What stands behind the provenance."""
-        acting = self._shape.control_headers
-        if acting and not _may_act(block, acting):
+        if (acting := self._shape.control_headers) and not _may_act(block, acting):
             acting = frozenset()
         return b"%b%b\r\n" % (self._extra, escaped_lines(block, acting, relay=self.relay))
 

@@ -294,8 +294,7 @@ class TargetErrors:
     """Errors about one target."""
 
     def __init__(self, target: str) -> None:
-        self.target = target
-        self._accept = set_command(target, "--accept")
+        self.target, self._accept = target, set_command(target, "--accept")
         self._from_target = set_command(target, "--from-target")
         self._forget = set_command(target, "--forget")
 
@@ -400,8 +399,7 @@ class TargetStream:
 
     async def described(self, place: int) -> str:
         """The message at this target sequence, for people; empty where it is gone. Raises as `read`."""
-        message = await _message(self._client, self._stream, place)
-        if message is None:
+        if (message := await _message(self._client, self._stream, place)) is None:
             return ""
         provenance, _ = restore(message.headers)
         at = format_time(message.timestamp_ns // NS_PER_S * NS_PER_S)
@@ -414,8 +412,7 @@ async def read(
     client: FloeClient, stream: str, control_headers: frozenset[bytes] = frozenset()
 ) -> TargetReading | None:
     """One look at the stream, over `client`. `control_headers`: those that act in it."""
-    info = await stream_info(client, stream)
-    if info is None:
+    if (info := await stream_info(client, stream)) is None:
         return None
     tail = await _tail(client, stream, info.last_sequence)
     lets_go = forgets(info.config, control_headers, client.max_payload)

@@ -1,14 +1,17 @@
-"""pandas stays out of services."""
+"""pandas and rich stay out of services."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import sys
-from common.service.lean import without_pandas
-without_pandas()
+from common.service.lean import without
+without("pandas")
 from common.segments.reader import record_batch
 import pyarrow as pa
 batch = record_batch([1], [2], [b"s"], [None], [b"p"])
@@ -22,3 +25,13 @@ def test_pyarrow_works_without_pandas_and_does_not_load_it() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+@pytest.mark.parametrize("role", ["egress", "ingress"])
+def test_a_service_loads_nothing_that_only_shows(role: str, tmp_path: Path) -> None:
+    """Every file of the service is imported, and `rich` by none of them."""
+    script = f"import sys, floe; sys.argv = ['floe', '{role}', 'run', '-c', '{tmp_path}/none.yaml']\n"
+    script += f"try:\n    floe.main()\nfinally:\n    import {role}.service\n    print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (78, "False\n"), done.stderr
