@@ -53,7 +53,7 @@ def processes_below(folder: Path) -> list[str]:
 def test_nothing_is_lost_repeated_reordered_or_altered_and_nothing_is_left_behind(tmp_path: Path) -> None:
     demo = start_demo("--seconds", "8", "--rate", "150", "--json", env={"TMPDIR": str(tmp_path)})
 
-    out, err = demo.communicate(timeout=240)
+    out, err = demo.communicate(timeout=5 * PATIENCE)
 
     assert demo.returncode == 0, f"{out}\n{err}"
     result = json.loads(out)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from infra.local.process import spawn
@@ -59,8 +60,13 @@ class Service:
         self.wait(PATIENCE)
 
     def drain(self, seconds: float = PATIENCE) -> int:
-        """SIGTERM; its exit code. Fails if it takes longer than `seconds`."""
+        """SIGTERM, once it has logged anything since its last start: before that, SIGTERM would just end it. Its exit
+        code. Fails if it takes longer than `seconds`.
+        """
         self.send(signal.SIGCONT)
+        deadline = time.monotonic() + PATIENCE
+        while self.runs() and self.log.stat().st_size <= self.log_size and time.monotonic() < deadline:
+            time.sleep(0.05)
         self.send(signal.SIGTERM)
         return self.wait(seconds)
 
@@ -74,7 +80,7 @@ class Service:
         return f"--- {self.name}\n" + "\n".join(text.splitlines()[-lines:])
 
 
-def run_floe(*command: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def run_floe(*command: str, seconds: float = 5 * PATIENCE) -> subprocess.CompletedProcess[str]:
     """Run one command of Floe to its end."""
     return subprocess.run(
         [sys.executable, "-m", "floe", *command], capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False

@@ -48,6 +48,10 @@ class Ledger:
     def chains(self) -> list[Chain]:
         return sorted(self._messages)
 
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._messages.values()))
+
     def trace(self, chain: Chain, found: Trace) -> Trace:
         """What the archive must hold; the server alone knows the times, so they are taken from `found`."""
         trace = Trace.of(sorted(self._messages[chain], key=lambda message: message.sequence))
@@ -72,15 +76,14 @@ async def retention(s3: Any, rng: random.Random, seconds: float, rate: int = 400
             services = [world.egress(config, f"egress-{n}") for n, config in enumerate(configs)]
             stop = Stop()
             load = asyncio.create_task(_publish(url, ledger, rng, rate, stop))
-            while time.monotonic() < started + seconds:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until or ledger.count < rate:
                 await asyncio.sleep(rng.uniform(0.2, 1.2))
                 number = rng.randrange(INSTANCES)
                 await _disturb(services[number], proxies[number], rng, faults)
             stop.set()
             await load
             await _acknowledged(world, url)
-            for service in services:
-                await _listens(service)
             for service in services:
                 code = await asyncio.to_thread(service.drain)
                 assert code == 0, f"{service.name} ended with {code} on SIGTERM\n{service.tail()}"
@@ -122,13 +125,6 @@ async def _disturb(service: Service, proxy: TcpProxy, rng: random.Random, faults
     else:
         proxy.cut_after("up", rng.randrange(20_000))  # among acknowledgements, as like as not
     service.start()
-
-
-async def _listens(service: Service, seconds: float = 30) -> None:
-    """Wait until it has logged anything since its last start: before that, SIGTERM would just end it."""
-    deadline = time.monotonic() + seconds
-    while service.log.stat().st_size <= service.log_size and time.monotonic() < deadline:
-        await asyncio.sleep(0.1)
 
 
 async def _publish(url: str, ledger: Ledger, rng: random.Random, rate: int, stop: Stop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -339,24 +340,28 @@ class Partitioned:
 
     @asynccontextmanager
     async def away(self, partition: int, ttl: float = 2.0) -> AsyncIterator[None]:
-        """Another instance, which does nothing, holds the lease of the partition."""
+        """Another instance, which does nothing, holds the lease of the partition; in a thread of its own, so that it
+        does so on a busy machine too.
+        """
         bucket = await KeyValue.open(self.bench.client, self.bench.lease_bucket, ttl=ttl)
         key = lease_key(self.chain(partition))
-        revision = await bucket.create(key, b"another")
+        revision, is_over = await bucket.create(key, b"another"), threading.Event()
         assert revision is not None
 
-        async def keep() -> None:
-            current = revision
-            while current is not None:
-                await asyncio.sleep(ttl / 4)
-                current = await bucket.update(key, b"another", current)
+        async def keep(current: int | None) -> None:
+            client = await connected(self.bench.url)
+            own = await KeyValue.open(client, self.bench.lease_bucket, ttl=ttl)
+            while current is not None and not is_over.is_set():
+                current = await own.update(key, b"another", current)
+                await asyncio.sleep(ttl / 8)
+            await client.aclose()
 
-        keeping = asyncio.create_task(keep())
+        keeping = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(keep(revision))))
         try:
             yield
         finally:
-            keeping.cancel()
-            await asyncio.wait({keeping})
+            is_over.set()
+            await keeping
             await bucket.delete(key)
 
 
