@@ -251,7 +251,6 @@ class FeedReport:
         """What the sign of life of this process says of the chain."""
         told = self._status
         return ChainSign(
-            self._chain,
             told["state"],
             self._since,
             told["code"],
@@ -259,6 +258,7 @@ class FeedReport:
             told.get("end"),
             told.get("source_last"),
             self._source_asked,
+            chain=self._chain,
         )
 
     def lost(self, sequences: int) -> None:
