@@ -16,8 +16,8 @@ from common.jetstream.client import FloeClient
 from common.jetstream.lease import owner_text
 from common.segments.alive import STANDBY, ChainSign
 from common.segments.documents import SnapshotRef
-from common.segments.reader import SpooledSegment
 from common.segments.segment import UNREAD, Reason
+from common.segments.writer import SpooledSegment
 from common.service.exits import command
 from common.service.logs import get_logger
 from common.service.metrics import begin

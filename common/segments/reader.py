@@ -22,19 +22,7 @@ from common.errors import SegmentCorrupt
 from common.segments import checks, parquet_guard
 from common.segments import parquet_guard as metadata
 from common.segments.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
-from common.segments.columns import (
-    RAW_COLUMNS,
-    SCHEMA,
-    TEXT_COLUMNS,
-    Columns,
-    columns,
-    lengths,
-    messages,
-    raw_size,
-    record_batch,
-    row_sizes,
-    total,
-)
+from common.segments.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, lengths, raw_size, total
 from common.segments.keys import Layout, SegmentName
 from common.segments.parquet_guard import (
     DEFAULT_LIMITS,
@@ -47,7 +35,6 @@ from common.segments.parquet_guard import (
     parse,
 )
 from common.segments.segment import Footer
-from common.segments.writer import SegmentWriter, SpooledSegment, hash_file
 from common.sequences import SequenceRange
 
 # Makes `length` bytes from offset `first` readable in the source; for files of which only parts are here.
@@ -339,22 +326,3 @@ def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | No
     leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
     opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))
     return SegmentReader(opened, rows)
-
-
-__all__ = [
-    "DEFAULT_LIMITS",
-    "SCHEMA",
-    "Columns",
-    "ParquetLimits",
-    "RowGroup",
-    "SegmentReader",
-    "SegmentWriter",
-    "SpooledSegment",
-    "columns",
-    "hash_file",
-    "messages",
-    "open_file",
-    "raw_size",
-    "record_batch",
-    "row_sizes",
-]

@@ -10,7 +10,7 @@ import pytest
 from common.objects.local import LocalObjects
 from common.segments import archive as moments
 from common.segments.archive import MARGIN_NS, Timeline, search
-from common.segments.reader import record_batch
+from common.segments.columns import record_batch
 from common.segments.segment import Tip
 from tests.support.compaction import CHAIN, Archive
 
