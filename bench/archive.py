@@ -30,11 +30,12 @@ from common.clock import SystemClock
 from common.jetstream.api import create_stream, stream_info
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectInfo
+from common.segments.columns import record_batch
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout, SegmentName
-from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, SegmentRef
 from common.segments.store import PAGE, SegmentStore
+from common.segments.writer import SegmentWriter
 from common.sequences import Covered, SequenceRange
 from common.service.process import Threads
 from common.settings.loader import parse

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from common.errors import DataError
-from common.segments.columns import CONTENT_COLUMNS, first_difference
+from common.segments.columns import CONTENT_COLUMNS, SCHEMA, first_difference
 from common.segments.parquet_guard import fork
-from common.segments.reader import SCHEMA, SegmentReader
+from common.segments.reader import SegmentReader
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange, Stretch

@@ -17,8 +17,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from common.errors import DataError, FloeError
-from common.segments.columns import CONTENT_COLUMNS
-from common.segments.reader import SCHEMA
+from common.segments.columns import CONTENT_COLUMNS, SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from common.sequences import Stretch

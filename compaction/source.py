@@ -46,9 +46,9 @@ from common.chain import Chain
 from common.errors import DataError, SegmentCorrupt
 from common.objects.open import open_objects
 from common.objects.port import ObjectStore
+from common.segments.columns import SCHEMA
 from common.segments.documents import ChainStore
 from common.segments.keys import Layout
-from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentGone, SegmentStore
 from common.segments.unread import open_stretch

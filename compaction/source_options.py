@@ -11,9 +11,9 @@ from common.chain import Chain
 from common.errors import UsageError
 from common.jetstream.headers import parse_block
 from common.segments.archive import among
+from common.segments.columns import SCHEMA
 from common.segments.documents import ChainStore
 from common.segments.keys import Pair, chosen, configured
-from common.segments.reader import SCHEMA
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from common.settings.root import StoreSettings
 from compaction.union import Values

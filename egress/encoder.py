@@ -13,10 +13,10 @@ from common.errors import OutcomeUnknown, Unavailable
 from common.failpoints import failpoint
 from common.jetstream.api import STREAM_NOT_FOUND, absent
 from common.jetstream.requests import ApiError
-from common.segments.columns import Columns
+from common.segments.columns import Columns, record_batch
 from common.segments.parquet_guard import ROW_GROUP_BYTES_LEVEL_0, ROW_OVERHEAD_BYTES
-from common.segments.reader import SegmentWriter, SpooledSegment, record_batch
 from common.segments.segment import Footer, Ledger, Message, Tip
+from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
 from common.service.process import Threads
 from common.tasks import Stop

@@ -12,7 +12,7 @@ from common.errors import DataError, FloeError, Unavailable
 from common.jetstream.api import StreamInfo, next_message, stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.pull import get_message
-from common.segments.reader import messages
+from common.segments.columns import messages
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch, choose, cover, preference

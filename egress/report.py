@@ -16,8 +16,8 @@ from common.jetstream.client import FloeClient
 from common.jetstream.lease import owner_text
 from common.segments.alive import STANDBY, ChainSign
 from common.segments.documents import SnapshotRef
-from common.segments.reader import SpooledSegment
 from common.segments.segment import UNREAD, Reason
+from common.segments.writer import SpooledSegment
 from common.service.exits import command
 from common.service.logs import get_logger
 from common.service.metrics import begin
@@ -249,7 +249,6 @@ class FeedReport:
         """What the sign of life of this process says of the chain."""
         told = self._status
         return ChainSign(
-            self._chain,
             told["state"],
             self._since,
             told["code"],
@@ -257,6 +256,7 @@ class FeedReport:
             told.get("end"),
             told.get("source_last"),
             self._source_asked,
+            chain=self._chain,
         )
 
     def lost(self, sequences: int) -> None:

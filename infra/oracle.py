@@ -24,7 +24,7 @@ from common.jetstream.api import stream_info
 from common.jetstream.client import FloeClient
 from common.jetstream.headers import restore
 from common.jetstream.pull import read_through
-from common.segments.reader import messages
+from common.segments.columns import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.segments.unread import open_stretch

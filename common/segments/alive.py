@@ -14,7 +14,8 @@ Whoever can write to the bucket can write these: they are read up to a size, and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -30,10 +31,7 @@ STANDBY = "standby"
 _TEXT = 1000  # characters of a reason, at most
 
 
-class _ChainWire(msgspec.Struct, frozen=True, omit_defaults=True):
-    feed: str
-    partition: int
-    incarnation: int
+class _Said(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     since: float
     code: str = ""
@@ -41,6 +39,17 @@ class _ChainWire(msgspec.Struct, frozen=True, omit_defaults=True):
     end: int | None = None
     source_last: int | None = None
     source_asked: float | None = None
+
+    def said(self) -> dict[str, Any]:
+        """Every field, texts no longer than they may be."""
+        fields = {name: getattr(self, name) for name in _Said.__struct_fields__}
+        return {name: value[:_TEXT] if isinstance(value, str) else value for name, value in fields.items()}
+
+
+class _ChainWire(_Said, frozen=True, kw_only=True):
+    feed: str
+    partition: int
+    incarnation: int
 
 
 class _AliveWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1):
@@ -53,8 +62,7 @@ class _AliveWire(msgspec.Struct, frozen=True, tag_field="format_version", tag=1)
 _FORM = JsonForm(_AliveWire)
 
 
-@dataclass(frozen=True, slots=True)
-class ChainSign:
+class ChainSign(_Said, frozen=True, kw_only=True):
     """What a process says of one chain. `state`, `code`, `why`: as in its /status, since `since`.
 
     `end`: the last sequence archived, None where that was not looked up yet. `source_last`: the last sequence
@@ -63,13 +71,6 @@ class ChainSign:
     """
 
     chain: Chain
-    state: str
-    since: float
-    code: str = ""
-    why: str = ""
-    end: int | None = None
-    source_last: int | None = None
-    source_asked: float | None = None
 
     @property
     def works(self) -> bool:
@@ -102,19 +103,8 @@ class Alive:
 
     def to_json(self) -> bytes:
         wires = [
-            _ChainWire(
-                each.chain.feed,
-                each.chain.partition,
-                each.chain.incarnation,
-                each.state,
-                each.since,
-                each.code,
-                each.why[:_TEXT],
-                each.end,
-                each.source_last,
-                each.source_asked,
-            )
-            for each in self.chains
+            _ChainWire(**sign.said(), feed=chain.feed, partition=chain.partition, incarnation=chain.incarnation)
+            for sign, chain in ((each, each.chain) for each in self.chains)
         ]
         return _FORM.encode(_AliveWire(self.site, self.owner, self.time, wires))
 
@@ -131,16 +121,7 @@ def _sign(site: str, wire: _ChainWire) -> ChainSign:
     for name, value in (("end", wire.end), ("source_last", wire.source_last)):
         if value is not None and not 0 <= value <= MAX_SEQUENCE:
             raise ValueError(f"{name}: expected 0 to {MAX_SEQUENCE}, found {value}")
-    return ChainSign(
-        Chain(site, wire.feed, wire.incarnation, wire.partition),
-        wire.state[:_TEXT],
-        wire.since,
-        wire.code[:_TEXT],
-        wire.why[:_TEXT],
-        wire.end,
-        wire.source_last,
-        wire.source_asked,
-    )
+    return ChainSign(**wire.said(), chain=Chain(site, wire.feed, wire.incarnation, wire.partition))
 
 
 def process_name(host: str, instance: str = "", worker: int | None = None) -> str:
@@ -181,13 +162,6 @@ def newest(sightings: Iterable[Sighting]) -> dict[Chain, Sighting]:
     that has the chain; from one that stands by only where there is no other.
     """
     found: dict[Chain, Sighting] = {}
-    for each in sightings:
-        chain = each.sign.chain
-        partition = Chain(chain.site, chain.feed, 0, chain.partition)
-        if (known := found.get(partition)) is None or _rank(each) > _rank(known):
-            found[partition] = each
+    for each in sorted(sightings, key=lambda each: (each.sign.works, each.modified), reverse=True):
+        found.setdefault(replace(each.sign.chain, incarnation=0), each)
     return found
-
-
-def _rank(sighting: Sighting) -> tuple[bool, float]:
-    return sighting.sign.works, sighting.modified

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from common.chain import Chain
 from common.errors import Refused, SegmentCorrupt, UsageError
-from common.segments.documents import ChainStore
+from common.segments.documents import ChainStore, accept_command, of_chain
 from common.segments.keys import MAX_LEVEL, Pair, chosen, one, parse
 from common.segments.parquet_guard import SegmentGone
 from common.segments.segment import SegmentRef
@@ -34,7 +34,8 @@ def select_chains(chains: ChainStore, text: str | None, feeds: Collection[Pair] 
     site, feed, incarnation, partition = parse(text)
     if feed is not None and None not in (incarnation, partition):
         chain = Chain(site, feed, incarnation or 0, partition or 0)
-        if _has_segments(chains, chain):
+        prefixes = (chains.layout.segments_prefix(chain, level) for level in range(MAX_LEVEL + 1))
+        if any(chains.objects.list(prefix, limit=1) for prefix in prefixes):
             return [chain]
     return among(chains, site, feed, lambda known: chosen(known, feeds, site, feed, incarnation, partition))
 
@@ -62,11 +63,6 @@ def among(chains: ChainStore, site: str | None, feed: str | None, find: Callable
         except Refused:  # a credential of one site
             raise error from None
         return find(known)
-
-
-def _has_segments(chains: ChainStore, chain: Chain) -> bool:
-    prefixes = (chains.layout.segments_prefix(chain, level) for level in range(MAX_LEVEL + 1))
-    return any(chains.objects.list(prefix, limit=1) for prefix in prefixes)
 
 
 def span(refs: Sequence[SegmentRef]) -> SequenceRange | None:
@@ -111,39 +107,23 @@ _LISTINGS = 3  # compaction may delete what a listing named
 _COLUMNS = ("sequence", "timestamp_ns")
 
 
-def first_at(store: SegmentStore, chain: Chain, moment_ns: int) -> int | None:
-    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC).
+def search(
+    store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1, listings: int = _LISTINGS
+) -> tuple[int | None, int]:
+    """The first sequence of the chain whose row's timestamp is at or after `moment_ns` (ns since 1970 UTC), among
+    the segments that reach `position` only; and where a search that found nothing goes on when there is more of
+    the chain, so that what ends before is not listed again.
 
     None: the rows of the archive are all before, or there are none. Damaged segments are left out. Blocking.
     Raises SegmentGone where segments vanish time and again, and what the store raises.
     """
-    return search(store, chain, moment_ns).sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """`sequence`: as `first_at` says. `behind`: where a search that found nothing goes on when there is more
-    of the chain, so that what ends before is not listed again.
-    """
-
-    sequence: int | None
-    behind: int
-
-
-def search(store: SegmentStore, chain: Chain, moment_ns: int, position: int = 1) -> Searched:
-    """As `first_at`, among the segments that reach `position` only. Blocking."""
-    for _ in range(_LISTINGS - 1):
-        try:
-            return _search(store, chain, moment_ns, position)
-        except SegmentGone:
-            continue
-    return _search(store, chain, moment_ns, position)
-
-
-def _search(store: SegmentStore, chain: Chain, moment_ns: int, position: int) -> Searched:
     timeline = Timeline(store, store.list(chain, position=position), position)
-    found = timeline.first_at(moment_ns)
-    return Searched(found, timeline.behind)
+    try:
+        return timeline.first_at(moment_ns), timeline.behind
+    except SegmentGone:
+        if listings <= 1:
+            raise
+    return search(store, chain, moment_ns, position, listings - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +149,7 @@ class Timeline:
         self._times: dict[str, _Times | None] = {}
 
     def first_at(self, moment_ns: int) -> int | None:
-        """As the function `first_at`. Raises SegmentGone for a segment that is not there any more."""
+        """As the function `search`. Raises SegmentGone for a segment that is not there any more."""
         while True:
             try:
                 return self._first_at(cover(self._usable, self._first), moment_ns)
@@ -248,9 +228,12 @@ class Timeline:
 
     def _row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
         """The first row of the stretch at or after the moment; only row groups that may hold it are read."""
-        if (times := self._of(stretch.segment)) is not None and times.is_mixed:
-            return self._mixed_row(stretch, moment_ns)
+        times = self._of(stretch.segment)
         try:
+            if times is not None and times.is_mixed:
+                with open_stretch(self._store.in_parts(), stretch, refs=self._usable) as whole:
+                    found = (_first(batch, moment_ns) for batch in whole.batches(columns=_COLUMNS))
+                    return next((sequence for sequence in found if sequence is not None), None)
             with self._store.open_part(stretch.segment) as reader:
                 for group, (_, last) in zip(reader.row_groups, reader.times(), strict=True):
                     rows = group.range.intersection(stretch.rows)
@@ -262,15 +245,6 @@ class Timeline:
         except SegmentCorrupt:
             raise _DamagedError(stretch.segment) from None
         return None
-
-    def _mixed_row(self, stretch: Stretch[SegmentRef], moment_ns: int) -> int | None:
-        """As `_row`, where other segments have rows that this one did not read."""
-        try:
-            with open_stretch(self._store.in_parts(), stretch, refs=self._usable) as reader:
-                found = (_first(batch, moment_ns) for batch in reader.batches(columns=_COLUMNS))
-                return next((sequence for sequence in found if sequence is not None), None)
-        except SegmentCorrupt:
-            raise _DamagedError(stretch.segment) from None
 
 
 class _DamagedError(Exception):
@@ -305,24 +279,15 @@ def behind(
 
 def carry(chain: Chain, rows: SequenceRange) -> str:
     """Put what is there into a stream of its own."""
-    stream = f"{chain.feed}_{chain.incarnation:04d}"
-    options = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
-    options += ["--incarnation", str(chain.incarnation), "--partition", str(chain.partition)]
-    options += ["--from-sequence", str(rows.first), "--to-sequence", str(rows.last)]
-    options += ["--target", shlex.quote(stream), "--subject-prefix", shlex.quote(stream)]
-    return command("replay", *options, "--create --append")
-
-
-def give_up(chain: Chain, rows: SequenceRange) -> str:
-    """Deliver it to nobody; the segments stay."""
-    options = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
-    options += ["--incarnation", str(chain.incarnation), "--partition", str(chain.partition)]
-    return command("gap accept", *options, f"--first {rows.first} --last {rows.last}")
+    stream = shlex.quote(f"{chain.feed}_{chain.incarnation:04d}")
+    bounds = f"--from-sequence {rows.first} --to-sequence {rows.last}"
+    target = f"--target {stream} --subject-prefix {stream}"
+    return command("replay", of_chain(chain), bounds, target, "--create --append")
 
 
 def ways_on(chain: Chain, rows: SequenceRange) -> str:
     """The two commands, one to choose."""
     return (
         f"carry them into a stream of their own:\n{carry(chain, rows)}\n"
-        f"or give them up for good; the segments stay:\n{give_up(chain, rows)}"
+        f"or give them up for good; the segments stay:\n{accept_command(chain, rows)}"
     )

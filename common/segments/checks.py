@@ -83,21 +83,14 @@ def read_footer(metadata: Metadata, expected: SegmentName) -> Footer:
     except SegmentCorrupt as error:
         code = "E-SEG-META" if error.code == SegmentCorrupt.default_code else error.code
         raise SegmentCorrupt(error.message, hint=error.hint, code=code) from error
-    _check_key(footer, expected)
-    _check_counts(footer, metadata.rows)
-    return footer
-
-
-def _check_key(footer: Footer, expected: SegmentName) -> None:
-    for what, found, wanted in (
-        ("chain", footer.chain, expected.chain),
-        ("level", footer.level, expected.level),
-        ("coverage", footer.coverage, expected.coverage),
-    ):
+    for what in ("chain", "level", "coverage"):
+        found, wanted = getattr(footer, what), getattr(expected, what)
         if found != wanted:
             raise _meta(f"footer {what}: expected {wanted} as in the key, found {found}")
     if not 0 <= footer.level <= MAX_LEVEL:
         raise _meta(f"footer level: expected 0 to {MAX_LEVEL}, found {footer.level}")
+    _check_counts(footer, metadata.rows)
+    return footer
 
 
 def _check_counts(footer: Footer, rows: int) -> None:
@@ -125,21 +118,17 @@ def row_groups(metadata: Metadata, sequence_column: int, footer: Footer) -> tupl
     groups: list[RowGroup] = []
     after = footer.coverage.first - 1
     for index, group in enumerate(metadata.groups):
-        found = _statistics_range(index, chunk("sequence", group, sequence_column))
+        bounds = _bounds(index, chunk("sequence", group, sequence_column))
+        try:
+            found = SequenceRange(*bounds)
+        except ValueError as error:
+            raise _rows(f"row group {index}: statistics of sequence: {error}") from error
         if found.first <= after or found.last > footer.coverage.last:
             wanted = f"{after + 1}..{footer.coverage.last}"
             raise _rows(f"row group {index}: expected sequences in {wanted}, found {found}")
         groups.append(RowGroup(index, found, group.rows, group.size))
         after = found.last
     return tuple(groups)
-
-
-def _statistics_range(index: int, sequences: Chunk) -> SequenceRange:
-    bounds = _bounds(index, sequences)
-    try:
-        return SequenceRange(*bounds)
-    except ValueError as error:
-        raise _rows(f"row group {index}: statistics of sequence: {error}") from error
 
 
 def times(metadata: Metadata, timestamp_column: int) -> list[tuple[int, int]]:
@@ -163,8 +152,8 @@ def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> 
     first, last = sequences[0].as_py(), sequences[-1].as_py()
     if first <= after:
         raise _rows(f"sequence {first} after {after}")
-    rising = pc.less(sequences[:-1], sequences[1:])
-    if (row := pc.index(rising, False).as_py()) >= 0:
+    row = pc.index(pc.less(sequences[:-1], sequences[1:]), False).as_py()
+    if row >= 0:
         raise _rows(f"row {row + 1} of a batch: sequence {sequences[row + 1]} after {sequences[row]}")
     if first not in within or last not in within:
         raise _rows(f"expected sequences in {within}, found {first}..{last}")
@@ -188,16 +177,13 @@ def check_values(batch: pa.RecordBatch) -> None:
         if (nulls := batch.column(name).null_count) and not SCHEMA.field(name).nullable:
             raise _rows(f"column {name}: expected no nulls, found {nulls}")
     if {"timestamp", "timestamp_ns"} <= set(batch.schema.names):
-        _check_timestamps(batch)
+        wanted = microseconds(batch.column("timestamp_ns"))
+        row = pc.index(pc.equal(batch.column("timestamp").cast(pa.int64()), wanted), False).as_py()
+        if row >= 0:
+            found = batch.column("timestamp")[row].value
+            raise _rows(f"row {row} of a batch: expected timestamp {wanted[row]} us, found {found} us")
     if {"subject", "subject_raw"} <= set(batch.schema.names):
         _check_subjects(batch)
-
-
-def _check_timestamps(batch: pa.RecordBatch) -> None:
-    wanted = microseconds(batch.column("timestamp_ns"))
-    if (row := pc.index(pc.equal(batch.column("timestamp").cast(pa.int64()), wanted), False).as_py()) >= 0:
-        found = batch.column("timestamp")[row].value
-        raise _rows(f"row {row} of a batch: expected timestamp {wanted[row]} us, found {found} us")
 
 
 def _check_subjects(batch: pa.RecordBatch) -> None:
@@ -236,12 +222,9 @@ class Foreign:
         if not self.count:
             return []
         of = "" if self.is_whole else f" among the first {self.looked_at}; `floe segments verify` looks at all"
-        more = self.count - len(self.keys)
-        return [
-            f"keys that are none of Floe's, and that nothing reads: {self.count}{of}",
-            *(f"  {key}" for key in self.keys),
-            *([f"  and {more} more"] if more else []),
-        ]
+        more = [f"  and {self.count - len(self.keys)} more"] if self.count > len(self.keys) else []
+        head = f"keys that are none of Floe's, and that nothing reads: {self.count}{of}"
+        return [head, *(f"  {key}" for key in self.keys), *more]
 
 
 def look_for_foreign(
@@ -254,16 +237,12 @@ def look_for_foreign(
             found.is_whole = False
             break
         found.looked_at += len(page)
-        for key in (info.key for info in page if layout.is_foreign(info.key)):
-            found.count += 1
-            if len(found.keys) < SHOWN:
-                found.keys.append(key)
+        foreign = [info.key for info in page if layout.is_foreign(info.key)]
+        found.count += len(foreign)
+        found.keys += foreign[: SHOWN - len(found.keys)]
     return found
 
 
 def _pages(objects: ObjectStore, prefixes: Iterable[str]) -> Iterator[list[ObjectInfo]]:
     for prefix in prefixes:
-        if isinstance(objects, Paged):
-            yield from objects.pages(prefix)
-        else:
-            yield objects.list(prefix)
+        yield from objects.pages(prefix) if isinstance(objects, Paged) else [objects.list(prefix)]

@@ -224,10 +224,11 @@ class Columns:
 
 def columns(batch: pa.RecordBatch) -> Columns:
     """The messages of `batch`, which has the columns of `SCHEMA`, as lists."""
+    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
     return Columns(
         _list(batch.column("sequence")),
         _list(batch.column("timestamp_ns")),
-        _list(_raw_subjects(batch)),
+        _list(text if raw.null_count == len(raw) else pc.coalesce(raw, text)),
         _list(batch.column("headers")),
         _list(batch.column("payload")),
     )
@@ -237,17 +238,10 @@ def _list(values: pa.Array[Any]) -> list[Any]:
     return values.to_pylist()
 
 
-def _raw_subjects(batch: pa.RecordBatch) -> pa.Array[Any]:
-    text, raw = batch.column("subject").cast(pa.binary()), batch.column("subject_raw")
-    return text if raw.null_count == len(raw) else pc.coalesce(raw, text)
-
-
 def messages(batch: pa.RecordBatch) -> Iterator[Message]:
     """The messages of `batch` one by one, byte for byte as they were read; `columns` is faster."""
     lists = columns(batch)
-    rows = zip(lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads, strict=True)
-    for row in rows:
-        yield Message(*row)
+    return map(Message, lists.sequences, lists.timestamps_ns, lists.subjects, lists.headers, lists.payloads)
 
 
 def batch_of(*rows: Message) -> pa.RecordBatch:

@@ -38,23 +38,17 @@ MAX_LEVEL = 9
 DIGEST_LENGTH = 16
 
 _ENCODED = r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+"
-_CHAIN = rf"site=(?P<site>{_ENCODED})/feed=(?P<feed>{_ENCODED})/incarnation=(?P<incarnation>[0-9]{{4}})"
-_SEGMENT = re.compile(
-    rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/level=(?P<level>[0-9])"
-    rf"/(?P<last>[0-9]{{20}})-(?P<first>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})\.parquet"
-)
-_CHAIN_DOCUMENT = re.compile(rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/chain\.json")
-_STATE = re.compile(
-    rf"{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})/state"
-    rf"/(?P<position>[0-9]{{20}})-(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
-)
-_TOMBSTONE = re.compile(
-    rf"_floe/tombstones/{_CHAIN}/partition=(?P<partition>[0-9]{{1,5}})"
-    rf"/[0-9]{{20}}-[0-9]{{20}}-[0-9a-f]{{{DIGEST_LENGTH}}}\.json"
-)
+_INCARNATION = rf"site=(?P<site>{_ENCODED})/feed=(?P<feed>{_ENCODED})/incarnation=(?P<incarnation>[0-9]{{4}})"
+_PARTITION = r"partition=(?P<partition>[0-9]{1,5})"
+_CHAIN = f"{_INCARNATION}/{_PARTITION}"
+_BOUNDS = r"(?P<last>[0-9]{20})-(?P<first>[0-9]{20})"
+_DIGEST = rf"(?P<digest>[0-9a-f]{{{DIGEST_LENGTH}}})"
+_SEGMENT = re.compile(rf"{_CHAIN}/level=(?P<level>[0-9])/{_BOUNDS}-{_DIGEST}\.parquet")
+_CHAIN_DOCUMENT = re.compile(rf"_floe/{_CHAIN}/chain\.json")
+_STATE = re.compile(rf"_floe/{_CHAIN}/state/(?P<position>[0-9]{{20}})-{_DIGEST}")
+_TOMBSTONE = re.compile(rf"_floe/tombstones/{_CHAIN}/{_BOUNDS}-{_DIGEST}\.json")
 _CHAIN_OBJECT = re.compile(
-    rf"_floe/{_CHAIN}/(?:stream\.json|partition=(?P<partition>[0-9]{{1,5}})/"
-    r"(?:chain\.json|floor\.json|gaps/[0-9]{20}-[0-9]{20}\.json))"
+    rf"_floe/{_INCARNATION}/(?:stream\.json|{_PARTITION}/(?:chain\.json|floor\.json|gaps/{_BOUNDS}\.json))"
 )
 # What is kept below these has rules of its own.
 _OTHER_OBJECTS = re.compile(
@@ -62,11 +56,12 @@ _OTHER_OBJECTS = re.compile(
     "|_floe/tombstones/clock",
     re.DOTALL,
 )
-_GAP = re.compile(r"(?P<last>[0-9]{20})-(?P<first>[0-9]{20})\.json")
+_GAP = re.compile(rf"{_BOUNDS}\.json")
 _TAIL = re.compile(
-    rf"(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
+    rf"_floe/tails/(?P<site>{_ENCODED})/(?P<feed>{_ENCODED})/(?P<incarnation>[0-9]{{4}})/(?P<partition>[0-9]{{1,5}})"
 )
-_ALIVE = re.compile(rf"(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
+_ALIVE = re.compile(rf"_floe/alive/(?P<site>{_ENCODED})/(?P<process>{_ENCODED})")
+_POSITIONS = re.compile(rf"_floe/ingress/(?P<target>{_ENCODED})/positions\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +110,18 @@ class Layout:
 
     prefix: str = ""
 
-    def _under(self, path: str) -> str:
-        return f"{self.prefix}/{path}" if self.prefix else path
-
-    def _relative(self, key: str) -> str | None:
-        root = self._under("")
-        return key[len(root) :] if key.startswith(root) else None
-
     @property
     def root(self) -> str:
         """What every key begins with; empty, or ends in a slash."""
-        return self._under("")
+        return f"{self.prefix}/" if self.prefix else ""
+
+    def _under(self, path: str) -> str:
+        return self.root + path
+
+    def _relative(self, key: str) -> str:
+        """Empty for a key that is not under the prefix."""
+        root = self.root
+        return key[len(root) :] if key.startswith(root) else ""
 
     def places(self, chain: Chain) -> tuple[str, ...]:
         """What the keys begin with under which a chain's objects stand; each ends in a slash."""
@@ -141,22 +137,17 @@ class Layout:
         """
         if key.endswith("/"):
             return False
-        return self.parse_segment(key) is None and not self._is_document(key) and not self._is_tombstone(key)
+        is_tombstone = _chain(_TOMBSTONE.fullmatch(self._relative(key))) is not None
+        return self.parse_segment(key) is None and not self._is_document(key) and not is_tombstone
 
     def may_be_put_away(self, key: str) -> bool:
         """Whether an operator may take the object away: none that rules a chain, and none of others."""
         return bool(self._relative(key)) and not self._is_document(key)
 
     def _is_document(self, key: str) -> bool:
-        relative = self._relative(key) or ""
-        match = _CHAIN_OBJECT.fullmatch(relative)
-        is_of_chain = match is not None and _chain(match) is not None
-        is_other = _OTHER_OBJECTS.fullmatch(relative) is not None
-        return is_of_chain or is_other or bool(self.parse_state(key) or self.parse_tail(key))
-
-    def _is_tombstone(self, key: str) -> bool:
-        match = _TOMBSTONE.fullmatch(self._relative(key) or "")
-        return match is not None and _chain(match) is not None
+        relative = self._relative(key)
+        of_chain = _chain(_CHAIN_OBJECT.fullmatch(relative)) or self.parse_state(key) or self.parse_tail(key)
+        return of_chain is not None or _OTHER_OBJECTS.fullmatch(relative) is not None
 
     # Segments
 
@@ -178,8 +169,8 @@ class Layout:
 
     def parse_segment(self, key: str) -> SegmentName | None:
         """What `segment` formatted as `key`; None for a foreign key."""
-        match = _SEGMENT.fullmatch(self._relative(key) or "")
-        chain = match and _chain(match)
+        match = _SEGMENT.fullmatch(self._relative(key))
+        chain = _chain(match)
         if not match or not chain:
             return None
         first, last = int(match["first"]), int(match["last"])
@@ -195,12 +186,9 @@ class Layout:
 
     def documents_prefix(self, site: str | None = None, feed: str | None = None) -> str:
         """What the keys of all documents begin with: of all sites, of a site, or of one feed of it."""
-        path = "_floe/site="
-        if site is not None:
-            path += f"{encode(site)}/"
-            if feed is not None:
-                path += f"feed={encode(feed)}/"
-        return self._under(path)
+        of_site = "" if site is None else f"{encode(site)}/"
+        of_feed = "" if site is None or feed is None else f"feed={encode(feed)}/"
+        return self._under(f"_floe/site={of_site}{of_feed}")
 
     def stream_document(self, chain: Chain) -> str:
         """The key of `stream.json`, one for each incarnation."""
@@ -212,9 +200,7 @@ class Layout:
 
     def parse_chain_document(self, key: str) -> Chain | None:
         """The chain whose `chain.json` has `key`; None for any other key."""
-        relative = self._relative(key) or ""
-        match = _CHAIN_DOCUMENT.fullmatch(relative.removeprefix("_floe/"))
-        return _chain(match) if match and relative.startswith("_floe/") else None
+        return _chain(_CHAIN_DOCUMENT.fullmatch(self._relative(key)))
 
     def floor_document(self, chain: Chain) -> str:
         """The key of `floor.json`: the first sequence that retention has left."""
@@ -259,10 +245,9 @@ class Layout:
 
     def parse_state(self, key: str) -> StateName | None:
         """What `state` formatted as `key`; None for a foreign key."""
-        relative = self._relative(key) or ""
-        match = _STATE.fullmatch(relative.removeprefix("_floe/"))
-        chain = match and _chain(match)
-        if not match or not chain or not relative.startswith("_floe/"):
+        match = _STATE.fullmatch(self._relative(key))
+        chain = _chain(match)
+        if not match or not chain:
             return None
         position = int(match["position"])
         return StateName(chain, position, match["digest"]) if 1 <= position <= MAX_SEQUENCE else None
@@ -280,10 +265,7 @@ class Layout:
 
     def parse_tail(self, key: str) -> Chain | None:
         """The chain whose tail has `key`; None for any other key."""
-        if not key.startswith(self.tails_prefix()):
-            return None
-        match = _TAIL.fullmatch(key[len(self.tails_prefix()) :])
-        return _chain(match) if match else None
+        return _chain(_TAIL.fullmatch(self._relative(key)))
 
     def alive_prefix(self, site: str | None = None) -> str:
         """What the keys of all signs of life begin with, or those of one site; ends in a slash."""
@@ -295,8 +277,7 @@ class Layout:
 
     def parse_alive(self, key: str) -> tuple[str, str] | None:
         """The site and the process whose sign of life has `key`; None for any other key."""
-        prefix = self.alive_prefix()
-        match = _ALIVE.fullmatch(key[len(prefix) :]) if key.startswith(prefix) else None
+        match = _ALIVE.fullmatch(self._relative(key))
         site, process = (decode(match["site"]), decode(match["process"])) if match else (None, None)
         if site is None or process is None or not SITE_PATTERN.fullmatch(site):
             return None
@@ -320,8 +301,9 @@ class Layout:
 
         Raises ValueError for a key that is not under the prefix.
         """
-        if not (relative := self._relative(key)):
-            raise ValueError(f"expected a key under {self._under('')}, found {key}")
+        relative = self._relative(key)
+        if not relative:
+            raise ValueError(f"expected a key under {self.root}, found {key}")
         return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
 
     def ingress_prefix(self, target: str) -> str:
@@ -338,11 +320,8 @@ class Layout:
 
     def parse_ingress_positions(self, key: str) -> str | None:
         """The target whose positions have `key`; None for any other key."""
-        prefix, (name, _, rest) = self.ingress_targets_prefix(), ("", "", "")
-        if key.startswith(prefix):
-            name, _, rest = key[len(prefix) :].partition("/")
-        target = decode(name) if rest == "positions.json" else None
-        return target if target and self.ingress_positions(target) == key else None
+        match = _POSITIONS.fullmatch(self._relative(key))
+        return decode(match["target"]) if match else None
 
     def ingress_clock(self, target: str) -> str:
         """The key of the object by whose modified time ingress reads the store's clock."""
@@ -354,7 +333,7 @@ class Layout:
 
 
 def _check_digest(digest: str) -> None:
-    if not re.fullmatch(rf"[0-9a-f]{{{DIGEST_LENGTH}}}", digest):
+    if not re.fullmatch(_DIGEST, digest):
         raise ValueError(f"digest {digest!r}: expected {DIGEST_LENGTH} hex digits")
 
 
@@ -366,9 +345,9 @@ def _chain_path(chain: Chain) -> str:
     return f"{_incarnation_path(chain)}/partition={chain.partition}"
 
 
-def _chain(match: re.Match[str]) -> Chain | None:
+def _chain(match: re.Match[str] | None) -> Chain | None:
     """The chain that is named; partition 0 where none may be."""
-    return _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
+    return match and _parsed(match["site"], match["feed"], match["incarnation"], match["partition"] or "0")
 
 
 @functools.lru_cache(4096)  # a listing names one chain a thousand times
@@ -484,10 +463,9 @@ def suggestion(found: str, names: Iterable[str]) -> str:
 def _no_such_chain(of_feed: Sequence[Chain], incarnation: int | None, partition: int | None) -> UsageError:
     asked = [] if incarnation is None else [f"incarnation {incarnation:04d}"]
     asked += [] if partition is None else [f"partition {partition}"]
-    names = {str(chain) for chain in of_feed}
     return UsageError(
         f"{' '.join(asked)}: expected one that there is, found none of that number",
-        hint=f"there are {_listed(sorted(names))}",
+        hint=f"there are {_listed(sorted({str(chain) for chain in of_feed}))}",
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 from common.errors import DataError, FloeError, SegmentCorrupt
 from common.segments.columns import DELTA_COLUMNS, TEXT_COLUMNS
@@ -49,7 +49,8 @@ def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
 
 class _Reader:
     def __init__(self, data: bytes, bounds: Bounds) -> None:
-        self._data, self._bounds, self._values_left, self.position = data, bounds, bounds.values, 0
+        self._data, self._bounds = data, bounds
+        self._values_left, self.position = bounds.values, 0
 
     def struct(self, depth: int) -> Struct:
         self._check_depth(depth)
@@ -192,11 +193,8 @@ class Forked(DataError):
 
 def fork(one: SegmentRef, other: SegmentRef, sequence: int) -> Forked:
     """The error for two segments that hold different messages under one sequence."""
-    return Forked(
-        f"sequence {sequence} of {one.chain} has one content in {one.key} and another in {other.key}",
-        one.key,
-        other.key,
-    )
+    message = f"sequence {sequence} of {one.chain} has one content in {one.key} and another in {other.key}"
+    return Forked(message, one.key, other.key)
 
 
 def bomb(cause: str) -> SegmentCorrupt:
@@ -220,11 +218,9 @@ def explained(key: str) -> Iterator[None]:
         raise bomb(f"segment {key}: needs more memory than there is: {_first_line(error)}") from error
     except NotImplementedError as error:
         raise SegmentCorrupt(f"segment {key}: {_first_line(error)}", code="E-SEG-CODEC") from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise SegmentCorrupt(f"segment {key}: {_first_line(error)}") from error
     except Exception as error:  # pyarrow's own errors, and the built-in ones that it raises too
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise SegmentCorrupt(f"segment {key}: {_first_line(error)}") from error
 
 
@@ -241,7 +237,6 @@ _GROUP_COLUMNS, _GROUP_BYTES, _GROUP_ROWS = 1, 2, 3
 _CHUNK_PATH, _CHUNK_DATA, _CHUNK_CRYPTO, _CHUNK_ENCRYPTED = 1, 3, 8, 9
 _TYPE, _CODEC, _VALUES, _STORED, _DATA_OFFSET, _DICTIONARY_OFFSET, _STATISTICS = 1, 4, 5, 7, 9, 11, 12
 _MAX_VALUE, _MIN_VALUE = 5, 6
-_ARROW_SCHEMA = b"ARROW:schema"
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,19 +274,22 @@ class Metadata:
 
 
 def parse(raw: bytes, limits: ParquetLimits) -> Metadata:
-    """Read the metadata, `raw` from the first to the last byte. Raises SegmentCorrupt."""
+    """Read the metadata, `raw` from the first to the last byte. Raises SegmentCorrupt.
+
+    No Arrow schema may come with the file: types come from the Parquet schema alone.
+    """
     bounds = Bounds(values=limits.metadata_values, elements=max(limits.row_groups, limits.columns))
     try:
         fields, size = read_struct(raw, bounds)
         if size != len(raw):
             raise ValueError(f"expected {len(raw)} bytes, found {size}")
-        return Metadata(
-            _count(fields, _FILE_ROWS),
-            tuple(_group(group) for group in fields.get(_FILE_GROUPS, [])),
-            {pair[1]: pair[2] for pair in fields.get(_FILE_KEY_VALUES, []) if 2 in pair},
-        )
+        rows, groups = _count(fields, _FILE_ROWS), tuple(_group(group) for group in fields.get(_FILE_GROUPS, []))
+        values = {pair[1]: pair[2] for pair in fields.get(_FILE_KEY_VALUES, []) if 2 in pair}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SegmentCorrupt(f"Parquet metadata: {error}") from error
+    if b"ARROW:schema" in values:
+        raise SegmentCorrupt("expected no ARROW:schema, found one", code="E-SEG-SCHEMA")
+    return Metadata(rows, groups, values)
 
 
 def _group(fields: Struct) -> Group:
@@ -308,25 +306,16 @@ def _count(fields: Struct, number: int) -> int:
     return value
 
 
-def check_no_arrow_schema(metadata: Metadata) -> None:
-    """That no Arrow schema comes with the file: types come from the Parquet schema alone."""
-    if _ARROW_SCHEMA in metadata.values:
-        raise SegmentCorrupt("expected no ARROW:schema, found one", code="E-SEG-SCHEMA")
-
-
 def check_shape(metadata: Metadata, columns: int, limits: ParquetLimits) -> None:
     """The number of row groups and of `columns` in the schema; that row groups have both rows and columns."""
-    for what, found, most in (
-        ("row groups", len(metadata.groups), limits.row_groups),
-        ("columns", columns, limits.columns),
-    ):
+    groups = ("row groups", len(metadata.groups), limits.row_groups)
+    for what, found, most in (groups, ("columns", columns, limits.columns)):
         if found > most:
             raise bomb(f"expected at most {most} {what}, found {found}")
     counts = [group.rows for group in metadata.groups]
     if min(counts, default=1) < 1 or sum(counts) != metadata.rows:
-        raise SegmentCorrupt(
-            f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}", code="E-SEG-META"
-        )
+        cause = f"expected {metadata.rows} rows in row groups of at least 1, found {counts[:8]}"
+        raise SegmentCorrupt(cause, code="E-SEG-META")
     for index, group in enumerate(metadata.groups):
         if len(group.columns) != columns:
             raise SegmentCorrupt(f"row group {index}: expected {columns} columns, found {len(group.columns)}")
@@ -345,7 +334,10 @@ def _chunk(name: str, group: Group, index: int) -> Chunk:
     data = column.get(_CHUNK_DATA)
     if not isinstance(data, dict) or {_CHUNK_PATH, _CHUNK_CRYPTO, _CHUNK_ENCRYPTED} & column.keys():
         raise ValueError("expected plain data in this file, found it encrypted or elsewhere")
-    _check_codec(name, data.get(_CODEC))
+    codec: Any = data.get(_CODEC)
+    if codec not in _CODECS:
+        wanted, found = " or ".join(_CODECS.values()), _FOREIGN_CODECS.get(codec, codec)
+        raise SegmentCorrupt(f"column {name}: expected compression {wanted}, found {found}", code="E-SEG-CODEC")
     kind = _INT64 if name in DELTA_COLUMNS else _BYTE_ARRAY
     if data.get(_TYPE) != kind or _count(data, _VALUES) != group.rows:
         found = f"{data.get(_VALUES)} of {data.get(_TYPE)}"
@@ -355,19 +347,6 @@ def _chunk(name: str, group: Group, index: int) -> Chunk:
     first = dictionary if 0 < dictionary < pages else pages
     bounds = data.get(_STATISTICS, {})
     return Chunk(name, first, pages, _count(data, _STORED), group.rows, bounds.get(_MIN_VALUE), bounds.get(_MAX_VALUE))
-
-
-def _check_codec(name: str, codec: Any) -> None:
-    if codec not in _CODECS:
-        found = _FOREIGN_CODECS.get(codec, codec)
-        wanted = " or ".join(_CODECS.values())
-        raise SegmentCorrupt(f"column {name}: expected compression {wanted}, found {found}", code="E-SEG-CODEC")
-
-
-class ByteSource(Protocol):
-    """Bytes at offsets: what pyarrow calls a NativeFile."""
-
-    def read_at(self, nbytes: int, offset: int) -> bytes: ...
 
 
 class PageType(IntEnum):
@@ -405,9 +384,10 @@ class _Page:
     header_size: int
 
 
-def decoded_bytes(source: ByteSource, chunk: Chunk, limits: ParquetLimits) -> int:
+def decoded_bytes(source: Any, chunk: Chunk, limits: ParquetLimits) -> int:
     """The most bytes that decoding `chunk` yields, dictionary included but not expanded.
 
+    `source`: what pyarrow calls a NativeFile, or what reads bytes at offsets as it does.
     Raises SegmentCorrupt where a page is not one the writer makes, or the limits are passed.
     """
     total = values = 0
@@ -425,7 +405,7 @@ def decoded_bytes(source: ByteSource, chunk: Chunk, limits: ParquetLimits) -> in
     return total
 
 
-def _read_page(source: ByteSource, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> _Page:
+def _read_page(source: Any, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> _Page:
     fields, size = _read_header(source, chunk, position, end, limits)
     kind = _number(chunk, fields, _TYPE)
     inner = fields.get(_DATA_HEADER if kind == PageType.DATA else _DICTIONARY_HEADER)
@@ -446,9 +426,7 @@ def _read_page(source: ByteSource, chunk: Chunk, position: int, end: int, limits
     return page
 
 
-def _read_header(
-    source: ByteSource, chunk: Chunk, position: int, end: int, limits: ParquetLimits
-) -> tuple[Struct, int]:
+def _read_header(source: Any, chunk: Chunk, position: int, end: int, limits: ParquetLimits) -> tuple[Struct, int]:
     available = max(0, min(limits.page_header_bytes, end - position))
     for length in (min(_FIRST_READ, available), available):
         try:
@@ -469,9 +447,8 @@ def _number(chunk: Chunk, fields: Struct, field: int) -> int:
 
 def _check_page(chunk: Chunk, page: _Page, position: int, *, is_first_data: bool) -> None:
     if page.encoding not in _allowed(chunk.name, page.kind):
-        raise _bomb(
-            chunk, f"encoding {page.encoding} of a {PageType(page.kind).name.lower()} page is not one of Floe's"
-        )
+        kind = PageType(page.kind).name.lower()
+        raise _bomb(chunk, f"encoding {page.encoding} of a {kind} page is not one of Floe's")
     if page.kind == PageType.DICTIONARY:
         if position != chunk.first:
             raise _bomb(chunk, "a dictionary stands behind other pages")

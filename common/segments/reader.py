@@ -7,11 +7,10 @@ then for each row group its page headers (`pages`), and only then its rows, batc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -20,34 +19,11 @@ import pyarrow.parquet as pq
 
 from common.errors import SegmentCorrupt
 from common.segments import checks, parquet_guard
-from common.segments import parquet_guard as metadata
 from common.segments.checks import TRAILER_BYTES, RowGroup, check_schema, check_trailer
-from common.segments.columns import (
-    RAW_COLUMNS,
-    SCHEMA,
-    TEXT_COLUMNS,
-    Columns,
-    columns,
-    lengths,
-    messages,
-    raw_size,
-    record_batch,
-    row_sizes,
-    total,
-)
+from common.segments.columns import RAW_COLUMNS, SCHEMA, TEXT_COLUMNS, lengths, raw_size, total
 from common.segments.keys import Layout, SegmentName
-from common.segments.parquet_guard import (
-    DEFAULT_LIMITS,
-    Metadata,
-    ParquetLimits,
-    bomb,
-    check_no_arrow_schema,
-    check_shape,
-    explained,
-    parse,
-)
+from common.segments.parquet_guard import DEFAULT_LIMITS, Metadata, ParquetLimits, bomb, check_shape, explained, parse
 from common.segments.segment import Footer
-from common.segments.writer import SegmentWriter, SpooledSegment, hash_file
 from common.sequences import SequenceRange
 
 # Makes `length` bytes from offset `first` readable in the source; for files of which only parts are here.
@@ -127,9 +103,8 @@ class Scan:
     """
 
     def __init__(self, opened: OpenedSegment, names: list[str], rows: SequenceRange | None) -> None:
-        self._opened = opened
-        self._source, footer = opened.source, opened.footer
-        self._names = names
+        self._opened, self._source, self._names = opened, opened.source, names
+        footer = opened.footer
         self._rows = None if rows is None or rows.encloses(footer.coverage) else rows
         needed = {*names, "sequence"} | ({"subject_raw"} if "subject" in names else set())
         self._schema = pa.schema([field for field in SCHEMA if field.name in needed])
@@ -173,7 +148,7 @@ class Scan:
         claimed = self._opened.metadata.groups[group.index]
         size, most = 0, self._source.limits.row_group_bytes
         for name in self._schema.names:
-            chunk = metadata.chunk(name, claimed, self._opened.leaves[name])
+            chunk = parquet_guard.chunk(name, claimed, self._opened.leaves[name])
             self._source.fetch(chunk.first, chunk.size)
             size += parquet_guard.decoded_bytes(self._source.file, chunk, self._source.limits)
         if size > most:
@@ -211,7 +186,8 @@ class _Totals:
     """What a pass has seen so far, against what the footer claims of the whole."""
 
     def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
-        self.last_sequence, self._footer, self._names, self._most = 0, footer, names, most_in_a_batch
+        self.last_sequence = 0
+        self._footer, self._names, self._most = footer, names, most_in_a_batch
         self._raw_bytes = 0
         self._times: tuple[int | None, int | None] = (None, None)
 
@@ -247,7 +223,7 @@ def _claim(name: str, found: object, claimed: object) -> SegmentCorrupt:
     return SegmentCorrupt(f"footer {name}: expected {found} as in the rows, found {claimed}", code="E-SEG-META")
 
 
-class SegmentReader:
+class SegmentReader(AbstractContextManager["SegmentReader"]):
     """An open segment; a context manager. Made by `open_file`; used by one thread at a time.
 
     `footer` agrees with the key and the row counts; `row_groups` are the claims of the file's metadata.
@@ -269,8 +245,7 @@ class SegmentReader:
         row group; none is empty. Raises SegmentCorrupt at the first batch that is not as footer, key and
         order say; ValueError for a column that the schema does not have.
         """
-        unknown = set(columns or ()) - set(SCHEMA.names)
-        if unknown:
+        if unknown := set(columns or ()) - set(SCHEMA.names):
             raise ValueError(f"columns {sorted(unknown)}: expected some of {SCHEMA.names}")
         names = [name for name in SCHEMA.names if columns is None or name in columns]
         return Scan(self._opened, names, rows or self._rows).batches(self.row_groups)
@@ -287,12 +262,7 @@ class SegmentReader:
         """Let go of the file; no error if that was done."""
         self._opened.source.cleanup.close()
 
-    def __enter__(self) -> SegmentReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -328,29 +298,9 @@ def open_file(
 
 def _open(source: SegmentSource, expected: SegmentName, rows: SequenceRange | None) -> SegmentReader:
     metadata = source.metadata()
-    check_no_arrow_schema(metadata)
     file = source.parquet()
     check_shape(metadata, file.metadata.num_columns, source.limits)
     columns = file.metadata.schema
     leaves = {columns.column(index).path: index for index in range(file.metadata.num_columns)}
     opened = OpenedSegment(source, file, metadata, leaves, checks.read_footer(metadata, expected))
     return SegmentReader(opened, rows)
-
-
-__all__ = [
-    "DEFAULT_LIMITS",
-    "SCHEMA",
-    "Columns",
-    "ParquetLimits",
-    "RowGroup",
-    "SegmentReader",
-    "SegmentWriter",
-    "SpooledSegment",
-    "columns",
-    "hash_file",
-    "messages",
-    "open_file",
-    "raw_size",
-    "record_batch",
-    "row_sizes",
-]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from common.chain import Chain
@@ -170,74 +171,51 @@ class Footer:
         return 0 < count <= len(self.unread) and self.coverage.encloses(self.unread)
 
     def to_json(self) -> bytes:
-        return json.dumps(
-            {
-                "format_version": self.format_version,
-                "site": self.chain.site,
-                "feed": self.chain.feed,
-                "incarnation": self.chain.incarnation,
-                "partition": self.chain.partition,
-                "level": self.level,
-                "first": self.coverage.first,
-                "last": self.coverage.last,
-                "rows": self.rows,
-                "ledger": self.ledger.to_json(),
-                "raw_bytes": self.raw_bytes,
-                "first_timestamp_ns": self.first_timestamp_ns,
-                "last_timestamp_ns": self.last_timestamp_ns,
-                "tip": self.tip and self.tip.to_text(),
-                "sampling": self.sampling,
-                "sampling_digest": self.sampling_digest,
-                "writer": self.writer,
-                "inputs": self.inputs and {"count": self.inputs.count, "digest": self.inputs.digest},
-                **({"unread": [self.unread.first, self.unread.last]} if self.unread else {}),
-            },
-            separators=(",", ":"),
-            sort_keys=True,
-        ).encode()
+        document = {
+            "format_version": self.format_version,
+            **asdict(self.chain),
+            "level": self.level,
+            **asdict(self.coverage),
+            "rows": self.rows,
+            "ledger": self.ledger.to_json(),
+            "raw_bytes": self.raw_bytes,
+            "first_timestamp_ns": self.first_timestamp_ns,
+            "last_timestamp_ns": self.last_timestamp_ns,
+            "tip": self.tip and self.tip.to_text(),
+            "sampling": self.sampling,
+            "sampling_digest": self.sampling_digest,
+            "writer": self.writer,
+            "inputs": self.inputs and asdict(self.inputs),
+            **({"unread": [self.unread.first, self.unread.last]} if self.unread else {}),
+        }
+        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> Footer:
         """Raises SegmentCorrupt, naming the field, where `raw` is not a footer this version reads."""
-        return _FooterReader(raw).footer()
-
-
-class _FooterReader:
-    """Reads one untrusted footer field by field, so that the message names what is wrong."""
-
-    def __init__(self, raw: bytes) -> None:
         try:
             document = json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise SegmentCorrupt(f"footer floe.segment: expected JSON, found {raw[:40]!r}") from error
         if not isinstance(document, dict):
             raise SegmentCorrupt(f"footer floe.segment: expected an object, found {type(document).__name__}")
-        self._document = document
-
-    def _get(self, name: str, kind: type, *, optional: bool = False) -> Any:
-        if (value := self._document.get(name)) is None and optional:
-            return None
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise SegmentCorrupt(f"footer {name}: expected {kind.__name__}, found {value!r:.60}")
-        return value
-
-    def footer(self) -> Footer:
-        if (version := self._get("format_version", int)) != FORMAT_VERSION:
+        get = partial(_field, document)
+        if (version := get("format_version", int)) != FORMAT_VERSION:
             raise SegmentCorrupt(
                 f"footer format_version: expected {FORMAT_VERSION}, found {version}",
                 hint="read it with a newer Floe",
                 code="E-SEG-VERSION",
             )
         try:
-            return self._footer()
+            return cls._of(get)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise SegmentCorrupt(f"footer floe.segment: {error}") from error
 
-    def _footer(self) -> Footer:
-        get = self._get
+    @classmethod
+    def _of(cls, get: Callable[..., Any]) -> Footer:
         tip, inputs = get("tip", str, optional=True), get("inputs", dict, optional=True)
         coverage, ledger = SequenceRange(get("first", int), get("last", int)), _ledger(get("ledger", dict))
-        return Footer(
+        return cls(
             chain=Chain(get("site", str), get("feed", str), get("incarnation", int), get("partition", int)),
             level=get("level", int),
             coverage=coverage,
@@ -251,16 +229,27 @@ class _FooterReader:
             sampling_digest=get("sampling_digest", str),
             writer=get("writer", str),
             inputs=None if inputs is None else Inputs(int(inputs["count"]), str(inputs["digest"])),
-            unread=self._unread(coverage, ledger),
+            unread=_unread(get("unread", list, optional=True), coverage, ledger),
         )
 
-    def _unread(self, coverage: SequenceRange, ledger: Ledger) -> SequenceRange | None:
-        if (bounds := self._get("unread", list, optional=True)) is None:
-            # Written before footers said where: anywhere.
-            return coverage if ledger.unread() else None
-        if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
-            raise ValueError(f"unread: expected two sequences, found {bounds!r:.60}")
-        return SequenceRange(*bounds)
+
+def _field(document: Mapping[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
+    """A field of an untrusted footer; the message names what is wrong."""
+    value = document.get(name)
+    if value is None and optional:
+        return None
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise SegmentCorrupt(f"footer {name}: expected {kind.__name__}, found {value!r:.60}")
+    return value
+
+
+def _unread(bounds: list[Any] | None, coverage: SequenceRange, ledger: Ledger) -> SequenceRange | None:
+    if bounds is None:
+        # Written before footers said where: anywhere.
+        return coverage if ledger.unread() else None
+    if len(bounds) != 2 or not all(type(bound) is int for bound in bounds):
+        raise ValueError(f"unread: expected two sequences, found {bounds!r:.60}")
+    return SequenceRange(*bounds)
 
 
 def _ledger(counts: Mapping[str, Any]) -> Ledger:
@@ -270,7 +259,7 @@ def _ledger(counts: Mapping[str, Any]) -> Ledger:
     return Ledger({_KNOWN.get(reason, reason): count for reason, count in counts.items()})
 
 
-_KNOWN: Mapping[str, Reason] = {reason.value: reason for reason in Reason}
+_KNOWN = {reason.value: reason for reason in Reason}
 
 
 @dataclass(frozen=True, slots=True)

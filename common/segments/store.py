@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import builtins
 import copy
-import hashlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +53,8 @@ class SparseCopy:
     """
 
     def __init__(self, objects: ObjectStore, key: str, size: int, path: Path) -> None:
-        self._objects, self._key, self._size, self._shift = objects, key, size, -size % BLOCK_BYTES
+        self._objects, self._key, self._size = objects, key, size
+        self._shift = -size % BLOCK_BYTES
         self._present: set[int] = set()
         self._folder, self._file = path.parent, path.open("r+b", buffering=0)
         self._file.truncate(size)
@@ -78,15 +78,12 @@ class SparseCopy:
             raise SegmentGone(f"segment {self._key}: not in the store any more")
         if len(data) != length:
             raise SegmentCorrupt(f"expected {length} bytes at {begin}, found {len(data)}")
-        self._write(begin, data)
-        self._present.update(run)
-
-    def _write(self, begin: int, data: bytes) -> None:
         try:
             self._file.seek(begin)
             self._file.write(data)
         except OSError as error:
             raise spool_error(self._folder, error) from error
+        self._present.update(run)
 
     def close(self) -> None:
         """Close the file; it is not removed here."""
@@ -113,67 +110,6 @@ class WrongBytes(SegmentCorrupt):
     """What was fetched is not what the name promises."""
 
 
-class Fetcher:
-    """Opens segments of one object store.
-
-    A file is unlinked as soon as it is open, so that a killed process leaves none.
-    """
-
-    def __init__(self, objects: ObjectStore, spool: Spool, clock: Clock) -> None:
-        self._objects, self._spool, self._clock = objects, spool, clock
-
-    def open(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
-        """As `SegmentStore.open` says."""
-        if ref.size > WHOLE_BYTES:
-            return self.open_ranged(ref, rows)
-        for pause in FETCH_PAUSES:
-            try:
-                return self._open_whole(ref, rows)
-            except WrongBytes as error:
-                # The line may have damaged what the store keeps well.
-                log.warning("segment read damaged", action="read_damaged", error=str(error), **ref.log_context())
-                self._clock.pause(pause)
-        return self._open_whole(ref, rows)
-
-    def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
-        with self._downloaded(ref) as path:
-            if path is None:
-                raise SegmentGone(f"segment {ref.key}: not in the store any more")
-            size, sha256 = hash_file(path)
-            if size != ref.size or not sha256.startswith(ref.segment.digest):
-                raise WrongBytes(
-                    f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
-                    f"found {size} with {sha256[:16]}…"
-                )
-            return open_file(path, ref.segment, key=ref.key, rows=rows)
-
-    def open_ranged(self, ref: SegmentRef, rows: SequenceRange | None = None) -> SegmentReader:
-        """Open the segment with no more of it fetched than what is read."""
-        path = self._spool.new_file()
-        try:
-            copy = SparseCopy(self._objects, ref.key, ref.size, path)
-            return open_file(path, ref.segment, key=ref.key, rows=rows, fetch=copy.fetch, on_close=copy.close)
-        finally:
-            path.unlink(missing_ok=True)
-
-    def stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
-        """64 hex digits over the bytes that the store gives out; None if there is no such object."""
-        with self._downloaded(ref) as path:
-            return hash_file(path)[1] if path else None
-
-    @contextmanager
-    def _downloaded(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
-        path = self._spool.new_file()
-        try:
-            try:
-                is_there = self._objects.download(ref.key, path)
-            except OSError as error:
-                raise spool_error(path.parent, error) from error
-            yield path if is_there else None
-        finally:
-            path.unlink(missing_ok=True)
-
-
 __all__ = ["SegmentGone", "SegmentStore", "object_metadata"]
 
 _bad_read_backs = counter(
@@ -188,7 +124,8 @@ PUT_PAUSES = (0.2, 1.0, 5.0)  # seconds before a segment that did not read back 
 class SegmentStore:
     """The segments under one layout. Blocking; safe to use from several threads.
 
-    Every method raises what the object store raises. `spool_dir` None: the system's temporary folder.
+    A file in the spool is unlinked as soon as it is open, so that a killed process leaves none. Every
+    method raises what the object store raises. `spool_dir` None: the system's temporary folder.
     `subject_statistics`: for who writes segments here, as `SegmentWriter` has it.
     """
 
@@ -201,10 +138,10 @@ class SegmentStore:
         clock: Clock | None = None,
         subject_statistics: bool = True,
     ) -> None:
-        self.layout, self.subject_statistics, self.objects = layout, subject_statistics, objects
+        self.objects, self.layout, self.subject_statistics = objects, layout, subject_statistics
         self._spool = Spool(spool_dir)
         self._clock = clock or SystemClock()
-        self._fetcher, self._in_parts = Fetcher(objects, self._spool, self._clock), False
+        self._in_parts = False
 
     def in_parts(self) -> SegmentStore:
         """The same store, where `open` fetches of a segment only what is read if a part of it is wanted.
@@ -264,11 +201,8 @@ class SegmentStore:
         Everything behind its first sequence is listed, page by page, because a segment that ends far behind
         may begin before it; only what is asked for is kept.
         """
-        found: builtins.list[SegmentRef] = []
-        for level in range(MAX_LEVEL + 1):
-            for page in self.pages(chain, level, position=within.first):
-                found += [ref for ref in page if ref.coverage.overlaps(within)]
-        return found
+        levels = (self.pages(chain, level, position=within.first) for level in range(MAX_LEVEL + 1))
+        return [ref for pages in levels for page in pages for ref in page if ref.coverage.overlaps(within)]
 
     def _list_from(self, chain: Chain, level: int, after: str, limit: int | None) -> builtins.list[SegmentRef]:
         prefix = self.layout.segments_prefix(chain, level)
@@ -285,8 +219,7 @@ class SegmentStore:
     def _ref(self, info: ObjectInfo) -> SegmentRef | None:
         if (name := self.layout.parse_segment(info.key)) is None:
             log.debug("foreign key", action="foreign_key", key=info.key)
-            return None
-        return SegmentRef(name, info.key, info.size, info.modified)
+        return SegmentRef(name, info.key, info.size, info.modified) if name else None
 
     # Writing
 
@@ -351,8 +284,25 @@ class SegmentStore:
             return None
         probe = f"{self.layout.documents_prefix(ref.chain.site, ref.chain.feed)}probe/"
         proven = info.sha256 is not None and is_verifying(self.objects, probe)
-        sha256 = info.sha256 if proven else self._fetcher.stored_sha256(ref)
+        sha256 = info.sha256 if proven else self._stored_sha256(ref)
         return info if sha256 is not None and sha256.startswith(digest) else None
+
+    def _stored_sha256(self, ref: SegmentRef | SnapshotRef) -> str | None:
+        """64 hex digits over the bytes that the store gives out; None if there is no such object."""
+        with self._downloaded(ref) as path:
+            return hash_file(path)[1] if path else None
+
+    @contextmanager
+    def _downloaded(self, ref: SegmentRef | SnapshotRef) -> Iterator[Path | None]:
+        path = self._spool.new_file()
+        try:
+            try:
+                is_there = self.objects.download(ref.key, path)
+            except OSError as error:
+                raise spool_error(path.parent, error) from error
+            yield path if is_there else None
+        finally:
+            path.unlink(missing_ok=True)
 
     # Opening
 
@@ -362,20 +312,45 @@ class SegmentStore:
         Up to 256 MiB it is fetched whole and its SHA-256 held against its name; a larger one is fetched by
         ranges as it is read, under the page checksums. Raises SegmentCorrupt, SegmentGone.
         """
-        if self._in_parts and rows is not None and not rows.encloses(ref.coverage):
+        is_part = self._in_parts and rows is not None and not rows.encloses(ref.coverage)
+        if is_part or ref.size > WHOLE_BYTES:
             return self.open_part(ref, rows=rows)
-        return self._fetcher.open(ref, rows)
+        for pause in FETCH_PAUSES:
+            try:
+                return self._open_whole(ref, rows)
+            except WrongBytes as error:
+                # The line may have damaged what the store keeps well.
+                log.warning("segment read damaged", action="read_damaged", error=str(error), **ref.log_context())
+                self._clock.pause(pause)
+        return self._open_whole(ref, rows)
+
+    def _open_whole(self, ref: SegmentRef, rows: SequenceRange | None) -> SegmentReader:
+        with self._downloaded(ref) as path:
+            if path is None:
+                raise SegmentGone(f"segment {ref.key}: not in the store any more")
+            size, sha256 = hash_file(path)
+            if size != ref.size or not sha256.startswith(ref.segment.digest):
+                raise WrongBytes(
+                    f"segment {ref.key}: expected {ref.size} bytes with SHA-256 {ref.segment.digest}…, "
+                    f"found {size} with {sha256[:16]}…"
+                )
+            return open_file(path, ref.segment, key=ref.key, rows=rows)
 
     def open_part(self, ref: SegmentRef, *, rows: SequenceRange | None = None) -> SegmentReader:
         """As `open`, with no more of the object fetched than what is read, whatever its size.
 
         The name cannot prove bytes that are not all there: page checksums and the footer do.
         """
-        return self._fetcher.open_ranged(ref, rows)
+        path = self._spool.new_file()
+        try:
+            parts = SparseCopy(self.objects, ref.key, ref.size, path)
+            return open_file(path, ref.segment, key=ref.key, rows=rows, fetch=parts.fetch, on_close=parts.close)
+        finally:
+            path.unlink(missing_ok=True)
 
     def footer(self, ref: SegmentRef) -> Footer:
         """The footer, from the end of the object only. Raises SegmentCorrupt, SegmentGone."""
-        with self._fetcher.open_ranged(ref) as reader:
+        with self.open_part(ref) as reader:
             return reader.footer
 
     def tip(self, ref: SegmentRef) -> Tip | None:
@@ -386,10 +361,10 @@ class SegmentStore:
         """
         if (info := self.objects.head(ref.key)) is None:
             raise SegmentGone(f"segment {ref.key}: not in the store any more")
-        try:
-            return _tip(info.metadata)
-        except ValueError:
-            return self.footer(ref).tip
+        with suppress(ValueError):
+            if "format" in info.metadata:
+                return Tip.from_text(info.metadata["tip"]) if "tip" in info.metadata else None
+        return self.footer(ref).tip
 
     def close(self) -> None:
         """Remove the spool folder. Readers that are open stay good."""
@@ -398,21 +373,10 @@ class SegmentStore:
 
 def object_metadata(spooled: SpooledSegment) -> dict[str, str]:
     """What the object says of itself without being opened; far below the 2 KB that S3 takes."""
-    footer = spooled.footer
-    metadata = {
-        "format": str(footer.format_version),
-        "rows": str(footer.rows),
-        "bytes": str(footer.raw_bytes),
-        "sha256": spooled.sha256,
-    }
-    return metadata | ({"tip": footer.tip.to_text()} if footer.tip else {})
-
-
-def _tip(metadata: Mapping[str, str]) -> Tip | None:
-    """Raises ValueError for metadata that are not a segment's."""
-    if "format" not in metadata:
-        raise ValueError("metadata: expected format, found none")
-    return Tip.from_text(metadata["tip"]) if "tip" in metadata else None
+    footer, sha256 = spooled.footer, spooled.sha256
+    numbers = {"format": footer.format_version, "rows": footer.rows, "bytes": footer.raw_bytes}
+    tip = {"tip": footer.tip.to_text()} if footer.tip else {}
+    return {**{name: str(number) for name, number in numbers.items()}, "sha256": sha256, **tip}
 
 
 AGAIN = "egress reads them again while the source holds them; otherwise every target waits there"
@@ -494,11 +458,9 @@ def _uncovered(store: SegmentStore, segment: SegmentRef) -> Sequence[SequenceRan
 
 
 def _is_sound(store: SegmentStore, segment: SegmentRef) -> bool:
-    try:
-        with store.open(segment):
-            return True
-    except DataError:
-        return False
+    with suppress(DataError), store.open(segment):
+        return True
+    return False
 
 
 def _copy(store: SegmentStore, key: str, metadata: Mapping[str, str]) -> tuple[str, str]:
@@ -520,5 +482,4 @@ def _fetched(store: SegmentStore, key: str, spool: Path) -> str:
     """The SHA-256 of an object, once it is in the file `spool`."""
     if not store.objects.download(key, spool):
         raise SegmentGone(f"object {key}: not in the store")
-    with spool.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hash_file(spool)[1]

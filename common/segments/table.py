@@ -54,14 +54,6 @@ class _Folder:
         same = (row for row in range(begin, end) if self.firsts[row] == name.coverage.first)
         return next((row for row in same if self.digests[row] == digest), None)
 
-    def ends_before(self, last: int) -> int:
-        """How many end at `last` or before, where the rows ascend by name."""
-        return bisect_right(self.lasts, last)
-
-    def descending(self) -> Iterator[tuple[int, int]]:
-        """Last and first sequence of each, from the last row on."""
-        return zip(reversed(self.lasts), reversed(self.firsts), strict=True)
-
 
 class SegmentTable(Sequence[SegmentRef]):
     """Segments, grouped by chain and level in the order in which these first came; a reference is made where
@@ -84,9 +76,9 @@ class SegmentTable(Sequence[SegmentRef]):
         """Take more segments."""
         for ref in refs:
             prefix = ref.key[: -len(ref.name)]
-            if (folder := self._folders.get(prefix)) is None:
-                folder = self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
-            folder.add(ref)
+            if prefix not in self._folders:
+                self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
+            self._folders[prefix].add(ref)
 
     def absorb(self, other: SegmentTable) -> None:
         """Take all of `other`, which is not used any more: a chain and level new here is only moved."""
@@ -162,7 +154,7 @@ class SegmentTable(Sequence[SegmentRef]):
         for cut in [*reversed(self._cuts(size or WINDOW)), MAX_SEQUENCE]:
             window, offset = [], 0
             for prefix, folder in self._folders.items():
-                begin, end = begins[prefix], folder.ends_before(cut)
+                begin, end = begins[prefix], bisect_right(folder.lasts, cut)
                 window.append(range(offset + begin, offset + end))
                 begins[prefix] = end
                 offset += len(folder)
@@ -178,7 +170,8 @@ class SegmentTable(Sequence[SegmentRef]):
             return cuts
         count, least = 0, MAX_SEQUENCE + 1  # `least`: where the first of those behind begins
         # From the end, because only there it is known where what stands behind begins.
-        for last, first in heapq.merge(*(f.descending() for f in self._folders.values()), reverse=True):
+        descending = (zip(reversed(f.lasts), reversed(f.firsts), strict=True) for f in self._folders.values())
+        for last, first in heapq.merge(*descending, reverse=True):
             if count >= size and last < least:
                 cuts.append(last)
                 count = 0

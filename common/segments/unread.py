@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -46,7 +47,7 @@ class UnreadPart:
     batch: pa.RecordBatch
 
 
-class StretchReader:
+class StretchReader(AbstractContextManager["StretchReader"]):
     """An open stretch; a context manager. Made by `open_stretch`; used by one thread at a time.
 
     `footer`: that of the stretch's own segment.
@@ -63,25 +64,19 @@ class StretchReader:
         self.footer: Footer = reader.footer
         self._store, self._stretch, self._reader = store, stretch, reader
         self._refs, self._avoided = refs, {*avoided, stretch.segment.key}
-        self._others: list[SegmentRef] | None = None
 
     @property
     def unread(self) -> SequenceRange | None:
         """The part of the stretch of which other segments may hold rows; None: all of it was read."""
         return self.footer.unread and self.footer.unread.intersection(self._stretch.rows)
 
-    @property
+    @cached_property
     def others(self) -> Sequence[SegmentRef]:
         """The other segments that cover some of `unread`. Raises what the store raises."""
-        if self._others is None:
-            unread, chain = self.unread, self._stretch.segment.chain
-            listed: Iterable[SegmentRef] = ()
-            if unread is not None:
-                listed = self._store.covering(chain, unread) if self._refs is None else self._refs
-            self._others = [
-                ref for ref in listed if unread and ref.coverage.overlaps(unread) and ref.key not in self._avoided
-            ]
-        return self._others
+        if (unread := self.unread) is None:
+            return ()
+        listed = self._store.covering(self._stretch.segment.chain, unread) if self._refs is None else self._refs
+        return [ref for ref in listed if ref.coverage.overlaps(unread) and ref.key not in self._avoided]
 
     def batches(
         self, rows: SequenceRange | None = None, columns: Sequence[str] | None = None
@@ -151,12 +146,7 @@ class StretchReader:
         """Let go of the segment; no error if that was done."""
         self._reader.close()
 
-    def __enter__(self) -> StretchReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -37,8 +37,7 @@ class Spool:
     """
 
     def __init__(self, parent: Path | None = None) -> None:
-        self._parent = parent or Path(tempfile.gettempdir())
-        self._guard = threading.Lock()
+        self._parent, self._guard = parent or Path(tempfile.gettempdir()), threading.Lock()
         self._folder: Path | None = None
         self._lock: int | None = None
         self._owner = 0
@@ -69,8 +68,7 @@ class Spool:
                 self._parent.mkdir(parents=True, exist_ok=True)
                 _sweep(self._parent)
                 self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._parent))
-                self._lock = _lock_folder(self._folder)
-                self._owner = os.getpid()
+                self._lock, self._owner = _lock_folder(self._folder), os.getpid()
                 atexit.register(self.close)
             return self._folder
 
@@ -91,10 +89,8 @@ def _lock_folder(folder: Path) -> int:
 def _sweep(parent: Path) -> None:
     """Remove the folders of processes that are gone; what is not ours to remove stays."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        try:
+        with suppress(OSError):
             _remove_if_dead(folder)
-        except OSError:
-            continue
 
 
 def _remove_if_dead(folder: Path) -> None:
@@ -139,8 +135,8 @@ class SegmentWriter:
     """
 
     def __init__(self, path: Path, *, level: int, compression_level: int, subject_statistics: bool = True) -> None:
-        self.rows, self.raw_bytes, self._path, self._limit = 0, 0, path, row_group_bytes(level)
-        self._compression_level = compression_level
+        self.rows = self.raw_bytes = 0
+        self._path, self._limit, self._compression_level = path, row_group_bytes(level), compression_level
         self._statistics = [c for c in STATISTICS_COLUMNS if subject_statistics or c != "subject"]
         self._pending: list[pa.RecordBatch] = []
         self._pending_bytes = 0
@@ -154,7 +150,11 @@ class SegmentWriter:
             raise ValueError(f"batch: expected columns {SCHEMA.names} with their types, found {batch.schema}")
         if not batch.num_rows:
             return
-        self._check_order(batch.column("sequence"))
+        sequences = batch.column("sequence")
+        first, last = sequences[0].as_py(), sequences[-1].as_py()
+        if first <= self._last or pc.greater_equal(sequences[:-1], sequences[1:]).true_count:
+            raise ValueError(f"sequences {first}..{last}: expected ascending ones after {self._last}")
+        self._first, self._last = self._first or first, last
         times = batch.column("timestamp_ns")
         self._times = (self._times or (times[0].as_py(), 0))[0], times[-1].as_py()
         sizes = row_sizes(batch)
@@ -162,18 +162,14 @@ class SegmentWriter:
         self.raw_bytes += total(sizes)
         self._split(batch, pc.add(sizes, pa.scalar(ROW_OVERHEAD_BYTES, pa.int64())))
 
-    def _check_order(self, sequences: pa.Array[Any]) -> None:
-        first, last = sequences[0].as_py(), sequences[-1].as_py()
-        if first <= self._last or pc.greater_equal(sequences[:-1], sequences[1:]).true_count:
-            raise ValueError(f"sequences {first}..{last}: expected ascending ones after {self._last}")
-        self._first, self._last = self._first or first, last
-
     def _split(self, batch: pa.RecordBatch, weights: pa.Array[Any]) -> None:
         """Close row groups so that none passes the limit, unless it is a single message that does."""
         ends = pc.cumulative_sum(weights)
         begin, before = 0, 0
         while begin < batch.num_rows:
-            end = _count_up_to(ends, before + self._limit - self._pending_bytes)
+            # How many of the ascending `ends` still fit.
+            most = pa.scalar(before + self._limit - self._pending_bytes, pa.int64())
+            end = pc.less_equal(ends, most).true_count
             if end <= begin and not self._pending:
                 end = begin + 1
             if end > begin:
@@ -254,11 +250,6 @@ class SegmentWriter:
             with suppress(OSError, pa.ArrowException):
                 self._file.close()
         self._path.unlink(missing_ok=True)
-
-
-def _count_up_to(ends: pa.Array[Any], most: int) -> int:
-    """How many of the ascending `ends` are at most `most`."""
-    return pc.less_equal(ends, pa.scalar(most, pa.int64())).true_count
 
 
 def hash_file(path: Path) -> tuple[int, str]:

@@ -96,9 +96,8 @@ class Starts:
 
     def _at(self, chain: Chain, moment_ns: int, first: int, end: int | None) -> Beginning:
         place = chain, moment_ns
-        searched = search(self._store, chain, moment_ns, self._searched.get(place, 1))
-        found = searched.sequence
-        self._searched[place] = searched.behind if found is None else 1
+        found, behind = search(self._store, chain, moment_ns, self._searched.get(place, 1))
+        self._searched[place] = behind if found is None else 1
         if found is not None:
             return Beginning(max(first, found if end is None else min(found, end + 1)))
         if end is not None:

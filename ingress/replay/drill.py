@@ -23,8 +23,8 @@ from common.jetstream.lease import Lease, Leases, new_owner
 from common.jetstream.pull import read_through
 from common.jetstream.requests import ApiError
 from common.segments.archive import read_cover
+from common.segments.columns import messages
 from common.segments.documents import ChainStore
-from common.segments.reader import messages
 from common.segments.segment import Message
 from common.segments.store import SegmentStore
 from common.sequences import cover

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from common.errors import DataError, SegmentCorrupt, Unavailable
+from common.segments.columns import SCHEMA
 from common.segments.parquet_guard import SegmentGone
-from common.segments.reader import SCHEMA
 from common.segments.segment import Inputs, Ledger, Reason, SegmentRef, Tip
 from common.sequences import SequenceRange, Stretch
 from compaction.compare import prove_by_reading

@@ -8,7 +8,7 @@ from common.chain import Chain
 from common.clock import SystemClock
 from common.jetstream.headers import hops, restore
 from common.segments.archive import read_cover
-from common.segments.reader import messages
+from common.segments.columns import messages
 from common.segments.segment import Message
 from common.sequences import SequenceRange
 from common.tasks import Stop

@@ -11,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.segments.reader import SCHEMA, SegmentWriter, SpooledSegment, open_file, record_batch
+from common.segments.columns import SCHEMA, record_batch
+from common.segments.reader import open_file
 from common.segments.segment import Ledger, Reason
+from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from tests.support.segments import footer_of, message
 

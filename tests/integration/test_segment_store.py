@@ -22,9 +22,9 @@ from common.objects.port import ChecksumMismatch, ObjectStore
 from common.objects.s3 import S3Objects
 from common.segments import store as fetching
 from common.segments.keys import Layout
-from common.segments.reader import SegmentWriter, SpooledSegment
 from common.segments.segment import Message, SegmentRef, Tip
 from common.segments.store import SegmentGone, SegmentStore
+from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
 from tests.support.basics import SharedS3
 from tests.support.clock import ManualClock

@@ -16,9 +16,9 @@ from common.segments import cli
 from common.segments.cli import segments
 from common.segments.documents import ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
-from common.segments.reader import SegmentWriter
 from common.segments.segment import Message, SegmentRef
 from common.segments.store import SegmentStore
+from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from tests.support.segments import CHAIN, batch_of, footer_of, message
 

@@ -96,7 +96,7 @@ async def test_each_process_says_what_it_does_and_how_far_its_streams_are(bench:
 def say(archive: Archive, chain: Chain, state: str, *, ago: float = 0.0, **fields: Any) -> None:
     """Put the sign of life of a process that has the chain, `ago` seconds ago."""
     now = time.time()
-    alive = Alive(chain.site, "o", now, (ChainSign(chain, state, now, **fields),))
+    alive = Alive(chain.site, "o", now, (ChainSign(state, now, chain=chain, **fields),))
     archive.documents.write_alive("host", alive)
     path = archive.folder / archive.documents.layout.alive(chain.site, "host")
     os.utime(path, (now - ago, now - ago))

@@ -21,8 +21,8 @@ import yaml
 
 from common.chain import Chain
 from common.open import load_settings, open_chains, open_store
+from common.segments.columns import SCHEMA
 from common.segments.keys import Layout
-from common.segments.reader import SCHEMA
 from common.segments.segment import SegmentRef
 from common.segments.store import SegmentStore
 from infra.local.nats import NatsServer

@@ -9,8 +9,8 @@ import pytest
 
 from common.objects.local import LocalObjects
 from common.segments import archive as moments
-from common.segments.archive import MARGIN_NS, Timeline, first_at
-from common.segments.reader import record_batch
+from common.segments.archive import MARGIN_NS, Timeline, search
+from common.segments.columns import record_batch
 from common.segments.segment import Tip
 from tests.support.compaction import CHAIN, Archive
 
@@ -55,7 +55,7 @@ def test_the_first_row_at_or_after_a_moment_is_found(tmp_path: Path, seed: int) 
     for moment in moments_ns:
         expected = next((sequence for sequence, time in known if time >= moment), None)
         assert timeline.first_at(moment) == expected, (seed, moment)
-    assert first_at(archive.store, CHAIN, times[0]) == (known[0][0] if known else None)
+    assert search(archive.store, CHAIN, times[0])[0] == (known[0][0] if known else None)
 
 
 class CountingObjects(LocalObjects):
@@ -82,7 +82,7 @@ def test_a_long_chain_is_searched_by_few_footers(tmp_path: Path) -> None:
     for number in range(300):
         archive.put(number * 20 + 1, number * 20 + 20, batch(number * 20 + 1, 20))
     objects.gets = 0
-    assert first_at(archive.store, CHAIN, START_NS + 3_123 * SECOND - 7) == 3_123
+    assert search(archive.store, CHAIN, START_NS + 3_123 * SECOND - 7)[0] == 3_123
     assert objects.gets <= 2 * 9 + 6
 
 
@@ -91,7 +91,7 @@ def test_only_times_are_read_of_a_large_segment(tmp_path: Path) -> None:
     archive = Archive(tmp_path, objects)
     ref = archive.put(1, 2000, batch(1, 2000, 20_000))
     objects.read = 0
-    assert first_at(archive.store, CHAIN, START_NS + 1500 * SECOND) == 1500
+    assert search(archive.store, CHAIN, START_NS + 1500 * SECOND)[0] == 1500
     assert objects.read < ref.size / 50
 
 
@@ -99,8 +99,8 @@ def test_a_damaged_segment_is_left_out(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     refs = [archive.put(n * 10 + 1, n * 10 + 10, batch(n * 10 + 1, 10)) for n in range(9)]
     (tmp_path / "store" / refs[4].key).write_bytes(b"PAR1" + bytes(refs[4].size - 8) + b"PAR1")
-    assert first_at(archive.store, CHAIN, START_NS + 45 * SECOND) == 51
-    assert first_at(archive.store, CHAIN, START_NS + 31 * SECOND) == 31
+    assert search(archive.store, CHAIN, START_NS + 45 * SECOND)[0] == 51
+    assert search(archive.store, CHAIN, START_NS + 31 * SECOND)[0] == 31
 
 
 def test_a_segment_that_vanishes_makes_it_list_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +114,11 @@ def test_a_segment_that_vanishes_makes_it_list_again(tmp_path: Path, monkeypatch
         return former(self, moment_ns)
 
     monkeypatch.setattr(moments.Timeline, "first_at", deleting)
-    assert first_at(archive.store, CHAIN, START_NS + 5 * SECOND) == 5
+    assert search(archive.store, CHAIN, START_NS + 5 * SECOND)[0] == 5
 
 
 def test_an_archive_without_rows_has_no_such_row(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
-    assert first_at(archive.store, CHAIN, 0) is None
+    assert search(archive.store, CHAIN, 0)[0] is None
     archive.put(1, 10, batch(1, 0))
-    assert first_at(archive.store, CHAIN, 0) is None
+    assert search(archive.store, CHAIN, 0)[0] is None

@@ -9,7 +9,8 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.segments.reader import SCHEMA, columns, messages, open_file, raw_size, record_batch
+from common.segments.columns import SCHEMA, columns, messages, raw_size, record_batch
+from common.segments.reader import open_file
 from common.segments.segment import Message
 from common.sequences import MAX_SEQUENCE, SequenceRange
 from tests.support.invariants import first_difference, in_order

@@ -19,11 +19,12 @@ from common import failpoints
 from common.chain import Chain
 from common.objects.local import LocalObjects
 from common.objects.port import ObjectStore
+from common.segments.columns import record_batch
 from common.segments.keys import Layout, SegmentName
-from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
 from common.segments.table import SegmentTable
+from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange, cover
 from compaction.plan import Output, Planner
 from compaction.run import Compaction, LocalRunner, ReadingProver, Report, Selection

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from common.chain import Chain
 from common.objects.local import LocalObjects
+from common.segments.columns import record_batch
 from common.segments.documents import AcceptedGap, ChainDocument, ChainStore, StreamDocument
 from common.segments.keys import Layout
-from common.segments.reader import SegmentWriter, record_batch
 from common.segments.segment import Footer, Ledger, Message, Reason, SegmentRef, Tip
 from common.segments.store import SegmentStore
+from common.segments.writer import SegmentWriter
 from common.sequences import SequenceRange
 from compaction.merge import merge
 from compaction.plan import Output

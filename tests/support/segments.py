@@ -10,18 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.chain import Chain
+from common.segments.columns import SCHEMA, messages, raw_size, record_batch
 from common.segments.keys import SegmentName
-from common.segments.reader import (
-    SCHEMA,
-    SegmentReader,
-    SegmentWriter,
-    SpooledSegment,
-    messages,
-    open_file,
-    raw_size,
-    record_batch,
-)
+from common.segments.reader import SegmentReader, open_file
 from common.segments.segment import Footer, Ledger, Message, Reason, Tip
+from common.segments.writer import SegmentWriter, SpooledSegment
 from common.sequences import SequenceRange
 
 CHAIN = Chain("us-east", "NODES")

@@ -17,7 +17,7 @@ PARTITION = Chain("us-east", "NODES")
 
 
 def sign(state: str = "reading", **fields: Any) -> ChainSign:
-    return ChainSign(fields.pop("chain", CHAIN), state, fields.pop("since", 900.0), **fields)
+    return ChainSign(state, fields.pop("since", 900.0), chain=fields.pop("chain", CHAIN), **fields)
 
 
 def sighting(made: ChainSign, modified: float = 1000.0, age: float = 10.0, time: float = 1000.0) -> Sighting:

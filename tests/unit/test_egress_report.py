@@ -7,8 +7,8 @@ from typing import Any
 
 from common.chain import Chain
 from common.clock import SystemClock
-from common.segments.reader import SpooledSegment
 from common.segments.segment import Footer, Ledger, Reason
+from common.segments.writer import SpooledSegment
 from common.sequences import SequenceRange
 from common.service.monitor import Health
 from egress.report import FeedReport

@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import SegmentCorrupt
 from common.objects.local import LocalObjects
+from common.segments.columns import messages
 from common.segments.documents import (
     AcceptedGap,
     ChainDocument,
@@ -19,7 +20,7 @@ from common.segments.documents import (
     floor_from_json,
     tail_from_json,
 )
-from common.segments.reader import messages, open_file
+from common.segments.reader import open_file
 from common.segments.segment import Ledger, Reason, Tip
 from common.segments.store import SegmentStore
 from common.sequences import SequenceRange

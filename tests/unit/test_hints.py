@@ -70,8 +70,7 @@ def verdicts() -> Iterator[str]:
 
 # By the function that builds a command: texts in which such commands stand.
 SAMPLES: dict[str, Callable[[], object]] = {
-    "common/segments/archive.py:carry": lambda: archive.ways_on(CHAIN, HOLE),
-    "common/segments/archive.py:give_up": lambda: archive.ways_on(PLAIN, HOLE),
+    "common/segments/archive.py:carry": lambda: [archive.ways_on(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/documents.py:accept_command": lambda: [documents.way_out(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/documents.py:carry_late": lambda: [documents.carry_late(each, HOLE) for each in (CHAIN, PLAIN)],
     "common/segments/store.py:quarantine_command": lambda: store.quarantine_command("a b.parquet"),

@@ -10,9 +10,9 @@ import pytest
 
 SCRIPT = """
 import sys
-from common.service.lean import without
-without("pandas")
-from common.segments.reader import record_batch
+from common.service.lean import without_pandas
+without_pandas()
+from common.segments.columns import record_batch
 import pyarrow as pa
 batch = record_batch([1], [2], [b"s"], [None], [b"p"])
 assert batch.to_pylist()[0]["payload"] == b"p"

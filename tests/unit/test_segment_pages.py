@@ -10,8 +10,8 @@ import pytest
 from common.errors import SegmentCorrupt
 from common.segments import parquet_guard
 from common.segments import parquet_guard as metadata
-from common.segments.parquet_guard import Bounds, Chunk, TruncatedError, read_struct
-from common.segments.reader import ParquetLimits, open_file
+from common.segments.parquet_guard import Bounds, Chunk, ParquetLimits, TruncatedError, read_struct
+from common.segments.reader import open_file
 from tests.support.segments import message, write_segment
 
 BOUNDS = Bounds(values=100, elements=10)

@@ -14,9 +14,11 @@ import pytest
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
-from common.segments.reader import SCHEMA, SegmentWriter, columns, messages, open_file, record_batch
+from common.segments.columns import SCHEMA, columns, messages, record_batch
+from common.segments.reader import open_file
 from common.segments.segment import Footer, Inputs, Ledger, Message, Reason, Tip, decode_subject, message_digest
 from common.segments.store import object_metadata
+from common.segments.writer import SegmentWriter
 from common.sequences import MAX_SEQUENCE, SequenceRange, Stretch
 from tests.support.invariants import Promise, accounts_once, continues, in_order, repeated, rows_balance, same_rows
 from tests.support.segments import batch_of, footer_of, message, read_all, read_segment, write_segment

@@ -35,7 +35,7 @@ def away(*_args: Any, **_kwargs: Any) -> Any:
 async def test_while_the_store_is_away_nobody_becomes_silent_and_the_dead_stay_so(tmp_path: Path) -> None:
     store, clock = FaultyStore(LocalObjects(tmp_path)), ManualClock(time.time())
     documents = ChainStore(store, Layout(""))  # type: ignore[arg-type]
-    documents.write_alive("host", Alive(CHAIN.site, "o", 0.0, (ChainSign(CHAIN, "reading", 0.0),)))
+    documents.write_alive("host", Alive(CHAIN.site, "o", 0.0, (ChainSign("reading", 0.0, chain=CHAIN),)))
     sites = Sites(documents, Threads("test", 1), clock, 300.0)
     is_away = False
     store.on("list", lambda real, *args, **kwargs: (away if is_away else real)(*args, **kwargs))

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from common.segments.archive import first_at, read_cover
+from common.segments.archive import read_cover, search
 from common.segments.segment import Reason, SegmentRef
 from common.segments.unread import open_stretch
 from common.sequences import SequenceRange, Stretch
@@ -48,7 +48,7 @@ def test_rows_of_a_late_segment_are_not_masked(archive: Archive):
     with open_stretch(archive.store, stretch) as reader:
         assert [(part.segment, part.batch.num_rows) for part in reader.parts()] == [(late, 50), (early, 70)]
         assert reader.still_missing(SequenceRange(1, 120)) == 0
-    assert first_at(archive.store, CHAIN, 1_700_000_000_000_000_000 + 7 * 1_001) == 7
+    assert search(archive.store, CHAIN, 1_700_000_000_000_000_000 + 7 * 1_001)[0] == 7
 
 
 def test_a_damaged_segment_hides_none_of_the_others(archive: Archive):

@@ -15,8 +15,10 @@ import pytest
 
 from common.chain import Chain
 from common.errors import SegmentCorrupt, Unavailable
+from common.segments.columns import SCHEMA
 from common.segments.keys import Layout, SegmentName
-from common.segments.reader import SCHEMA, ParquetLimits, open_file
+from common.segments.parquet_guard import ParquetLimits
+from common.segments.reader import open_file
 from common.segments.segment import Footer, Ledger, Reason
 from common.sequences import SequenceRange
 from tests.support.segments import footer_of, forge, message, name_of, read_segment, table_of, write_segment
