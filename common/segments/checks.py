@@ -152,8 +152,7 @@ def check_order(sequences: pa.Array[Any], after: int, within: SequenceRange) -> 
     first, last = sequences[0].as_py(), sequences[-1].as_py()
     if first <= after:
         raise _rows(f"sequence {first} after {after}")
-    row = pc.index(pc.less(sequences[:-1], sequences[1:]), False).as_py()
-    if row >= 0:
+    if (row := pc.index(pc.less(sequences[:-1], sequences[1:]), False).as_py()) >= 0:
         raise _rows(f"row {row + 1} of a batch: sequence {sequences[row + 1]} after {sequences[row]}")
     if first not in within or last not in within:
         raise _rows(f"expected sequences in {within}, found {first}..{last}")

@@ -301,8 +301,7 @@ class Layout:
 
         Raises ValueError for a key that is not under the prefix.
         """
-        relative = self._relative(key)
-        if not relative:
+        if not (relative := self._relative(key)):
             raise ValueError(f"expected a key under {self.root}, found {key}")
         return f"{self._under('_floe/quarantine/')}{digest[:DIGEST_LENGTH]}/{relative}"
 

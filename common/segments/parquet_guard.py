@@ -49,8 +49,7 @@ def read_struct(data: bytes, bounds: Bounds) -> tuple[Struct, int]:
 
 class _Reader:
     def __init__(self, data: bytes, bounds: Bounds) -> None:
-        self._data, self._bounds = data, bounds
-        self._values_left, self.position = bounds.values, 0
+        self._data, self._bounds, self._values_left, self.position = data, bounds, bounds.values, 0
 
     def struct(self, depth: int) -> Struct:
         self._check_depth(depth)

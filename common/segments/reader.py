@@ -186,8 +186,7 @@ class _Totals:
     """What a pass has seen so far, against what the footer claims of the whole."""
 
     def __init__(self, footer: Footer, names: set[str], most_in_a_batch: int) -> None:
-        self.last_sequence = 0
-        self._footer, self._names, self._most = footer, names, most_in_a_batch
+        self.last_sequence, self._footer, self._names, self._most = 0, footer, names, most_in_a_batch
         self._raw_bytes = 0
         self._times: tuple[int | None, int | None] = (None, None)
 

@@ -235,8 +235,7 @@ class Footer:
 
 def _field(document: Mapping[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
     """A field of an untrusted footer; the message names what is wrong."""
-    value = document.get(name)
-    if value is None and optional:
+    if (value := document.get(name)) is None and optional:
         return None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise SegmentCorrupt(f"footer {name}: expected {kind.__name__}, found {value!r:.60}")

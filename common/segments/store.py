@@ -53,8 +53,7 @@ class SparseCopy:
     """
 
     def __init__(self, objects: ObjectStore, key: str, size: int, path: Path) -> None:
-        self._objects, self._key, self._size = objects, key, size
-        self._shift = -size % BLOCK_BYTES
+        self._objects, self._key, self._size, self._shift = objects, key, size, -size % BLOCK_BYTES
         self._present: set[int] = set()
         self._folder, self._file = path.parent, path.open("r+b", buffering=0)
         self._file.truncate(size)

@@ -75,8 +75,7 @@ class SegmentTable(Sequence[SegmentRef]):
     def extend(self, refs: Iterable[SegmentRef]) -> None:
         """Take more segments."""
         for ref in refs:
-            prefix = ref.key[: -len(ref.name)]
-            if prefix not in self._folders:
+            if (prefix := ref.key[: -len(ref.name)]) not in self._folders:
                 self._folders[prefix] = _Folder(prefix, ref.chain, ref.level)
             self._folders[prefix].add(ref)
 

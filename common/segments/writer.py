@@ -169,8 +169,7 @@ class SegmentWriter:
         while begin < batch.num_rows:
             # How many of the ascending `ends` still fit.
             most = pa.scalar(before + self._limit - self._pending_bytes, pa.int64())
-            end = pc.less_equal(ends, most).true_count
-            if end <= begin and not self._pending:
+            if (end := pc.less_equal(ends, most).true_count) <= begin and not self._pending:
                 end = begin + 1
             if end > begin:
                 after = ends[end - 1].as_py()
