@@ -8,7 +8,7 @@ partitions of one stream become partitions of one feed.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.migration.entries import Entries, Variable, YamlEntry, render
@@ -92,17 +92,14 @@ class Centre:
 
 def plan(name: str, paths: Sequence[Path]) -> tuple[list[Site], list[Centre]]:
     """The sites and centres that do what `paths` say; a first site is called `name`."""
-    sites = list(_sites(name, paths))
-    return sites, _centres(sites)
-
-
-def _sites(name: str, paths: Sequence[Path]) -> Iterable[Site]:
     by_source: dict[object, list[Path]] = defaultdict(list)
     for path in paths:
         by_source[path.source.identity].append(path)
+    sites = []
     for number, group in enumerate(by_source.values(), 1):
         tail = f"-{number}" if number > 1 else ""
-        yield Site(name[: 63 - len(tail)] + tail, group[0].source, _feeds(group))
+        sites.append(Site(name[: 63 - len(tail)] + tail, group[0].source, _feeds(group)))
+    return sites, _centres(sites)
 
 
 def _feeds(paths: Sequence[Path]) -> list[PlannedFeed]:
@@ -188,9 +185,7 @@ def _start(stream: Given, notes: list[Note]) -> list[YamlEntry]:
     for key in found[1:]:
         why = f"stream-replicator goes by {found[0]} where both are set, and so does this file"
         notes.append(stream.note(key, why))
-    if found[:1] == ["start_delta"]:
-        return stream.duration("start_delta")
-    return [stream.entry(key) for key in found[:1]]
+    return stream.duration("start_delta") if found[:1] == ["start_delta"] else [stream.entry(key) for key in found[:1]]
 
 
 def _mode(stream: Given, notes: list[Note]) -> str:
@@ -255,22 +250,17 @@ def heartbeats(given: Given | None, sites: Sequence[Site]) -> Beats:
     entries = Entries(given.duration("interval"))
     if headers := _headers(given, subjects, notes):
         entries.append(given.entry("headers", headers))
-    items = [
-        Entries([subject.entry("subject", subject.text("subject")), *subject.duration("interval")])
-        for subject in subjects
-    ]
+    items = [Entries([each.entry("subject", each.text("subject")), *each.duration("interval")]) for each in subjects]
     entries.append(given.entry("subjects", items))
     return site, entries, notes
 
 
 def _site(given: Given, sites: Sequence[Site], notes: list[Note]) -> Site:
     found, _ = read_url(given, "url", {})
-    servers = set(found.servers) if found else set()
-    for site in sites:
-        if servers & set(site.connection.servers):
-            return site
-    notes.append(given.note("url", f"heartbeats go where egress reads, here {sites[0].connection.host}"))
-    return sites[0]
+    own = next((site for site in sites if found and {*found.servers} & {*site.connection.servers}), None)
+    if own is None:
+        notes.append(given.note("url", f"heartbeats go where egress reads, here {sites[0].connection.host}"))
+    return own or sites[0]
 
 
 def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> Entries:
@@ -286,6 +276,5 @@ def _headers(given: Given, subjects: tuple[Given, ...], notes: list[Note]) -> En
 
 
 def _hidden(name: str, text: str) -> str:
-    if not _SECRET.search(name):
-        return text
-    return Variable(f"${{FLOE_HEARTBEAT_{re.sub('[^A-Z0-9]', '_', name.upper())}}}")
+    variable = Variable(f"${{FLOE_HEARTBEAT_{re.sub('[^A-Z0-9]', '_', name.upper())}}}")
+    return variable if _SECRET.search(name) else text

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from common.migration.entries import Entries, Variable, YamlEntry
 from common.settings.types import MAX_DURATION, format_duration
-from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar
+from common.settings.yaml import Items, Keys, Mark, Node, Problems, Scalar, meant
 
 # What a key holds; the value is how a message calls it.
 TEXT = "text"
@@ -139,17 +139,11 @@ def read(node: Keys, problems: Problems, shape: Shape = FILE, path: str = "") ->
     for key, below in node.entries.items():
         where = f"{path}.{key}" if path else key
         if key not in shape:
-            problems.add(node.marks[key], (where,), _unknown(key, shape))
+            problems.add(node.marks[key], (where,), f"unknown key of stream-replicator; {meant(key, shape)}")
         elif not isinstance(below, Scalar) or below.value() is not None:
             value = _value(below, shape[key], problems, where)
             given |= {} if value is None else {key: value}
     return Given(node.mark, path, given, {key: node.entries[key].mark for key in given}, problems)
-
-
-def _unknown(key: str, shape: Shape) -> str:
-    close = difflib.get_close_matches(key, shape, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"expected one of {' '.join(shape)}"
-    return f"unknown key of stream-replicator; {hint}"
 
 
 def _value(node: Node, kind: str | Shape | list[Shape], problems: Problems, path: str) -> Any:
@@ -372,17 +366,14 @@ def _connection(parts: list[SplitResult], tls: Mapping[str, str]) -> tuple[Conne
             secret_key, secret = "token", user
         else:
             login, secret_key, secret = (("user", user),), "password", unquote(password)
-    unique = tuple(dict.fromkeys(servers))
-    found = Connection(unique, login, secret_key, SecretStr(secret), tuple(keys.items()), timeout)
-    return found, remarks
+    unique, hidden = tuple(dict.fromkeys(servers)), SecretStr(secret)
+    return Connection(unique, login, secret_key, hidden, tuple(keys.items()), timeout), remarks
 
 
 def _flags(options: Mapping[str, str]) -> dict[str, bool]:
     """The TLS keys that parameters switch on."""
-    found = {}
-    for name in ("tls_handshake_first", "insecure"):
-        if (text := options.get(name, "")) not in (*_TRUE, *_FALSE):
+    names = ("tls_handshake_first", "insecure")
+    for name in names:
+        if options.get(name, "") not in (*_TRUE, *_FALSE):
             raise ValueError(f"expected true or false for the parameter {name}, found something else")
-        if text in _TRUE:
-            found[name.removeprefix("tls_")] = True
-    return found
+    return {name.removeprefix("tls_"): True for name in names if options.get(name) in _TRUE}

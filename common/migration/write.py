@@ -148,17 +148,9 @@ def _created(centre: plan.Centre) -> dict[str, list[str]]:
         for target in centre.targets
         if not any(path.given.get("no_target_create") for _, _, path in target.sources)
     }
-    return {
-        stream: subjects
-        for stream, subjects in found.items()
-        if not any(
-            overlaps(one, other)
-            for name, others in found.items()
-            if name != stream
-            for one in subjects
-            for other in others
-        )
-    }
+    all_of = [(stream, subject) for stream, subjects in found.items() for subject in subjects]
+    taken = {one for one, mine in all_of for other, theirs in all_of if one != other and overlaps(mine, theirs)}
+    return {stream: subjects for stream, subjects in found.items() if stream not in taken}
 
 
 def _target(target: plan.PlannedTarget, subjects: list[str], notes: list[Note]) -> Entries:
@@ -230,7 +222,14 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
     Raises ConfigFileError with a line for each problem, placed in that file; never with a secret. Nothing
     that the file names is opened, and no variable of the environment is read.
     """
-    top = _read(data, name)
+    problems = Problems(name)
+    roots = parse_yaml(data, problems)
+    refuse(problems)
+    if len(roots) != 1:
+        problems.add(roots[1].mark, (), f"expected one document, found {len(roots)}")
+        refuse(problems)
+    top = read(roots[0], problems)
+    refuse(problems)
     paths = [path for stream in top.get("streams", ()) if (path := _path(stream, top)) is not None]
     own = site_name(top.text("name"))
     if not top.text("name"):
@@ -246,18 +245,6 @@ def import_stream_replicator(data: bytes, name: str) -> Imported:
 def site_name(text: str) -> str:
     """The name as a site may have it: other characters as `-`."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", text).lstrip("_-")[:63] or "site"
-
-
-def _read(data: bytes, name: str) -> Given:
-    problems = Problems(name)
-    roots = parse_yaml(data, problems)
-    refuse(problems)
-    if len(roots) != 1:
-        problems.add(roots[1].mark, (), f"expected one document, found {len(roots)}")
-        refuse(problems)
-    top = read(roots[0], problems)
-    refuse(problems)
-    return top
 
 
 def _path(stream: Given, top: Given) -> plan.Path | None:
@@ -281,9 +268,8 @@ def _check(made: Iterable[File], top: Given, name: str) -> None:
     places = dict(_places(top))
     found: list[Problem] = []
     for file in made:
-        environment = dict.fromkeys(file.variables, "value")
         try:
-            parse_documents(file.text.encode(), file.name, environment)
+            parse_documents(file.text.encode(), file.name, dict.fromkeys(file.variables, "value"))
         except ConfigFileError as error:
             found += [_moved(problem, file, places, name) for problem in error.found]
     if found:

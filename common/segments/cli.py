@@ -1,19 +1,19 @@
 """`floe segments ls | info | cat`: look into the archive, changing nothing."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 
 import click
-import pyarrow as pa
 
 from common.chain import Chain
 from common.clock import NS_PER_S, format_time
 from common.errors import UsageError
 from common.open import load_settings, open_chains, open_store
 from common.segments.archive import find_chain, read_cover, select_chains, span
-from common.segments.columns import messages
+from common.segments.columns import is_text, messages
 from common.segments.documents import ChainStore
 from common.segments.keys import configured
 from common.segments.parquet_guard import SegmentGone
@@ -54,18 +54,21 @@ def list_segments(config: str, what: str | None, is_cover: bool, level: int | No
     """
     settings = load_settings(config, quiet=True)
     store, chains = open_store(settings), open_chains(settings)
-    rows = []
+    rows: list[dict[str, object]] = []
     for chain in select_chains(chains, what, configured(settings)):
         refs = store.list(chain, level=level)
-        rows += covered(refs) if is_cover else listed(refs)
+        taken = [(each.segment, each.rows) for each in cover(refs, 1)] if is_cover else [(r, r.coverage) for r in refs]
+        rows += [_listed(ref, part, settings.store.url) for ref, part in taken]
     if as_json:
-        print_json([row.as_json(settings.store.url) for row in rows])
+        print_json(rows)
     elif form == "paths":
         for row in rows:
-            click.echo(row.path(settings.store.url))
-        _warn_of_trimmed(sum(row.is_trimmed for row in rows))
+            click.echo(row["path"])
+        if count := sum((row["first"], row["last"]) != (row["take_first"], row["take_last"]) for row in rows):
+            others = "also hold rows that others account for; --json says which rows to take"
+            click.echo(f"{count} of these {others}", err=True)
     else:
-        table([row.as_json(settings.store.url) for row in rows], _COLUMNS)
+        table(rows, _COLUMNS)
 
 
 @segments.command("quarantine")
@@ -85,11 +88,8 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
         floe segments quarantine -c central.yaml data/site=us-east/…/level=0/….parquet
     """
     settings = load_settings(config, quiet=True)
-    store = open_store(settings)
-    try:
+    with closing(open_store(settings)) as store:
         done = quarantine(store, _key(settings, key), accept_hole=yes)
-    finally:
-        store.close()
     if as_json:
         print_json(asdict(done))
         return
@@ -98,11 +98,6 @@ def quarantine_object(config: str, key: str, yes: bool, as_json: bool) -> None:
         click.echo(f"sequences {part} are in no other undamaged segment", err=True)
     if done.note:
         click.echo(done.note, err=True)
-
-
-def _warn_of_trimmed(count: int) -> None:
-    if count:
-        click.echo(f"{count} of these also hold rows that others account for; --json says which rows to take", err=True)
 
 
 @segments.command()
@@ -158,22 +153,17 @@ def cat(config: str, what: str, from_sequence: int | None, to_sequence: int | No
     ref = _segment(store, settings, what)
     chain = None if ref else _chain(settings, open_chains(settings), what)
     refs = store.list(chain, position=from_sequence or 1) if chain else [ref] if ref else []
-    whole = span(refs)
     problems: list[str] = []
-    if whole is not None:
-        within = _within(from_sequence or whole.first, to_sequence or whole.last)
-        for batch in read_cover(store, refs, within, problems.append):
-            for line in message_lines(batch, as_json=as_json):
-                click.echo(line)
+    if (whole := span(refs)) is not None:
+        first, last = from_sequence or whole.first, to_sequence or whole.last
+        if first > last:
+            raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
+        for batch in read_cover(store, refs, SequenceRange(first, min(last, MAX_SEQUENCE)), problems.append):
+            for message in messages(batch):
+                click.echo(json.dumps(_as_json(message)) if as_json else _as_text(message))
     for problem in problems:
         click.echo(problem, err=True)
     return DIFFERENCES if problems else 0
-
-
-def _within(first: int, last: int) -> SequenceRange:
-    if first > last:
-        raise click.UsageError(f"--from-sequence {first} is greater than the last sequence {last}")
-    return SequenceRange(first, min(last, MAX_SEQUENCE))
 
 
 def _segment(store: SegmentStore, settings: Settings, what: str) -> SegmentRef | None:
@@ -201,50 +191,21 @@ def _chain(settings: Settings, chains: ChainStore, what: str) -> Chain:
         raise error
 
 
-_MILLISECOND = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class ListedSegment:
-    """A segment in a listing, and which of its rows are taken from it."""
-
-    ref: SegmentRef
-    rows: SequenceRange
-
-    @property
-    def is_trimmed(self) -> bool:
-        """Whether it also holds rows that are taken from another segment."""
-        return self.rows != self.ref.coverage
-
-    def path(self, url: str) -> str:
-        """Where other engines find it."""
-        return f"{url.removeprefix('file://').rstrip('/')}/{self.ref.key}"
-
-    def as_json(self, url: str) -> dict[str, object]:
-        ref = self.ref
-        return {
-            "chain": str(ref.chain),
-            "level": ref.level,
-            "first": ref.coverage.first,
-            "last": ref.coverage.last,
-            "take_first": self.rows.first,
-            "take_last": self.rows.last,
-            "bytes": ref.size,
-            "modified": format_time(int(ref.modified) * NS_PER_S),
-            "name": ref.name,
-            "key": ref.key,
-            "path": self.path(url),
-        }
-
-
-def listed(refs: Sequence[SegmentRef]) -> list[ListedSegment]:
-    """Every segment, by level and end."""
-    return [ListedSegment(ref, ref.coverage) for ref in refs]
-
-
-def covered(refs: Sequence[SegmentRef]) -> list[ListedSegment]:
-    """The segments of the cover, ascending."""
-    return [ListedSegment(stretch.segment, stretch.rows) for stretch in cover(refs, 1)]
+def _listed(ref: SegmentRef, rows: SequenceRange, url: str) -> dict[str, object]:
+    """A segment in a listing: `rows` are taken from it; `path` is where other engines find it."""
+    return {
+        "chain": str(ref.chain),
+        "level": ref.level,
+        "first": ref.coverage.first,
+        "last": ref.coverage.last,
+        "take_first": rows.first,
+        "take_last": rows.last,
+        "bytes": ref.size,
+        "modified": format_time(int(ref.modified) * NS_PER_S),
+        "name": ref.name,
+        "key": ref.key,
+        "path": f"{url.removeprefix('file://').rstrip('/')}/{ref.key}",
+    }
 
 
 def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
@@ -252,8 +213,7 @@ def describe_segment(store: SegmentStore, ref: SegmentRef) -> dict[str, Any]:
     with store.open(ref) as reader:
         footer = json.loads(reader.footer.to_json())
         groups = [
-            {"first": g.range.first, "last": g.range.last, "rows": g.rows, "raw_bytes": g.raw_bytes}
-            for g in reader.row_groups
+            {**asdict(group.range), "rows": group.rows, "raw_bytes": group.raw_bytes} for group in reader.row_groups
         ]
     modified = format_time(int(ref.modified) * NS_PER_S)
     return {"key": ref.key, "bytes": ref.size, "modified": modified, **footer, "row_groups": groups}
@@ -313,7 +273,7 @@ def readable(found: Mapping[str, Any]) -> dict[str, Any]:
 def _as_written(name: str, nanoseconds: int) -> str:
     if name.endswith("timestamp_ns"):
         return format_time(nanoseconds)
-    is_exact = nanoseconds % _MILLISECOND == 0 and 0 <= nanoseconds < 2**63
+    is_exact = nanoseconds % 1_000_000 == 0 and 0 <= nanoseconds < 2**63  # to the millisecond
     return format_duration(nanoseconds / NS_PER_S) if is_exact else f"{nanoseconds}ns"
 
 
@@ -330,12 +290,6 @@ def _without_nanoseconds(found: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def message_lines(batch: pa.RecordBatch, *, as_json: bool) -> Iterator[str]:
-    """One line for each message."""
-    for message in messages(batch):
-        yield json.dumps(_as_json(message)) if as_json else _as_text(message)
-
-
 def _as_json(message: Message) -> dict[str, object]:
     return {
         "sequence": message.sequence,
@@ -349,22 +303,14 @@ def _as_json(message: Message) -> dict[str, object]:
 def _json_bytes(name: str, raw: bytes | None) -> dict[str, object]:
     if raw is None:
         return {name: None}
-    try:
-        return {name: raw.decode()}
-    except UnicodeDecodeError:
-        return {f"{name}_base64": encode_bytes(raw)}
+    return {name: raw.decode()} if is_text(raw) else {f"{name}_base64": encode_bytes(raw)}
 
 
 def _as_text(message: Message) -> str:
     headers = "-" if message.headers is None else _text_bytes(message.headers)
-    subject = escaped(decode_subject(message.subject))
-    return "\t".join(
-        (str(message.sequence), format_time(message.timestamp_ns), subject, headers, _text_bytes(message.payload))
-    )
+    subject, payload = escaped(decode_subject(message.subject)), _text_bytes(message.payload)
+    return "\t".join((str(message.sequence), format_time(message.timestamp_ns), subject, headers, payload))
 
 
 def _text_bytes(raw: bytes) -> str:
-    try:
-        return escaped(raw.decode())
-    except UnicodeDecodeError:
-        return encode_bytes(raw)
+    return escaped(raw.decode()) if is_text(raw) else encode_bytes(raw)

@@ -190,8 +190,7 @@ class AcceptedGap:
             parse_time(self.at)
 
     def to_json(self) -> bytes:
-        bounds = self.range.first, self.range.last
-        return _GAP.encode(_GapWire(*bounds, self.by, self.at, self.note, self.from_hole))
+        return _GAP.encode(_GapWire(self.range.first, self.range.last, self.by, self.at, self.note, self.from_hole))
 
     @classmethod
     def from_json(cls, raw: bytes) -> AcceptedGap:
@@ -202,9 +201,8 @@ class AcceptedGap:
 
 def of_chain(chain: Chain) -> str:
     """The options that name a chain, in full: without an incarnation they would mean the newest."""
-    words = ["--site", chain.site, "--feed", shlex.quote(chain.feed)]
-    words += ["--incarnation", str(chain.incarnation), "--partition", str(chain.partition)]
-    return " ".join(words)
+    of_feed = f"--site {chain.site} --feed {shlex.quote(chain.feed)}"
+    return f"{of_feed} --incarnation {chain.incarnation} --partition {chain.partition}"
 
 
 def accept_command(chain: Chain, hole: SequenceRange) -> str:
@@ -368,8 +366,7 @@ class ChainStore:
 
     def create_stream(self, chain: Chain, document: StreamDocument) -> StreamDocument:
         """Make `stream.json` of the chain's incarnation unless there is one; what is there now."""
-        key = self.layout.stream_document(chain)
-        return self._create(key, document.to_json(), StreamDocument.from_json)
+        return self._create(self.layout.stream_document(chain), document.to_json(), StreamDocument.from_json)
 
     def read_stream(self, chain: Chain) -> StreamDocument | None:
         """`stream.json` of the chain's incarnation; None if there is none."""
@@ -383,16 +380,13 @@ class ChainStore:
 
     def read_end(self, chain: Chain) -> int | None:
         """Where the chain ended with its incarnation (0: nothing was covered); None while it has not."""
-        if chain.incarnation == MAX_INCARNATION:
-            return None
-        following = self.read_stream(chain.next_incarnation())
+        following = None if chain.incarnation == MAX_INCARNATION else self.read_stream(chain.next_incarnation())
         previous = None if following is None else following.previous
         return None if previous is None else previous.get(chain.partition, 0)
 
     def create_chain(self, chain: Chain, document: ChainDocument) -> ChainDocument:
         """Make `chain.json` unless there is one; what is there now."""
-        key = self.layout.chain_document(chain)
-        return self._create(key, document.to_json(), ChainDocument.from_json)
+        return self._create(self.layout.chain_document(chain), document.to_json(), ChainDocument.from_json)
 
     def read_chain(self, chain: Chain) -> ChainDocument | None:
         """`chain.json`; None if there is none."""
@@ -404,13 +398,13 @@ class ChainStore:
 
     def raise_floor(self, chain: Chain, first: int) -> None:
         """Make `first` the floor unless it is that high already: it never falls. Raises Unavailable too."""
-        body = floor_to_json(first)
+        key, body = self.layout.floor_document(chain), floor_to_json(first)
         for _ in range(_ROUNDS):
             # The etag before the content: a change between the two makes the write fail, not the check.
-            info = self.objects.head(self.layout.floor_document(chain))
+            info = self.objects.head(key)
             if (self.read_floor(chain) or 0) >= first:
                 return
-            self._replace(self.layout.floor_document(chain), body, info.etag if info else None)
+            self._replace(key, body, info.etag if info else None)
         if (self.read_floor(chain) or 0) < first:
             raise Unavailable(f"floor of {chain}: lost to other writers {_ROUNDS} times", code="E-RACE")
 

@@ -74,7 +74,7 @@ class StretchReader(AbstractContextManager["StretchReader"]):
     def others(self) -> Sequence[SegmentRef]:
         """The other segments that cover some of `unread`. Raises what the store raises."""
         if (unread := self.unread) is None:
-            return ()
+            return []
         listed = self._store.covering(self._stretch.segment.chain, unread) if self._refs is None else self._refs
         return [ref for ref in listed if ref.coverage.overlaps(unread) and ref.key not in self._avoided]
 

@@ -32,22 +32,16 @@ class HeartbeatSettings(Section):
 
     def combinations(self) -> Iterator[tuple[str, str]]:
         for name, value in self.headers.items():
-            if problem := _problem_of(name, value):
-                yield "headers", problem
+            if not _NAME.fullmatch(name):
+                yield "headers", f"expected a name of letters, digits and - _ ., found {name!r:.80}"
+            elif name.lower().startswith(("nats-", "floe-")):
+                yield "headers", f"expected no header that NATS or Floe acts on, found {name}"
+            elif not _VALUE.fullmatch(value):
+                found = f"found {value!r:.80}"
+                yield "headers", f"expected a value of {name} on one line, at most 4096 characters, {found}"
         for _, index in repeated(each.subject for each in self.subjects):
             again = self.subjects[index].subject
             yield f"subjects.{index}.subject", f"expected each subject once, found {again} again"
-
-
-def _problem_of(name: str, value: str) -> str:
-    """What is wrong with one header; empty: nothing."""
-    if not _NAME.fullmatch(name):
-        return f"expected a name of letters, digits and - _ ., found {name!r:.80}"
-    if name.lower().startswith(("nats-", "floe-")):
-        return f"expected no header that NATS or Floe acts on, found {name}"
-    if not _VALUE.fullmatch(value):
-        return f"expected a value of {name} on one line, at most 4096 characters, found {value!r:.80}"
-    return ""
 
 
 class EgressMonitorSettings(Section):
@@ -176,18 +170,13 @@ class FeedSettings(StartSettings):
         if len(found) > 1:
             yield found[1], f"expected at most one key to sample by, found {' and '.join(found)}"
         if not found:
-            yield from self._without_sampling()
+            why = "expected inspect_field, inspect_header or inspect_subject_token beside it, found none"
+            unused = self.given("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
+            yield from ((name, why) for name in (*unused, *(["advisory"] if self.advisory.subject else [])))
         elif not self.inspect_duration:
             yield found[0], "expected inspect_duration beside it, found none"
         elif self.warn_duration >= self.inspect_duration:
             yield "warn_duration", "expected less than inspect_duration, found as much or more"
-
-    def _without_sampling(self) -> Iterator[tuple[str, str]]:
-        found = self.given("inspect_force_field", "inspect_duration", "warn_duration", "size_trigger")
-        why = "expected inspect_field, inspect_header or inspect_subject_token beside it, found none"
-        yield from ((name, why) for name in found)
-        if self.advisory.subject:
-            yield "advisory", why
 
 
 def _problems_of(filters: tuple[str, ...]) -> Iterator[tuple[str, str]]:

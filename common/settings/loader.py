@@ -1,6 +1,5 @@
 """Reads configuration files: all problems at once, each with its place, never a secret in a message."""
 
-import difflib
 import ipaddress
 import os
 import re
@@ -148,11 +147,8 @@ MAX_FOUND = 60  # characters of a value in a message
 _MAPPING = "a mapping"
 _LIST = "a list"
 _EXPECTED = {
-    "model_type": _MAPPING,
-    "model_attributes_type": _MAPPING,
-    "dict_type": _MAPPING,
-    "tuple_type": _LIST,
-    "list_type": _LIST,
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), _MAPPING),
+    **dict.fromkeys(("tuple_type", "list_type"), _LIST),
 }
 _SECRET_NAME = re.compile(r"secret|passw", re.IGNORECASE)
 _FREE = ("conf", "headers")  # mappings whose keys are the user's, secrets perhaps among them
@@ -183,20 +179,16 @@ def add_combinations(
 
 
 def _message(detail: Mapping[str, Any], place: yaml.Place) -> str:
-    if (kind := detail["type"]) == "extra_forbidden":
+    kind, expected = detail["type"], str(detail.get("ctx", {}).get("expected"))
+    if kind == "extra_forbidden":
         return _unknown(detail["loc"])
     if kind == "missing":
         return "expected a value (required), found nothing"
-    return f"expected {_expected(detail)}, found {found_text(place)}"
-
-
-def _expected(detail: Mapping[str, Any]) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "floe_value":
-        return str(context["expected"])
     if kind == "literal_error":
-        return "one of " + re.sub(r"'|,| or", "", str(context["expected"])).replace(" ", " | ")
-    return _EXPECTED.get(kind, str(detail["msg"]))
+        expected = "one of " + re.sub(r"'|,| or", "", expected).replace(" ", " | ")
+    elif kind != "floe_value":
+        expected = _EXPECTED.get(kind, str(detail["msg"]))
+    return f"expected {expected}, found {found_text(place)}"
 
 
 def _unknown(location: Sequence[str | int]) -> str:
@@ -204,9 +196,7 @@ def _unknown(location: Sequence[str | int]) -> str:
     section = section_at([part for part in location[:-1] if not str(part).startswith("(")])
     known = list(fields_of(section)) if section else []
     known += [f"{name}_file" for name in known if is_secret(section, name)]
-    if close := difflib.get_close_matches(str(location[-1]), known, n=1):
-        return f"unknown key; did you mean {close[0]}?"
-    return f"unknown key; expected one of {' '.join(known)}"
+    return f"unknown key; {yaml.meant(str(location[-1]), known)}"
 
 
 def found_text(place: yaml.Place) -> str:
@@ -227,10 +217,9 @@ def found_text(place: yaml.Place) -> str:
 
 
 def _is_private(path: yaml.KeyPath) -> bool:
-    names = [part for part in path if isinstance(part, str)]
-    if any(name in _FREE for name in names[:-1]):
-        return True
-    return bool(names) and (_SECRET_NAME.search(names[-1]) is not None or is_secret(section_at(path[:-1]), names[-1]))
+    *above, name = [part for part in path if isinstance(part, str)] or [""]
+    is_free = any(each in _FREE for each in above)
+    return is_free or _SECRET_NAME.search(name) is not None or is_secret(section_at(path[:-1]), name)
 
 
 def refuse_unrunnable(document: ConfigDocument) -> None:
@@ -315,12 +304,9 @@ def _document(root: yaml.Keys, values: _Values, problems: yaml.Problems) -> Conf
 
 
 def _insecure(settings: Settings) -> list[str]:
+    insecure = "insecure: the server's certificate is not checked"
     sections = ("egress.nats.tls", "ingress.nats.tls", "store.tls")
-    found = [
-        f"{section}.insecure: the server's certificate is not checked"
-        for section in sections
-        if attrgetter(section)(settings).insecure
-    ]
+    found = [f"{section}.{insecure}" for section in sections if attrgetter(section)(settings).insecure]
     clear = settings.store.endpoint_url
     if clear.startswith("http://") and not _is_own(urlsplit(clear).hostname or ""):
         found.append(f"store.endpoint_url: {clear}: payloads are sent in clear (keys are not); use https://")
@@ -361,10 +347,9 @@ def chmod_against_others(path: str) -> str:
         found = os.stat(path)
     except (OSError, ValueError):
         return ""
-    if not stat.S_ISREG(found.st_mode):
-        return ""
     is_chosen = found.st_uid != os.geteuid() or found.st_gid != os.getegid()
-    if not found.st_mode & (stat.S_IROTH if is_chosen else stat.S_IROTH | stat.S_IRGRP):
+    by_others = stat.S_IROTH if is_chosen else stat.S_IROTH | stat.S_IRGRP
+    if not stat.S_ISREG(found.st_mode) or not found.st_mode & by_others:
         return ""
     return f"chmod {640 if is_chosen else 600} {shlex.quote(path)}"
 

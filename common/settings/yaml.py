@@ -6,8 +6,9 @@ plain text is null, true, false, a decimal number or text; never a date, an octa
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,8 +101,7 @@ class Problems:
 
     def add(self, mark: Mark, path: KeyPath, message: str) -> None:
         """Note a problem, once."""
-        problem = Problem(self.name, *mark, ".".join(map(str, path)), message)
-        self._found.setdefault((mark, message), problem)
+        self._found.setdefault((mark, message), Problem(self.name, *mark, ".".join(map(str, path)), message))
 
     def marks(self) -> set[Mark]:
         """The places that have a problem."""
@@ -121,6 +121,12 @@ class ConfigFileError(ConfigError):
     def __init__(self, found: Iterable[Problem]) -> None:
         self.found = tuple(found)
         super().__init__(*map(str, self.found))
+
+
+def meant(found: str, known: Collection[str]) -> str:
+    """What to write in place of the key `found`, which is none of `known`."""
+    close = difflib.get_close_matches(found, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {' '.join(known)}"
 
 
 def refuse(problems: Problems) -> None:
@@ -173,9 +179,8 @@ class _Builder:
         self._events, self._problems = iter(events), problems
 
     def documents(self) -> list[Keys]:
-        found = [
-            self._node(next(self._events), ()) for event in self._events if isinstance(event, yaml.DocumentStartEvent)
-        ]
+        begins = (event for event in self._events if isinstance(event, yaml.DocumentStartEvent))
+        found = [self._node(next(self._events), ()) for _ in begins]
         if not found:
             self._problems.add(Mark(1, 1), (), "expected a mapping, found an empty file")
         for node in found:
