@@ -10,8 +10,8 @@ import pytest
 
 SCRIPT = """
 import sys
-from common.service.lean import without_pandas
-without_pandas()
+from common.service.lean import without
+without("pandas")
 from common.segments.columns import record_batch
 import pyarrow as pa
 batch = record_batch([1], [2], [b"s"], [None], [b"p"])
